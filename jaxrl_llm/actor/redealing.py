@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.actor.sampler import SamplerState
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NONE
 
@@ -38,21 +37,13 @@ def deal(
 
     Returns:
         The state, ``host`` with what changes with it, and what to say.
-
-    Raises:
-        ConfigError: prompts that are due together may come to lie in one shard, which could not hand them out in time.
     """
-    sampler, max_lag = generator.sampler, generator.max_lag
+    sampler = generator.sampler
     M, E = sampler.shards, sampler.entries
     if state is None:
         return generator.state, host, []
     if (before := shapes["sampler/length"][0]) == M:
         return state, host, []
-    if max_lag and before % M:
-        raise ConfigError(
-            f"rollouts in flight on {before} data-parallel devices with rollout.max_lag_iterations={max_lag}: go on on "
-            f"as many, or on a divisor of them, not on {M}"
-        )
     layout = sharding.of(state), sharding.replicated(sampler.mesh, 0)
     program = jax.jit(functools.partial(_deal, before=before), out_shardings=layout, donate_argnums=0)
     state, begins = program(state)  # caches stay as they are, in place

@@ -40,15 +40,20 @@ FREE_SETTINGS = (
     "optimizer.offload",
 )
 
-
 # What the rows of arrays mean that fit all the same: which ones share a prompt, how they lie, where a prompt ends.
 FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
 
-# An array whose first axis is the ring's shards.
-RING_ROWS = "ring/uses"
+# Arrays whose first axes are the ring's shards and the sampler's.
+RING_ROWS, SAMPLER_ROWS = "ring/uses", "sampler/length"
 
 # Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
 PASSING = ("sampler", "rounds")
+
+# Errors that tell what is there, not that it could not be read; and what tensorstore's begin with that do the latter.
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+DAMAGE = (*MISSING, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
+UNREAD = ("ABORTED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
+UNREAD += ("UNAVAILABLE", "UNKNOWN")
 
 
 class DamagedError(Exception):
@@ -56,18 +61,36 @@ class DamagedError(Exception):
 
 
 @contextlib.contextmanager
-def _reading(part: str) -> Iterator[None]:
+def _asking(what: str) -> Iterator[None]:
+    """While entered, that a disk, a network or a bucket gives no answer is a ``MachineError``: it is no damage."""
     try:
         yield
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as error:
+    except Exception as error:
+        is_unread = isinstance(error, ValueError) and str(error).startswith(UNREAD)
+        is_bucket = type(error).__module__.startswith(("aiohttp.", "gcsfs."))  # theirs have no class in common
+        if is_unread or is_bucket or (isinstance(error, OSError) and not isinstance(error, MISSING)):
+            said = f"{type(error).__name__}: {str(error).split(' [')[0]}".removesuffix(": ")
+            raise hosts.MachineError(f"{what} cannot be read now: {said}; it may be whole: try again") from error
+        raise
+
+
+@contextlib.contextmanager
+def _reading(path: pathlib.Path, part: str) -> Iterator[None]:
+    try:
+        with _asking(f"{part} of checkpoint {path}"):
+            yield
+    except DAMAGE as error:
         said = str(error).split(" [")[0]  # tensorstore adds places in its source
         raise DamagedError(f"{part}: {said}") from error
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
     """Iterations whose checkpoints are finished, the newest first."""
-    paths = directory.iterdir() if directory.is_dir() else []
-    return sorted((int(path.name) for path in paths if path.name.isdigit() and bucket.is_whole(path)), reverse=True)
+    # Not ``is_dir``, which says no of a bucket that does not answer: the run would begin anew.
+    with contextlib.suppress(*MISSING), _asking(f"the list of checkpoints in {directory}"):
+        whole = (int(x.name) for x in directory.iterdir() if x.name.isdigit() and bucket.is_whole(x))
+        return sorted(whole, reverse=True)
+    return []
 
 
 def read_whole(
@@ -87,6 +110,7 @@ def read_whole(
 
     Raises:
         ConfigError: no such iteration, or none is whole.
+        MachineError: one that may be whole cannot be read now.
     """
     exchange = (lambda own: [own]) if is_alone else hosts.exchange
     steps = exchange(steps_in(root))[0]
@@ -118,7 +142,7 @@ def digest(host: Any, text: dict[str, Any]) -> str:
 
 def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """What ``save`` put into host/ and config/."""
-    with _reading("host/ or config/"):
+    with _reading(path, "host/ or config/"):
         host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
         if text.pop("digest") != digest(host, text):
             raise ValueError("another digest than they were saved with")
@@ -145,7 +169,14 @@ def read_fitting(
     check_settings(text, config, path, allow_changes)
     has = {name.partition("/")[0] for name in text["arrays"]}
     wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
-    check_arrays(text["arrays"], by_name(wanted), path, same_dtype=True)
+    check_arrays(text["arrays"], arrays := by_name(wanted), path, same_dtype=True)
+    if config.rollout.max_lag_iterations and SAMPLER_ROWS in arrays:
+        before, now = text["arrays"][SAMPLER_ROWS][1][0], arrays[SAMPLER_ROWS].shape[0]
+        if before % now:  # prompts that are due together may lie in one shard, which could not hand them out in time
+            raise ConfigError(
+                f"rollouts in flight on {before} data-parallel devices with rollout.max_lag_iterations="
+                f"{config.rollout.max_lag_iterations}: go on on as many, or on a divisor of them, not on {now}"
+            )
     return host, text, wanted
 
 
@@ -175,11 +206,10 @@ def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
 
 def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
-
     base = bucket.store(path / "state")
 
     def read(name: str) -> Any:
-        with _reading(f"array {name}"):
+        with _reading(path, f"array {name}"):
             kvstore = {"driver": "ocdbt", "base": base, "path": name}
             stored = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
             if (leaf := wanted[name]) is None:

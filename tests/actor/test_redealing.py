@@ -1,12 +1,14 @@
 """Rollouts in flight go on on another number of data shards: what comes out is what would have come."""
 
+import contextlib
+
 import jax
 import numpy as np
 import pytest
 from support.building import Sampling, interrupt, make_prompts, make_sampler
 
 from jaxrl_llm.actor import redealing
-from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, MeshConfig
+from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, MeshConfig, freeze
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.stored import check_arrays
 
@@ -63,11 +65,17 @@ def test_what_was_begun_comes_out_as_it_would_have_in_the_same_order(tmp_path, b
     assert resumed.generator.take_draws().tokens == (expected.length - expected.prompt_length).sum() + again
 
 
-def test_shards_that_are_split_cannot_keep_a_bound_on_the_lag_and_say_so():
-    generator = sampling_on(4).generator
-    generator.max_lag = 2
-    with pytest.raises(ConfigError, match=r"on 2 data-parallel devices with rollout.max_lag_iterations=2: .* not on 4"):
-        redealing.deal(generator, generator.run["init_sampler"](), {}, {"sampler/length": [2, 4, 3]})
+def test_shards_that_are_split_cannot_keep_a_bound_on_the_lag_and_say_so_before_anything_is_compiled(tmp_path):
+    config = freeze({"rollout": {"lookahead_prompts": 8, "max_lag_iterations": 2}, "replay": {"shards": 2}})
+    table = lambda shards: {"sampler": {"length": np.zeros((shards, 8 // shards, 3), np.int32)}}
+    with contextlib.closing(Checkpointer(tmp_path, CheckpointConfig())) as checkpoints:
+        checkpoints.save(1, table(2), {}, config, pass_rate=None)
+        checkpoints.wait()
+        for shards in (2, 1):
+            checkpoints.check_config(config, table(shards), allow_changes=False)
+        said = r"on 2 data-parallel devices with rollout.max_lag_iterations=2: .* not on 4"
+        with pytest.raises(ConfigError, match=said):
+            checkpoints.check_config(config, table(4), allow_changes=False)
 
 
 def test_a_table_of_other_rows_does_not_fit(tmp_path):

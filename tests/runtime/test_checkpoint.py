@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pathlib
@@ -28,8 +29,9 @@ from support.comparing import assert_same
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import checkpoint, hosts
+from jaxrl_llm.runtime import checkpoint, hosts, stored
 from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.runtime.hosts import MachineError
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 from jaxrl_llm.runtime.stored import digest
 from jaxrl_llm.runtime.weights import restore_params
@@ -630,6 +632,53 @@ def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
     flip(path, path.read_bytes().find(np.asarray(saved["k"]).tobytes()))
     restore_params(copy, like)
     assert ("array train/params/policy/k has another" in capfd.readouterr().err) == (dtype == jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "said"),
+    [
+        # Of gcsfs where a bucket answers 502; of a share; of a disk; of tensorstore when it has tried often enough.
+        ("host", lambda: pytest.importorskip("requests").exceptions.ProxyError(), "ProxyError; it may be whole"),
+        ("host", lambda: TimeoutError("too slow"), "TimeoutError: too slow"),
+        ("config", lambda: OSError(errno.EIO, os.strerror(errno.EIO)), "OSError: [Errno 5] Input/output error"),
+        (
+            "arrays",
+            lambda: ValueError("ABORTED: All 32 retry attempts failed: 502 [source]"),
+            "ValueError: ABORTED: All 32 ",
+        ),
+    ],
+)
+def test_what_cannot_be_read_now_is_not_damaged(name, error, said, copy, monkeypatch, capfd):
+    """The newest was passed over, and removed with the next save; where it was the only one the run was refused."""
+    read = pathlib.Path.read_bytes
+
+    def failing(path):
+        if path == copy / "checkpoints" / "2" / name / "metadata":
+            raise error()
+        return read(path)
+
+    part = "host/ or config/"
+    if name == "arrays":
+        part = r"array \S+"
+        monkeypatch.setattr(stored.tensorstore, "open", mock.Mock(side_effect=error()))
+    monkeypatch.setattr(pathlib.Path, "read_bytes", failing)
+    with pytest.raises(
+        MachineError, match=rf"{part} of checkpoint {copy}/checkpoints/2 cannot be read now: "
+    ) as raised:
+        resume(copy)
+    assert said in str(raised.value) and "[source]" not in str(raised.value)
+    monkeypatch.undo()
+    assert resume(copy).iteration == 2 and capfd.readouterr().err == ""
+
+
+def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(copy, monkeypatch):
+    """Of a bucket that does not answer ``is_dir`` says no: the run would have begun anew."""
+    monkeypatch.setattr(pathlib.Path, "is_dir", lambda path: False)
+    monkeypatch.setattr(pathlib.Path, "iterdir", mock.Mock(side_effect=ConnectionResetError("gone")))
+    with pytest.raises(MachineError, match=f"{copy} cannot be read now: ConnectionResetError: gone; it may be whole"):
+        stored.steps_in(copy)
+    monkeypatch.undo()
+    assert stored.steps_in(copy / "none") == stored.steps_in(copy / "checkpoints" / "2" / "host" / "metadata") == []
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, capfd):
