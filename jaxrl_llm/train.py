@@ -35,7 +35,7 @@ from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plain_numbers, update_values
 from jaxrl_llm.run import assemble, check_room, describe
-from jaxrl_llm.runtime import cli, hosts, programs, sharding
+from jaxrl_llm.runtime import bucket, cli, hosts, programs, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.executables import keep_what_fits, load_all
 from jaxrl_llm.runtime.programs import check_memory, compile_all, host_share, memory_limit, memory_table, use_cache
@@ -79,7 +79,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     check = lambda host: stream.check(host["stream"], allow_changes=allow_config_changes)
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
-        (workdir / "config.json").write_text(text)
+        bucket.write_whole(workdir / "config.json", text)
         for name in ("report.html", "after.json"):  # they say that the run, and a sweep's point, came to its end
             (workdir / name).unlink(missing_ok=True)
 
@@ -117,7 +117,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         else:
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
             compute, values = host["compute"], host["values"]
-            said = metrics.restore(host["metrics"]) + actor.restore(host, arrays, restored.shapes)
+            said = metrics.restore(host["metrics"], iteration, values) + actor.restore(host, arrays, restored.shapes)
             learner.restore(host, arrays["train"], arrays["ring"])
             progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 

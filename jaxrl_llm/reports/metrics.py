@@ -196,24 +196,33 @@ class MetricsWriter:
         """Size in bytes of each file, for the checkpoint."""
         return {name: file.tell() for name, file in self._files.items()}
 
-    def restore(self, state: dict[str, int]) -> list[str]:
-        """Cut the files back to a checkpoint's ``state()``, so that a resumed run repeats no line.
+    def restore(self, state: dict[str, int], iteration: int = 0, values: Any = None) -> list[str]:
+        """Cut the files back to where a checkpoint was written, so that a resumed run repeats no line.
 
         ``{}`` (no checkpoint) empties them; one that was not written then stays. Lines that cannot be read go too.
 
+        Args:
+            state: ``state()`` of then, maybe of another machine's files, where sizes do not say what is to stay.
+            iteration: iterations finished; with ``values`` of the last its line in metrics.jsonl was still to come.
+
         Returns:
-            What to say of a file that has less than it had then.
+            What to say of a file that has not what it had then.
         """
         said = []
         for name, file in self._files.items():
             path, size = self._workdir / name, state.get(name, file.tell() if state else 0)
-            file.truncate(min(size, file.tell()))
-            lines = path.read_bytes().splitlines(keepends=True) if name in FILES else []
-            if not all(map(json_lines.is_whole, lines)):
-                file.truncate(0)
-                file.writelines(filter(json_lines.is_whole, lines))
-            if lost := size - file.seek(0, os.SEEK_END):
-                said.append(f"warning: {path} has lost {lost} of {size} bytes: there is a gap in what it tells")
+            if name in FILES:
+                data, last = path.read_bytes(), iteration - bool(values and name == FILES[0])
+                whole = filter(json_lines.is_whole, data.splitlines(keepends=True))
+                kept = b"".join(line for line in whole if json.loads(line).get("iteration", 0) <= last)
+                file.truncate(same := len(kept) if data.startswith(kept) else 0)
+                file.write(kept[same:])
+            elif not said:  # else it is another machine's too, and its lines name no iteration
+                file.truncate(min(size, file.tell()))
+            if (now := file.seek(0, os.SEEK_END)) != size:
+                said.append(
+                    f"warning: {path} has lost lines ({now} bytes, not {size}): there is a gap in what it tells"
+                )
         return said
 
     def close(self) -> None:
@@ -231,14 +240,7 @@ class MetricsWriter:
 
 def plain_numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
     """As JSON has them: null for None and for a number that is not finite."""
-    return {name: _number(value) for name, value in values.items()}
-
-
-def _number(value: Any) -> float | int | None:
-    if value is None:
-        return None
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
+    return {name: x if x is None or isinstance(x, int) else _finite(float(x)) for name, x in values.items()}
 
 
 def _finite(value: Any) -> Any:
@@ -322,7 +324,7 @@ def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_
     """``iteration 3/20 | reward 0.41 | pass 0.38 | ... | ETA 4:05``; "-" where there is no number."""
 
     def shown(name: str, form: str) -> str:
-        number = _number(values[name]) if name in values else None
+        number = plain_numbers(values).get(name)
         return "-" if number is None else format(number, form)
 
     failed = values.get("reward/timeout_count", 0) + values.get("reward/error_count", 0)

@@ -7,8 +7,8 @@ One run at a time has a folder: of a bucket an object in it says which, of a dis
 life goes there every few seconds. What gets none any more was left by a process that was killed, or on a disk, whose
 server may keep its lock for ever, by a machine that is gone: the next run takes it over.
 
-Owns: what is whole, how it is moved and removed, who may write it, where tensorstore finds it. Does not know: what is
-in it.
+Owns: what is whole, how a file becomes so, how it is moved and removed, who may write it, where tensorstore finds it.
+Does not know: what is in it.
 """
 
 from __future__ import annotations
@@ -280,6 +280,13 @@ def _end(what: str, who: str) -> None:
 def is_whole(path: Any) -> bool:
     """Whether there is a checkpoint there, all of it."""
     return (path / MARKER).exists() if is_bucket(path) else path.is_dir()
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """A file of a disk: it has all of the text, or what it had."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
 
 
 def remove(path: Any) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -307,7 +308,7 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
 
     Raises:
         ConfigError: no file can be written there, or another run of this machine holds it.
-        MachineError: a run of another machine holds it, or a host does not see it.
+        MachineError: the disk fails or is full, a run of another machine holds it, or a host does not see it.
     """
     if not hosts.is_first():
         if not of_bucket:
@@ -321,7 +322,9 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         lock = open(path, "a")  # noqa: SIM115, closed below
     except OSError as error:
-        raise ConfigError(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+        is_fault = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+        kind = hosts.MachineError if is_fault else ConfigError
+        raise kind(f"--workdir={workdir} cannot be written: {error.strerror}") from error
     who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     text = f"{who}\n{bucket.machine()}"
     with contextlib.ExitStack() as held:

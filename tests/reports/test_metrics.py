@@ -94,31 +94,65 @@ def write_iterations(writer, iterations):
 def test_files_of_a_resumed_run_are_those_of_the_uninterrupted_one(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     writer = MetricsWriter(whole, QUIET)
-    write_iterations(writer, range(6))
+    write_iterations(writer, range(1, 7))
     writer.close()
 
     writer = MetricsWriter(killed, QUIET)
-    write_iterations(writer, range(3))
+    write_iterations(writer, range(1, 4))
     state = json.loads(json.dumps(writer.state()))
-    write_iterations(writer, range(3, 5))
+    write_iterations(writer, range(4, 6))
     with open(killed / "metrics.jsonl", "ab") as torn:  # killed in the middle of a line
-        torn.write(b'{"iteration": 5, "rollo')
+        torn.write(b'{"iteration": 6, "rollo')
     resumed = MetricsWriter(killed, QUIET)
-    resumed.restore(state)
-    write_iterations(resumed, range(3, 6))
+    assert resumed.restore(state, 3) == []
+    write_iterations(resumed, range(4, 7))
     writer.close()
     resumed.close()
     for name in metrics.FILES:
         assert (killed / name).read_bytes() == (whole / name).read_bytes()
 
 
+def test_a_run_that_was_on_another_machine_for_a_while_keeps_the_lines_that_it_had(tmp_path):
+    """With ``checkpoint.bucket``; they were cut to the size of the other's files."""
+
+    def session(machine, state, iteration, iterations):
+        writer = MetricsWriter(tmp_path / machine, dataclasses.replace(QUIET, share_rollouts=True))
+        said = writer.restore(state, iteration)
+        writer.append({SHARED_FILE: [{"prompt": machine}] * len(iterations)})
+        write_iterations(writer, iterations)
+        state = writer.state()
+        writer.close()
+        return said, state
+
+    said, state = session("a", {}, 0, range(1, 6))
+    session("a", state, 5, range(6, 7))  # killed before it was saved
+    other, state = session("b", state, 5, range(6, 8))
+    again, state = session("a", state, 7, range(8, 9))
+    assert said == [] and len(other) == len(again) == 3 and "there is a gap" in again[0]
+    kept = [row["iteration"] for row in read_metrics(tmp_path / "a")]
+    samples = [json.loads(line)["iteration"] for line in (tmp_path / "a" / "samples.jsonl").read_text().splitlines()]
+    assert kept == samples == [1, 2, 3, 4, 5, 6, 8]
+    assert len((tmp_path / "a" / SHARED_FILE).read_text().splitlines()) == 7
+    assert session("a", state, 8, range(9, 10))[0] == []
+
+
+def test_an_iteration_that_was_stopped_in_its_evaluation_has_samples_and_no_metrics_yet(tmp_path):
+    writer = MetricsWriter(tmp_path, QUIET)
+    write_iterations(writer, [1])
+    writer.append({"samples.jsonl": [{"iteration": 2}]})
+    state = writer.state()
+    writer.write(2, {"rollout/reward_mean": 0.5})  # by a run that went on and was killed
+    assert writer.restore(state, 2, {"rollout/reward_mean": 0.5}) == [] and writer.state() == state
+    writer.close()
+
+
 def test_without_a_checkpoint_a_run_starts_with_empty_files_and_none_is_ever_lengthened(tmp_path):
     writer = MetricsWriter(tmp_path, QUIET)
-    write_iterations(writer, range(3))
+    write_iterations(writer, range(1, 4))
     writer.close()
     again = MetricsWriter(tmp_path, QUIET)
     before = again.state()
-    again.restore({name: size + 1000 for name, size in before.items()})
+    again.restore({name: size + 1000 for name, size in before.items()}, 3)
     assert again.state() == before
     again.restore({})
     assert again.state() == {"metrics.jsonl": 0, "samples.jsonl": 0}
@@ -140,29 +174,29 @@ def test_what_was_shared_stays_where_a_run_shares_no_more_for_a_while(tmp_path):
     ("harm", "kept"),
     [
         (lambda data: b"", []),
-        (lambda data: data[:-20], [0, 1]),
+        (lambda data: data[:-20], [1, 2]),
         (lambda data: b"\xff\x00" * len(data), []),
-        (lambda data: data.replace(b'"iteration": 1', b'"iteration" 1 '), [0, 2]),
-        (lambda data: data[:-20] + bytes(20), [0, 1]),
+        (lambda data: data.replace(b'"iteration": 2', b'"iteration" 2 '), [1, 3]),
+        (lambda data: data[:-20] + bytes(20), [1, 2]),
         (lambda data: data.replace(b"{", b"[").replace(b"}", b"]"), []),
     ],
     ids=["empty", "cut", "binary", "one_line", "zeros", "no_objects"],
 )
 def test_what_a_damaged_file_has_left_is_kept_and_the_gap_is_said(harm, kept, tmp_path):
     writer = MetricsWriter(tmp_path, QUIET)
-    write_iterations(writer, range(3))
+    write_iterations(writer, range(1, 4))
     state = writer.state()
     writer.close()
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(harm(path.read_bytes()))
     resumed = MetricsWriter(tmp_path, QUIET)
-    (said,) = resumed.restore(state)
-    lost = state["metrics.jsonl"] - path.stat().st_size
-    assert said == f"warning: {path} has lost {lost} of {state['metrics.jsonl']} bytes: there is a gap in what it tells"
-    write_iterations(resumed, [3])
-    assert resumed.restore(resumed.state()) == []
+    (said,) = resumed.restore(state, 3)
+    sizes = f"{path.stat().st_size} bytes, not {state['metrics.jsonl']}"
+    assert said == f"warning: {path} has lost lines ({sizes}): there is a gap in what it tells"
+    write_iterations(resumed, [4])
+    assert resumed.restore(resumed.state(), 4) == []
     resumed.close()
-    assert [row["iteration"] for row in read_metrics(tmp_path)] == [*kept, 3]
+    assert [row["iteration"] for row in read_metrics(tmp_path)] == [*kept, 4]
     assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == 4
 
 

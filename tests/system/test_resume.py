@@ -27,7 +27,7 @@ from support import building, ghosts
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
-from jaxrl_llm.config import ConfigError, freeze, from_json
+from jaxrl_llm.config import Config, ConfigError, freeze, from_json
 from jaxrl_llm.models.files import gguf, templates
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import stop as stopping
@@ -340,7 +340,9 @@ def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints
     today = "2026-11-27"
     assert run("one", num_iterations=2) == 0 and "resumed at iteration 1" in capfd.readouterr().out
     assert run("two", num_iterations=1) == 0
-    # A new machine, which has the checkpoints alone.
+    # A machine that died while it wrote; a new one, which has the checkpoints alone.
+    (tmp_path / "one" / "config.json").write_bytes(b"{")
+    assert templates._day(Config(), tmp_path / "one") == ("2026-11-26" if prints else None)
     (tmp_path / "one" / "config.json").unlink()
     (tmp_path / "one" / "report.html").unlink()
     assert run("one", num_iterations=3) == 0 and "resumed at iteration 2" in capfd.readouterr().out

@@ -4,6 +4,7 @@ The loop is real, its programs are ghosts; bitwise resuming after such events is
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
+from unittest import mock
 
 import pytest
 from support import command_line, ghosts
@@ -119,7 +121,7 @@ def test_a_ring_in_other_parts_is_refused_before_compiling_with_what_to_set(trai
 @pytest.mark.parametrize(
     ("name", "size", "metrics"),
     [
-        ("config.json", 1000, {}),
+        ("config.json.tmp", 1000, {}),
         pytest.param("metrics.jsonl", 6000, {}, marks=pytest.mark.slow),
         pytest.param("samples.jsonl", 8000, {"samples_per_iteration": 16}, marks=pytest.mark.slow),
         ("tensorboard/*", 8000, {"tensorboard": True}),
@@ -132,7 +134,7 @@ def test_a_full_disk_is_one_error_that_names_the_folder(name, size, metrics, tra
     assert str(error.value) == f"{tmp_path}: File too large"
     (full,) = tmp_path.glob(name)
     assert full.stat().st_size == size  # it was this one, and the last line is torn
-    assert name == "config.json" or iterations(tmp_path) == [*range(1, len(iterations(tmp_path)) + 1)]
+    assert name == "config.json.tmp" or iterations(tmp_path) == [*range(1, len(iterations(tmp_path)) + 1)]
     assert train(tmp_path, 9, **changes) == 0
     assert iterations(tmp_path) == [*range(1, 10)]
 
@@ -302,6 +304,21 @@ def test_a_run_whose_folder_was_taken_over_ends(elsewhere, tmp_path):
     assert elsewhere.wait(60) == 1
     said = f"error: --workdir={tmp_path} was taken over by process 2 on yet another that\n"
     assert elsewhere.stderr.read() == said
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
+def test_a_disk_that_fails_at_the_start_is_a_fault_that_may_pass(code, tmp_path, monkeypatch):
+    """It was bad input, with the status that nothing starts again."""
+    monkeypatch.setattr(pathlib.Path, "mkdir", mock.Mock(side_effect=OSError(code, os.strerror(code))))
+    with pytest.raises(MachineError, match=f"cannot be written: {os.strerror(code)}"), claim(tmp_path / "run"):
+        pass
+
+
+def test_a_config_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    bucket.write_whole(tmp_path / "config.json", "the old one")
+    with files_of_at_most(3), pytest.raises(OSError, match="too large"):
+        bucket.write_whole(tmp_path / "config.json", "the new one")
+    assert (tmp_path / "config.json").read_text() == "the old one"
 
 
 def test_the_folder_is_free_again_after_an_error(train, tmp_path, monkeypatch):

@@ -69,15 +69,16 @@ def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
 def _day(config: Config, workdir: pathlib.Path) -> str | None:
     """On which the run of a workdir began; today where there is none. None: its template prints none.
 
-    It stands in config.json, and where a new machine has none, in the checkpoints that are in a bucket.
+    It stands in config.json, and where a new machine has none, or one cut short, in the checkpoints.
     """
-    path, saved = workdir / "config.json", None
-    if not path.is_file():
+    try:
+        settings = json.loads((workdir / "config.json").read_bytes())
+    except (OSError, ValueError):
         checkpoints = bucket.place(config.checkpoint.bucket or workdir / "checkpoints")
         if (saved := read_whole(checkpoints, None, read_text, say=False, is_alone=True)) is None:
             return datetime.date.today().isoformat()
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # one without a day is of a run without one
-        settings = saved[1]["config"] if saved else json.loads(path.read_text(encoding="utf-8"))
+        settings = saved[1]["config"]
+    with contextlib.suppress(LookupError, TypeError):  # one without a day is of a run without one
         return settings["prompts"]["chat_template_kwargs"][DATE]
     return None
 
