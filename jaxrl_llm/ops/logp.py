@@ -21,6 +21,8 @@ from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.sampling import token_logp
 
+LIVE_CHUNK = "live_chunk"  # by which `plan` knows a chunk that may be left out
+
 
 def project(hidden_XD: Float[ArrayLike, "X D"], head_VD: Float[ArrayLike, "V D"]) -> Float32[Array, "X V"]:
     """Logits [X,V] in float32."""
@@ -41,7 +43,8 @@ def _if_live(is_live: jax.Array | None, compute: Callable[..., Any], *operands: 
     if is_live is None:
         return compute(*operands)
     nothing = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))
-    return jax.lax.cond(is_live, compute, nothing, *operands)
+    with jax.named_scope(LIVE_CHUNK):
+        return jax.lax.cond(is_live, compute, nothing, *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -25,7 +25,9 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.models.kernels import tpu_decode
 from jaxrl_llm.models.kernels.learner import cache_length
+from jaxrl_llm.ops.logp import LIVE_CHUNK
 from jaxrl_llm.planning import counting
+from jaxrl_llm.planning.cost import reads_prompts
 from jaxrl_llm.run import Run
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.executables import saved_as, saved_in
@@ -99,6 +101,7 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
         turns_of=lambda _: micro_batches(run) if name == "update" else 1,
         read_share=lambda call: share if "decode_attention" in call else 1.0,
         attended=functools.partial(attended_share, run, name),
+        taken=lambda branch: head_share(run, name) if LIVE_CHUNK in branch else 1.0,
     )
     known = compiled and memory(compiled)
     return Row(name, known, refused, counts or None, temporaries(report), *((compiled, lowered) if keep else ()))
@@ -151,6 +154,18 @@ def attended_share(run: Run, program: str, queries: int, keys: int, block: int) 
 
     models = (run.model, run.learner.reference_model)
     return min(statistics.fmean(of_layer(x.window) for x in m.arch.by_layer if not x.is_delta) for m in models)
+
+
+def head_share(run: Run, program: str) -> float:
+    """Share of a packed line's places that hold a target: of the head's chunks, so many are computed at the least."""
+    config, update = run.config, run.learner.update
+    if program != "update" or not update.num_lines:
+        return 1.0
+    draws = _draws(run) / (micro_batches(run) * update.num_lines)  # of a line
+    targets = config.rows_per_draw * config.sampling.max_completion_tokens
+    if reads_prompts(config):  # in chunks of their own
+        targets = min(targets, config.prompts.max_tokens - 1)
+    return min(1.0, draws * targets / config.line_tokens)
 
 
 def live_share(run: Run) -> float:

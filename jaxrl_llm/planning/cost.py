@@ -110,6 +110,11 @@ def active_params(arch: Architecture) -> int:
     return arch.num_params - arch.num_layers * 3 * arch.width * arch.ffn * idle
 
 
+def reads_prompts(config: Config) -> bool:
+    """Whether a cross-entropy is of prompts too, from their second token on."""
+    return any(one.fact("reads") == "prompt_logp" for one in config.algorithm.cross_entropies)
+
+
 def model_flops(config: Config, arch: Architecture) -> float:
     """Operations of an iteration by the model's algebra.
 
@@ -121,8 +126,7 @@ def model_flops(config: Config, arch: Architecture) -> float:
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
     prompts = config.rollout.prompts_per_iteration * config.prompts.max_tokens
     draws = config.update.updates_per_iteration * config.update.batch_size // config.rows_per_draw
-    reads_prompts = any(one.fact("reads") == "prompt_logp" for one in config.algorithm.cross_entropies)
-    unread = 1 if reads_prompts else config.prompts.max_tokens
+    unread = 1 if reads_prompts(config) else config.prompts.max_tokens
     learning = 4.0 if config.model.lora.rank else 6.0
     learned = draws * (body * config.draw_tokens + head * (config.draw_tokens - unread))
     return 2.0 * (body * (generated + prompts) + head * generated) + learning * learned
@@ -132,6 +136,8 @@ def iteration(run: Run, chip: Chip, counts: Mapping[str, counting.Counts]) -> It
     """Of a run whose programs do what ``counts`` says, on its mesh of such chips."""
     often, config = calls(run, counts), run.config
     each = {name: often[name] * seconds(of, chip).total for name, of in counts.items() if often[name]}
+    if "decode" in each:  # a chunk of steps ends with the last row
+        each["decode"] *= decode_steps(config) / (often["decode"] * config.rollout.chunk_steps)
     parts = {part: sum(each.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     total, chips = sum(parts.values()), run.mesh.size
     flops = model_flops(config, run.model.arch)

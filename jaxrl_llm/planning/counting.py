@@ -200,9 +200,9 @@ def _kernel(x: Instruction, operands: list[Shape], attended: Callable[[int, int,
 class _Program:
     """One program's text, and the sums over it."""
 
-    def __init__(self, text: str, turns_of: Callable, read_share: Callable, attended: Callable):
+    def __init__(self, text: str, turns_of: Callable, read_share: Callable, attended: Callable, taken: Callable):
         self.computations = parse(text)
-        self.turns_of, self.read_share, self.attended = turns_of, read_share, attended
+        self.turns_of, self.read_share, self.attended, self.taken = turns_of, read_share, attended, taken
         self.regions: list[Region] = []
         self.guessed: dict[str, float] = {}
         self.uncounted: Counter[str] = Counter()
@@ -403,15 +403,16 @@ class _Program:
                 for callee in x.called("body", "condition"):
                     self._count(inner, self.computations[callee], fused=False)
             elif x.op == "conditional":
-                regions, branches = self.regions, []
+                regions, branches, turns = self.regions, [], region.turns * (share := self.taken(x.op_name))
                 for callee in x.called("branch_computations", "true_computation", "false_computation"):
-                    self.regions = [Region(region.path, region.turns)]  # and those of loops in it
+                    self.regions = [Region(region.path, turns)]  # and those of loops in it
                     self._count(self.regions[0], self.computations[callee], fused=False)
                     branches.append(self.regions)
                 whole = lambda its: [sum(r.turns * getattr(r, name) for r in its) for name in ("flops", "hbm_bytes")]
-                own, *inner = max(branches, key=whole)
-                self.regions = regions + inner
-                _add(region, own)
+                own, *inner = dearest = max(branches, key=whole)
+                self.regions = regions + (inner if share == 1 else dearest)
+                if share == 1:
+                    _add(region, own)
             else:
                 begun = self._going_on(inside, x) if x.op == "fusion" else set()
                 for callee in x.called("calls", "to_apply") if x.op in ("fusion", "call", "async-start") else ():
@@ -463,6 +464,7 @@ def count(
     turns_of: Callable[[str], float] = lambda name: 1,
     read_share: Callable[[str], float] = lambda name: 1.0,
     attended: Callable[[int, int, int], float] = causal_share,
+    taken: Callable[[str], float] = lambda name: 1.0,
 ) -> Counts:
     """What a device does in one call of a program.
 
@@ -471,8 +473,9 @@ def count(
         turns_of: turns of a loop for which the text has no bound, by the name of the operation it comes from.
         read_share: how much a custom call reads, on average, of the operands that it updates in place, by its name.
         attended: share of [queries, keys] that a Splash kernel computes, by the two and the queries of a block.
+        taken: how often, on average, a branch goes the dearest of its ways, by the name of what it comes from.
     """
-    program = _Program(text, turns_of, read_share, attended)
+    program = _Program(text, turns_of, read_share, attended, taken)
     region = Region("", 1)
     program.regions.append(region)
     program._count(region, program.entry, fused=False)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import html
 import io
-import os
 import pathlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.nested import visible
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # the frame and its style sheet
@@ -41,9 +41,7 @@ def write_page(path: pathlib.Path, title: str, sections: Sequence[str]) -> pathl
     """Write the page at ``path`` in one go and return the path; ``title`` is text, sections are HTML."""
     before, after = PAGE.read_text(encoding="utf-8").split("{{body}}")
     page = before.replace("{{title}}", text(title)) + "\n".join(sections) + after
-    unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(page, encoding="utf-8")
-    os.replace(unfinished, path)
+    bucket.write_whole(path, page)
     return path
 
 

@@ -285,7 +285,10 @@ def is_whole(path: Any) -> bool:
 def write_whole(path: pathlib.Path, text: str) -> None:
     """A file of a disk: it has all of the text, or what it had."""
     unfinished = path.with_name(path.name + ".tmp")
-    unfinished.write_text(text, encoding="utf-8")
+    with open(unfinished, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a power cut may leave its name and nothing in it
     os.replace(unfinished, path)
 
 

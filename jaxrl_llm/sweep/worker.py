@@ -21,10 +21,11 @@ import pathlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from jaxrl_llm.config import Config, ConfigError, from_json
+from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.hosts import MachineError
 from jaxrl_llm.sweep.points import AFTER
@@ -57,7 +58,9 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
     try:
         status = train(config, workdir)
         if status == 0 and after:
-            _write(workdir / AFTER, resolve(after)(config, workdir))
+            found = {str(name): float(value) for name, value in resolve(after)(config, workdir).items()}
+            # Whole or not at all: that it is there says that the point is finished.
+            bucket.write_whole(workdir / AFTER, json.dumps(found))
         return status in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
     except (ConfigError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -66,17 +69,6 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
     finally:
         sys.stdout.flush()
     return False
-
-
-def _write(path: pathlib.Path, found: Mapping[str, float]) -> None:
-    """Whole or not at all, for that it is there says that the point is finished."""
-    numbers = {str(name): float(value) for name, value in found.items()}
-    unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "w") as file:
-        file.write(json.dumps(numbers))
-        file.flush()
-        os.fsync(file.fileno())  # or a power cut may leave its name and nothing in it
-    os.replace(unfinished, path)
 
 
 def _train(config: Config, workdir: pathlib.Path) -> int:

@@ -7,7 +7,7 @@ from support.building import ONE, mesh_of
 
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.architecture import PRESETS, Layer
-from jaxrl_llm.planning.compiled import Buffer, attended_share, temporaries
+from jaxrl_llm.planning.compiled import Buffer, attended_share, head_share, temporaries
 from jaxrl_llm.run import assemble
 
 REPORT = """Memory Space: default (color=0)
@@ -77,3 +77,19 @@ def test_packed_lines_compute_what_their_rows_see(unit, windows, lines, pairs):
     assert attended_share(run, "update", 128, 128, 128) == pytest.approx(pairs / 128**2)
     if windows == (0, 0):  # other programs know no lines
         assert attended_share(run, "annotate", 128, 128, 128) == 1
+
+
+@pytest.mark.parametrize(
+    ("unit", "lines", "width", "share"),
+    [
+        ("rollout", 4, 24, 16 / 24),  # two rows of 4 + 8 tokens in each line
+        ("rollout", 4, 30, 16 / 30),
+        ("rollout", 3, 24, 8 * 8 / 6 / 24),  # 4 lines in two micro-batches of 3
+        ("group", 2, 40, 32 / 40),  # two groups of 4 + 2 * 8
+    ],
+)
+def test_packed_lines_project_what_completions_they_hold(unit, lines, width, share):
+    """Chunks past the last target were counted too."""
+    run = run_of({"pack_width": width, "micro_batch_tokens": lines * width}, unit=unit)
+    assert head_share(run, "update") == pytest.approx(share)
+    assert head_share(run, "annotate") == 1 == head_share(run_of({}, unit=unit), "update")

@@ -62,6 +62,19 @@ def test_a_lookahead_leaves_no_slot_idle(lookahead, steps):
     assert cost.decode_steps(config) == steps
 
 
+@pytest.mark.parametrize(("chunk", "share"), [(8, 12 / 16), (4, 1), (64, 12 / 64)])
+def test_the_last_chunk_of_steps_ends_with_the_last_row(chunk, share):
+    """A slot for each rollout of 12 tokens: 12 steps, which two chunks of 8 were counted as 16."""
+    rollout = {"prompts_per_iteration": 2, "group_size": 4, "chunk_steps": chunk}
+    update = {"batch_size": 8, "micro_batch_size": 8}
+    settings = {"sampling": {"max_completion_tokens": 12}, "rollout": rollout, "update": update}
+    run = types.SimpleNamespace(
+        config=freeze(settings), mesh=types.SimpleNamespace(size=1), model=types.SimpleNamespace(arch=PRESETS["debug"])
+    )
+    of = Counts((Region("", 1, flops=1e6),), {}, {})
+    assert cost.iteration(run, CHIP, {"decode": of}).seconds == pytest.approx(-(-12 // chunk) * share * 1e-6)
+
+
 def test_dollars_are_of_all_chips():
     least = cost.Iteration(36.0, {}, 0.0, 0.0, 0.0)
     assert least.dollars(1000, chips=16, price=4.2) == pytest.approx(10 * 16 * 4.2)

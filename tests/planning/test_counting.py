@@ -49,6 +49,19 @@ def test_loops_in_a_branch_count_as_often_as_the_loop_around_it_turns_and_of_the
     assert count(compiled_text(branching, (8, 8), (8, 8), (3,))).total("flops") == 3 * 7 * 2 * 8**3
 
 
+def test_a_branch_that_is_taken_now_and_then_counts_as_often():
+    def branching(x, w, which):
+        def turn(i, x):
+            with jax.named_scope("rare"):
+                return jax.lax.cond(which[i] > 0, lambda x: x @ w @ w, lambda x: x + 1, x)
+
+        return jax.lax.fori_loop(0, 4, turn, x)
+
+    text = compiled_text(branching, (8, 8), (8, 8), (4,))
+    assert count(text, taken=lambda name: 0.25 if "rare" in name else 1.0).total("flops") == 2 * 2 * 8**3
+    assert count(text).total("flops") == 4 * 2 * 2 * 8**3
+
+
 def test_a_loop_of_unknown_length_takes_the_turns_it_is_given():
     def until(x, w):
         return jax.lax.while_loop(lambda x: jnp.sum(x) > 0, lambda x: x @ w, x)
