@@ -4,7 +4,7 @@
 
 What else may be done with four uses is done with a ring of two batches, which smollm2.py found better than one of
 eight; the correction is that of E6 which the seeds that chose rates liked best. Some eight hours on 2 cores; the
-five on sums and the first two on products are on file (`studies.raw --only` adds others to them).
+five on sums and the first three on products are on file (`studies.raw --only` adds others to them).
 """
 
 import runpy
