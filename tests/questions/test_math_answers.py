@@ -1,6 +1,7 @@
 """The reward `math`: numbers as JSON and people write them, and answers that are none."""
 
 import concurrent.futures
+import gc
 import signal
 
 import pytest
@@ -48,25 +49,21 @@ def test_what_never_ends_is_wrong_and_the_others_of_its_group_have_their_reward(
     assert signal.getitimer(signal.ITIMER_PROF) == (0, 0) and signal.getsignal(signal.SIGPROF) == before
 
 
-def test_a_limit_that_ends_in_the_last_moment_leaves_no_timer(monkeypatch):
+def test_a_limit_that_ends_once_the_comparison_is_over_ends_nothing(monkeypatch):
     """It escaped, and the timer, which went on, ended the process."""
 
     class Late:  # the signal module, whose timer goes off when it is being stopped
-        def __init__(self):
-            self.stopped = 0
-
         def __getattr__(self, name):
             return getattr(signal, name)
 
         def setitimer(self, which, seconds, interval=0.0):
-            self.stopped += seconds == 0
-            if seconds == 0 and self.stopped == 1:
-                math_answers._stop()
+            if seconds == 0:
+                signal.raise_signal(signal.SIGPROF)
             return signal.setitimer(which, seconds, interval)
 
     monkeypatch.setattr(math_answers, "signal", Late())
-    assert math([], ["5"], answer=["5"]) == [0]
-    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0)
+    assert math([], ["5"], answer=["5"]) == [1]
+    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0) and gc.isenabled()
 
 
 def test_off_the_main_thread_there_is_no_limit():
