@@ -1,9 +1,5 @@
 """The reward `math`: numbers as JSON and people write them, and answers that are none."""
 
-import concurrent.futures
-import gc
-import signal
-
 import pytest
 
 math_answers = pytest.importorskip("jaxrl_llm.questions.tasks.math_answers")
@@ -38,37 +34,6 @@ def test_words_are_a_fault_of_the_data(answer):
     """They were products of their letters, so that every completion was wrong."""
     with pytest.raises(ValueError, match=r"is no mathematics but words.*scores:exact.*\\text\{\}"):
         math([], ["1"], answer=[answer])
-
-
-def test_what_never_ends_is_wrong_and_the_others_of_its_group_have_their_reward(monkeypatch):
-    """The whole group had none: the pool's deadline ended the process."""
-    monkeypatch.setattr(math_answers, "MAX_CPU_S", 0.3)
-    endless = [r"\boxed{9^{9^{9}}}", r"\boxed{5!!!!}", r"\boxed{\sum_{k=1}^{10^9} \sin(k^2)}"]
-    before = signal.getsignal(signal.SIGPROF)
-    assert math([], [r"\boxed{5}", *endless, "5"], answer=["5"] * 5) == [1, 0, 0, 0, 1]
-    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0) and signal.getsignal(signal.SIGPROF) == before
-
-
-def test_a_limit_that_ends_once_the_comparison_is_over_ends_nothing(monkeypatch):
-    """It escaped, and the timer, which went on, ended the process."""
-
-    class Late:  # the signal module, whose timer goes off when it is being stopped
-        def __getattr__(self, name):
-            return getattr(signal, name)
-
-        def setitimer(self, which, seconds, interval=0.0):
-            if seconds == 0:
-                signal.raise_signal(signal.SIGPROF)
-            return signal.setitimer(which, seconds, interval)
-
-    monkeypatch.setattr(math_answers, "signal", Late())
-    assert math([], ["5"], answer=["5"]) == [1]
-    assert signal.getitimer(signal.ITIMER_PROF) == (0, 0) and gc.isenabled()
-
-
-def test_off_the_main_thread_there_is_no_limit():
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        assert pool.submit(math, [], ["5", "6"], answer=["5"] * 2).result() == [1, 0]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,8 @@ Owns: how a completion is compared with column ``answer``. Does not know: where 
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
-import signal
-import threading
-import types
-from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -23,12 +18,9 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"rewards.functions: 'math' needs {error.name}: pip install 'jaxrl_llm[math]'") from error
 
-# It warns that its timeouts are not set: they are of the clock, whole seconds, and for each of many comparisons.
+# It warns that no timeout is set. Its own timeout is a signal, which fails silently off the main thread;
+# the pool's deadline holds here.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-# Of one completion, by the processor's clock: a machine that is busy makes no answer wrong. Unusual right answers take
-# up to 0.1 s; 16 that never end take 8 of the 10 s of rewards.timeout_s.
-MAX_CPU_S = 0.5
 
 # The last \boxed{} wins over "the answer is ...", and that over any other formula or number.
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -48,12 +40,8 @@ _QUANTITY = re.compile(rf"[-+\u2212]?[\d.,]+\s+{_UNIT}(?:/{_UNIT})?\.?")
 _PROSE = re.compile(r"(?<!\S)(?!(?:and|or)\b)[A-Za-z]{2,}(?![^\s.,:;!?^])")
 
 
-class _OutOfTime(BaseException):
-    """No Exception, which sympy and math_verify would catch."""
-
-
 def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
-    r"""1.0 where the completion's answer equals ``answer`` as mathematics, else 0.0, also where that takes too long.
+    r"""1.0 where the completion's answer equals ``answer`` as mathematics, else 0.0.
 
     The answer of a completion is looked for in its last <answer></answer>, where it has one.
 
@@ -66,40 +54,7 @@ def reward(prompts: list, completions: list[str], *, answer: list, **columns) ->
             of the completion.
     """
     gold = {repr(right): _gold(right) for right in answer}
-    scores = []
-    for text, right in zip(completions, answer, strict=True):
-        scores.append(float(_in_time(_equals, text, *gold[repr(right)])))
-    return scores
-
-
-def _in_time(equals: Callable[..., bool], *given: Any) -> bool:
-    """What it says, False after ``MAX_CPU_S``; without limit off the main thread, where Python takes no signals."""
-    if threading.current_thread() is not threading.main_thread() or any(signal.getitimer(signal.ITIMER_PROF)):
-        return equals(*given)
-    before, collects = signal.signal(signal.SIGPROF, _stop), gc.isenabled()
-    gc.disable()  # in a large process one pass takes longer than a comparison
-    try:
-        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S, MAX_CPU_S)  # again and again: a bare except may swallow one
-        return _limited(equals, *given)
-    except _OutOfTime:
-        return False
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before or signal.SIG_DFL)
-        if collects:
-            gc.enable()
-
-
-def _limited(equals: Callable[..., bool], *given: Any) -> bool:
-    return equals(*given)
-
-
-def _stop(_: int, frame: types.FrameType | None) -> None:
-    """Ends what ``_limited`` has called, and nothing that comes after it, where the timer would be left on."""
-    while frame is not None and frame.f_code is not _limited.__code__:
-        frame = frame.f_back
-    if frame is not None:
-        raise _OutOfTime
+    return [float(_equals(text, *gold[repr(right)])) for text, right in zip(completions, answer, strict=True)]
 
 
 def _equals(text: str, forms: list, decimals: int) -> bool:
@@ -155,7 +110,3 @@ def _digits(text: str) -> str:
 
 def _parse(text: str) -> list:
     return parse(text, extraction_config=_EXTRACTION, parsing_timeout=None)
-
-
-# What sympy makes at its first comparisons takes up to half a second of a process, and none of a completion's.
-_equals(r"\boxed{(\sin(2x), x^2-y^2)}", *_gold(r"(2\sin(x)\cos(x), (x-y)(x+y))"))
