@@ -73,7 +73,7 @@ class Learner:
         scores = Scores(rows.reward, rows.trainable, rows.rollout.group_id, parts=(), columns={}, memory={})
         scores = put(scores, self.run.learner.abstract_scores)
         rollout = put(rows.rollout, self.run.learner.abstract_rollout)
-        now, key = put((np.int32(iteration), rng.stream(0, "draw")), (self.run.learner._whole(np.int32),) * 2)
+        now, key = put((np.int32(iteration), rng.stream(0, "draw")), (sharding.undivided(self.run.mesh, np.int32),) * 2)
         ring, _ = self.programs["insert"](ring, rollout, scores, {}, now)
         return self.programs["update"](state, ring, now, key)
 

@@ -46,7 +46,8 @@ def test_the_old_log_probs_of_rollouts_that_span_versions_are_those_of_the_versi
     weights, spans, first_id = [], 0, 0
     for version in range(4):
         weights.append(host_params(run.model, seed=version))
-        params, step = put((weights[-1], np.int32(version)), (run.learner.params, run.learner._whole(np.int32)))
+        step_like = sharding.undivided(run.mesh, np.int32)
+        params, step = put((weights[-1], np.int32(version)), (run.learner.params, step_like))
         sampler_params = put(publish.sampler_form(weights[-1], run.model.arch), run.sampler_params)
         wanted = generator.prompts_wanted()
         prompts = make_prompts(range(first_id, first_id + wanted))
