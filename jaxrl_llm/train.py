@@ -35,7 +35,7 @@ from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plain_numbers, update_values
 from jaxrl_llm.run import assemble, check_room, describe
-from jaxrl_llm.runtime import bucket, cli, hosts, programs, sharding
+from jaxrl_llm.runtime import bucket, cli, hosts, programs, sharding, weights
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.executables import keep_what_fits, load_all
 from jaxrl_llm.runtime.programs import check_memory, compile_all, host_share, memory_limit, memory_table, use_cache
@@ -80,7 +80,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
         bucket.write_whole(workdir / "config.json", text)
-        for name in ("report.html", "after.json"):  # they say that the run, and a sweep's point, came to its end
+        for name in weights.ENDED:
             (workdir / name).unlink(missing_ok=True)
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)

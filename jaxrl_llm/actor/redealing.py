@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.stored import SAMPLER_ROWS
 from jaxrl_llm.types import STOP_NONE
 
 
@@ -42,7 +43,7 @@ def deal(
     M, E = sampler.shards, sampler.entries
     if state is None:
         return generator.state, host, []
-    if (before := shapes["sampler/length"][0]) == M:
+    if (before := shapes[SAMPLER_ROWS][0]) == M:
         return state, host, []
     layout = sharding.of(state), sharding.replicated(sampler.mesh, 0)
     program = jax.jit(functools.partial(_deal, before=before), out_shardings=layout, donate_argnums=0)

@@ -322,10 +322,10 @@ class Progress:
 
 def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_s: float) -> str:
     """``iteration 3/20 | reward 0.41 | pass 0.38 | ... | ETA 4:05``; "-" where there is no number."""
+    numbers = plain_numbers(values)
 
     def shown(name: str, form: str) -> str:
-        number = plain_numbers(values).get(name)
-        return "-" if number is None else format(number, form)
+        return "-" if (number := numbers.get(name)) is None else format(number, form)
 
     failed = values.get("reward/timeout_count", 0) + values.get("reward/error_count", 0)
     minutes, seconds = divmod(round(remaining_s), 60)

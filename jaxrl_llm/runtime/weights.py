@@ -33,8 +33,8 @@ from jaxrl_llm.runtime.stored import (
 )
 
 BEST = "best"
-# Anew, where a run begins.
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "shared_rollouts.jsonl", "report.html", "after.json")
+ENDED = ("report.html", "after.json")  # which say that a run, and a sweep's point, came to its end
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "shared_rollouts.jsonl", *ENDED)  # anew, where a run begins
 
 
 def is_run(path: str) -> bool:

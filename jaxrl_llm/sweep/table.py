@@ -13,9 +13,9 @@ import csv
 import dataclasses
 import functools
 import html
+import io
 import itertools
 import math
-import os
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxrl_llm.reports import page
 from jaxrl_llm.reports.page import FAINT, INK, SERIES
+from jaxrl_llm.runtime import bucket
 from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.points import SEED, Point, Sweep
 
@@ -231,12 +232,10 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
         about = {"point": run.name, "label": label(run, sweep), "status": run.status, "iterations": done}
         line = about | ({"stage": run.stage} if sweep.then else {}) | settings | figures(run, sweep)
         lines.append({column: _no_formula(value) for column, value in line.items()})
-    unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
-    os.replace(unfinished, path)
+    writer = csv.DictWriter(text := io.StringIO(), list(lines[0]))
+    writer.writeheader()
+    writer.writerows(lines)
+    bucket.write_whole(path, text.getvalue())
 
 
 def _no_formula(value: Any) -> Any:
