@@ -130,14 +130,15 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[rewards.weights] must have one weight for each of [rewards.functions]",
     )
     yield len(set(functions)) == len(functions), "[rewards.functions] must not name a function twice"
+    makes_all = c.prompts.source in ("letters", "maze", "kolmogorov", "grids")
     yield (
-        c.prompts.source not in ("letters", "maze", "kolmogorov", "grids") or c.eval.name == "",
+        not makes_all or c.eval.name == "",
         "[eval.name] must be '' for [prompts.source]: what it held out would be trained on",
     )
     yield c.eval.name == "" or c.eval.num_prompts > 0, "[eval.name], but [eval.num_prompts]: set both or none"
-    if c.prompts.source in ("maze", "kolmogorov", "grids"):
+    if makes_all:
         yield c.prompts.name == "", "[prompts.name] must be '' for [prompts.source], which makes all of its questions"
-    elif c.prompts.source not in ("letters", "arithmetic"):
+    elif c.prompts.source != "arithmetic":
         what = "dataset" if c.prompts.source == "reasoning_gym" else "file"
         yield c.prompts.name != "", f"[prompts.name] must name the {what} for [prompts.source]"
     yield (

@@ -221,4 +221,4 @@ if __name__ == "__main__":
     SEED = flags.DEFINE_integer("seed", None, said, lower_bound=0, upper_bound=2**31 - 1)
     COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Arithmetic.")
     flags.mark_flag_as_required("model")
-    cli.run(main)
+    cli.run(main, alone=True)

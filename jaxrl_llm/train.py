@@ -80,14 +80,14 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
         bucket.write_whole(workdir / "config.json", text)
-        for name in weights.ENDED:
-            (workdir / name).unlink(missing_ok=True)
+        weights.reopen(workdir)
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
-    scorer = tasks.scorer(config.prompts)
     with (
         StopRequest() as stop,
-        RewardPool(config.rewards, task_scorer=scorer, examples=examples, check=stop.check) as pool,
+        RewardPool(
+            config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples, check=stop.check
+        ) as pool,
         environments.opened(config, examples, tokenizer) as environment,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
         contextlib.closing(external),
@@ -110,19 +110,20 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         actor = Actor(run, compiled, tokenizer, stream, pool, external, environment)
         learner = Learner(run.learner, compiled, ledger, reference=reference, base=base)
         evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, environment) if held_out else None
-        iteration, compute, failure, values = 0, 0.0, None, {}
+        measure = lambda name: evaluation.measure(workdir / name, learner.publish(), learner.version)
+        iteration, compute, failure, values, final = 0, 0.0, None, {}, False
         if restored is None:
             learner.start(begin())
             metrics.restore({})
         else:
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
-            compute, values = host["compute"], host["values"]
+            compute, values, final = host["compute"], host["values"], host.get("final", True) or not evaluation
             said = metrics.restore(host["metrics"], iteration, values) + actor.restore(host, arrays, restored.shapes)
             learner.restore(host, arrays["train"], arrays["ring"])
             progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 
         def save(is_inside: bool = False) -> None:
-            host = {"compute": compute, "metrics": metrics.state(), "values": values}
+            host = {"compute": compute, "metrics": metrics.state(), "values": values, "final": final}
             host |= actor.state() | learner.host_state()
             arrays = {"train": learner.state, "ring": learner.ring} | actor.arrays()
             how = {"pass_rate": pass_rate, "is_inside": is_inside, "checksums": sums_of}
@@ -133,7 +134,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         progress.restart_clock()
         with contextlib.suppress(Stopped):  # by a signal, wherever it can be saved: inside a generation too
             if restored is None and evaluation:
-                progress.note(evaluation.measure(workdir / "eval_before", learner.publish(), learner.version).line)
+                progress.note(measure("eval_before").line)
             before = time.monotonic() - values.get("time/iteration_s", actor.spent_s)
             while (values or iteration < config.num_iterations) and failure is None:
                 if not values:  # else they are of an iteration that was stopped in its evaluation
@@ -150,8 +151,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                     failure = too_many_failures(config, acted.sampled.answers) or learner.faults.failure(workdir)
                 final, pass_rate, every = iteration == config.num_iterations, None, config.eval.every_iterations
                 if evaluation and (final or (every > 0 and iteration % every == 0)):
-                    name = "eval_after" if final else f"eval_{iteration}"
-                    measured = evaluation.measure(workdir / name, learner.publish(), learner.version)
+                    measured = measure("eval_after" if final else f"eval_{iteration}")
                     progress.note(measured.line)
                     values, pass_rate = values | measured.values, measured.values["eval/pass_rate"]
                 values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
@@ -164,6 +164,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 values = {}
                 if final or failure or checkpoints.is_due(iteration, pass_rate):
                     save()
+            if not (final or failure):  # num_iterations has become what the run was stopped at
+                progress.note(measure("eval_after").line)
         if stop.requested and (iteration or actor.is_inside):
             save(is_inside=bool(values) or actor.is_inside)
         progress.close()
@@ -172,7 +174,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     if failure is not None:
         print(f"error: {failure}; checkpoint of iteration {iteration} in {checkpoints.directory}", file=sys.stderr)
         return 1
-    if values or iteration < config.num_iterations:
+    if values or iteration < config.num_iterations or (stop.requested and not final):
         saved = checkpoints.latest_iteration() is not None and f"checkpoint in {checkpoints.directory}"
         print(f"stopped by {stop.requested} after iteration {iteration}; {saved or 'nothing to save yet'}")
         print("run the same command again to continue")

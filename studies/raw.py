@@ -28,7 +28,7 @@ from benchmarks.machine import hardware
 from jaxrl_llm.config import Config
 from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
 from jaxrl_llm.sweep.points import SEED, Point, freeze_points
-from jaxrl_llm.sweep.table import Run, label
+from jaxrl_llm.sweep.table import Run
 from studies.costs import GENERATED, TRAINED
 from studies.design import REPORTED, without_rate
 
@@ -70,7 +70,7 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
     """
     base, sweep = runpy.run_path(config)["get_config"]().to_dict(), read_sweep(config)
     if only:
-        arm_of = lambda point: without_rate(label(Run("", point, "", ()), sweep))
+        arm_of = lambda point: without_rate(sweep.called(point))
         named = {arm_of(point) for point in sweep.points}
         if missing := sorted({*only} - named):
             raise SystemExit(f"--only={missing[0]!r}: no such arm in {config}; it has {sorted(named)}")
@@ -81,7 +81,7 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
     if not runs or any(other != made_with[0] for other in made_with):
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
     refuse_other_questions([(folder / run.name, points[run.name][1]) for run in runs])
-    records = [_record(run, folder / run.name, points[run.name][1], label(run, sweep)) for run in runs]
+    records = [_record(run, folder / run.name, points[run.name][1], sweep.called(run.point)) for run in runs]
     return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
 
 

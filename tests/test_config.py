@@ -267,6 +267,7 @@ def test_the_defaults_are_a_config():
             ({"prompts": {"source": x}, "eval": {"name": "y"}}, f"eval.name='y' must be '' for prompts.source='{x}'")
             for x in ("letters", "maze", "kolmogorov")
         ),
+        ({"prompts": {"name": "x"}}, "prompts.name='x' must be '' for prompts.source='letters'"),
         ({"prompts": {"source": "jsonl"}}, "prompts.name='' must name the file"),
         ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
         ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 needs eval.num_prompts"),

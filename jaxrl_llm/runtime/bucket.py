@@ -87,16 +87,18 @@ def check(workdir: pathlib.Path, setting: str) -> None:
     """
     if setting and not is_bucket(setting):
         raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
-    before = setting
+    before, is_cut, rows = setting, False, workdir / "metrics.jsonl"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        before = json.loads((workdir / "config.json").read_text())["checkpoint"].get("bucket", "")
+        settings = json.loads((workdir / "config.json").read_text())
+        before = settings["checkpoint"].get("bucket", "")
+        is_cut = json.loads(rows.read_bytes().splitlines()[-1])["iteration"] < settings["num_iterations"]
     if before != setting:
         raise ConfigError(
             f"checkpoint.bucket={setting!r}, but the run of --workdir={workdir} has its checkpoints in "
             f"{before or 'the workdir'}: set it back, or use another workdir"
         )
-    root, rows = place(setting or workdir / "checkpoints"), workdir / "metrics.jsonl"
-    has_ended = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
+    root = place(setting or workdir / "checkpoints")
+    has_ended = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0 and not is_cut
     if has_ended and not (root.is_dir() and any(root.iterdir())):
         raise ConfigError(
             f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: it would begin anew and "

@@ -238,7 +238,7 @@ class Checkpointer:
         return f"; the last was written in {seconds:.1f} s, {fits} checkpoint.grace_s={grace:g}"
 
     def _last_write_s(self) -> float | None:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, hosts.MachineError):  # a figure alone
             file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # orbax's
             said = json.loads(file.read_bytes())
             return (said["commit_timestamp_nsecs"] - said["init_timestamp_nsecs"]) / 1e9

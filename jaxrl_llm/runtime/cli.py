@@ -26,8 +26,8 @@ from jaxrl_llm.runtime.nested import Text, build, override, visible
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 
 
-def run(main: Callable[[], None], *, stops: bool = False) -> None:
-    """Parse the flags and call ``main()``, which ``stops`` by itself where SIGTERM asks; never returns.
+def run(main: Callable[[], None], *, stops: bool = False, alone: bool = False) -> None:
+    """Parse the flags and call ``main()``, which ``stops`` by itself at SIGTERM and runs ``alone``; never returns.
 
     Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with
     status 2, a fault of machines (``MachineError``) with status 1. Any other exception is ours and keeps its traceback.
@@ -40,7 +40,7 @@ def run(main: Callable[[], None], *, stops: bool = False) -> None:
     def command(argv: list[str]) -> None:
         if argv[1:]:
             raise ConfigError(f"unexpected argument {argv[1]!r}; settings are given as --name=value")
-        distributed.initialize()
+        distributed.initialize(alone=alone)
         if not stops:
             distributed.end_at_sigterm()
         with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):

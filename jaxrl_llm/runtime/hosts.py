@@ -57,11 +57,15 @@ class MachineError(RuntimeError):
     """A fault of machines, networks or disks, not of what the user has given: the same command again may find none."""
 
 
-def initialize() -> None:
+def initialize(*, alone: bool = False) -> None:
     """Join the job that the environment names; without one this process is the whole job.
 
+    Args:
+        alone: whether this command runs on one host.
+
     Raises:
-        ConfigError: the environment names half a job, or none where JAXRL_DISTRIBUTED=1.
+        ConfigError: the environment names half a job, or none where JAXRL_DISTRIBUTED=1, or one of several hosts for a
+            command that runs ``alone``: before a device is opened.
         MachineError: the others do not come.
     """
     wanted, address = os.environ.get("JAXRL_DISTRIBUTED", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -82,6 +86,11 @@ def initialize() -> None:
     elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):  # left by another job they would make slices of this one
         for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
             del os.environ[name]
+    if alone and given.get("num_processes") != 1:
+        raise ConfigError(
+            "this command runs on one host, and the environment names a job of several: start it on one of them, with "
+            "JAXRL_DISTRIBUTED=0 (points of a sweep may be jobs of several hosts: --launch)"
+        )
     # The service would abort the others without a word of which host is gone: ``_watch`` ends them.
     jax.config.update("jax_enable_recoverability", True)
     # Programs that meet others of the same host on few cores would wait for them without end.

@@ -43,6 +43,9 @@ FREE_SETTINGS = (
 # What the rows of arrays mean that fit all the same: which ones share a prompt, how they lie, where a prompt ends.
 FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
 
+# And of scores of earlier rounds, in the checkpoint of a run that was stopped in a later one: whose they are.
+OF_ROUNDS = ("rewards.functions", "environments.factory", "environments.max_turns")
+
 # Arrays whose first axes are the ring's shards and the sampler's.
 RING_ROWS, SAMPLER_ROWS = "ring/uses", "sampler/length"
 
@@ -166,7 +169,12 @@ def read_fitting(
         abstract_state: by part; of those of ``PASSING`` the checkpoint may have nothing.
     """
     host, text = read_text(path)
-    check_settings(text, config, path, allow_changes)
+    check_settings(text, config, path, allow_changes, OF_ROUNDS if host.get("rounds") else ())
+    if int(path.name) > config.num_iterations:
+        raise ConfigError(
+            f"num_iterations={config.num_iterations} must be at least the {path.name} of checkpoint {path}, which a "
+            "run does not go back from: raise it, or use another workdir"
+        )
     has = {name.partition("/")[0] for name in text["arrays"]}
     wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
     check_arrays(text["arrays"], arrays := by_name(wanted), path, same_dtype=True)
@@ -280,17 +288,21 @@ def listed(changed: dict[str, tuple[Any, Any]]) -> str:
     return "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
 
 
-def check_settings(text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool) -> None:
+def check_settings(
+    text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool, fixed: tuple[str, ...] = ()
+) -> None:
     """``ConfigError`` where settings or files of functions differ; where that is allowed, some of ``FIXED_SETTINGS``.
 
     Args:
         text: of the checkpoint's config/.
         config: the settings now.
+        fixed: more that may not change.
     """
+    fixed = {*FIXED_SETTINGS, *fixed}
     changed = changed_settings(config_of(text, path), config) | changed_files(text.get("files", {}), config)
-    changed = {name: pair for name, pair in changed.items() if name in FIXED_SETTINGS or not allow_changes}
+    changed = {name: pair for name, pair in changed.items() if name in fixed or not allow_changes}
     if changed:
-        more = "" if set(changed) & set(FIXED_SETTINGS) else ", or pass --allow_config_changes"
+        more = "" if fixed & {*changed} else ", or pass --allow_config_changes"
         raise ConfigError(
             f"checkpoint {path} was made with other settings: {listed(changed)}. "
             f"Set them back, or use another workdir{more}"

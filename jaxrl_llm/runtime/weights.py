@@ -78,6 +78,12 @@ def check_workdir(folder: pathlib.Path) -> None:
         raise ConfigError(f"{said}, and a run would write over such files: give it a folder of its own")
 
 
+def reopen(workdir: pathlib.Path) -> None:
+    """Remove what says that a run has ended."""
+    for name in ENDED:
+        (workdir / name).unlink(missing_ok=True)
+
+
 def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
     """The folder of checkpoints, and the iteration of the one that is meant; None = of the newest."""
     path = bucket.absolute(bucket.place(os.path.expanduser(directory)))

@@ -80,6 +80,8 @@ def read_sweep(path: str) -> Sweep:
     for name in sweep.named_metrics():
         if name not in METRICS:
             raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric: reports/metric_table.py has all")
+    for fault in sweep.faults():
+        raise ConfigError(f"{path}: {fault}")
     if sweep.after:
         try:
             resolve(sweep.after)
@@ -493,4 +495,4 @@ if __name__ == "__main__":
     WORKERS = flags.DEFINE_integer("workers", 1, "Points run at a time; 0 writes table and page alone.")
     LAUNCH = flags.DEFINE_string("launch", "", "'print', or a command to run for each point; see the module's text.")
     flags.mark_flags_as_required(["config", "workdir"])
-    cli.run(main)
+    cli.run(main, alone=True)

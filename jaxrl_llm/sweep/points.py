@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -76,12 +76,32 @@ class Sweep:
         named = (*self.metrics, *self.thresholds, *itertools.chain.from_iterable(self.pareto), *across)
         return tuple(dict.fromkeys(named))
 
-    def called(self, point: Point) -> str:
-        """What ``label`` calls a point, or its settings by the last part of their names, or the whole."""
+    def called(self, point: Point, *, without: str = "") -> str:
+        """What ``label`` calls a point, or its settings by the last part of their names, or the whole.
+
+        Args:
+            without: a setting that it is not given, beside the seed.
+        """
+        point = {field: value for field, value in sorted(point.items()) if field not in (SEED, without)}
         if self.label is not None:
-            return self.label(point)
+            return self.label(point) or "base"
         named = _last_part if self._is_short_enough else str
-        return ", ".join(f"{named(field)} {value}" for field, value in point.items())
+        return ", ".join(f"{named(field)} {value}" for field, value in point.items()) or "base"
+
+    def faults(self) -> Iterator[str]:
+        """What is wrong with thresholds, and with what ``label`` makes of the points: page and table come last."""
+        for metric, value in self.thresholds.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                yield f"thresholds[{metric!r}]={value!r} must be a number"
+        for point, without in itertools.product(self.points, dict.fromkeys(("", self.facet))):
+            try:
+                said = self.called(point, without=without)
+                fault = "" if isinstance(said, str) else f"returns {said!r:.80}, not text"
+            except Exception as error:
+                fault = f"raises {type(error).__name__}: {error}"
+            if fault:
+                left_out = f" without {without}" if without else ""
+                yield f"label {fault}, for the point {point}{left_out} (it is not given the seed)"
 
     @functools.cached_property
     def _is_short_enough(self) -> bool:

@@ -213,12 +213,6 @@ def _bins(values: Sequence[Any]) -> list[str]:
     return [str(value) if value is None else third(value) for value in values]
 
 
-def label(run: Run, sweep: Sweep, *, without: str = "") -> str:
-    """The run's settings to read, without the seed and one other."""
-    point = {field: value for field, value in sorted(run.point.items()) if field not in (SEED, without)}
-    return sweep.called(point) or "base"
-
-
 # ---- table.csv -------------------------------------------------------------------------------------------------
 
 
@@ -229,7 +223,7 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
     for run in runs:
         settings = {field: run.point.get(field) for field in fields}
         done = run.rows[-1][ITERATION] if run.rows else 0
-        about = {"point": run.name, "label": label(run, sweep), "status": run.status, "iterations": done}
+        about = {"point": run.name, "label": sweep.called(run.point), "status": run.status, "iterations": done}
         line = about | ({"stage": run.stage} if sweep.then else {}) | settings | figures(run, sweep)
         lines.append({column: _no_formula(value) for column, value in line.items()})
     writer = csv.DictWriter(text := io.StringIO(), list(lines[0]))
@@ -272,7 +266,7 @@ def _number(value: float | None) -> str:
 
 
 def _shown(run: Run, sweep: Sweep, *, without: str = "") -> str:
-    return page.text(f"{run.stage}: " * bool(sweep.then) + label(run, sweep, without=without))
+    return page.text(f"{run.stage}: " * bool(sweep.then) + sweep.called(run.point, without=without))
 
 
 def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:

@@ -121,12 +121,14 @@ def test_what_is_wrong_with_a_call_is_told_to_the_policy():
         call("reset"): "error: ValueError: there is no tool 'reset'",
         call("add", digits=3): "error: TypeError",
         "<tool_call>[1]</tool_call>": "error: TypeError",
+        call("add", **{"\ud83d": 3}): "error: TypeError",  # half an emoji, as a token may end: no tokenizer takes it
         '<tool_call>{"name": "add", "arguments": "{\\"number\\": 3}"}</tool_call>': "total 5",
     }
     with Environment(config("Counter"), [ONE]) as environment:
         replies = play(environment, list(turns))
     for reply, expected in zip(replies, turns.values(), strict=True):
         assert text(reply).startswith(expected) and reply.outcome == OUTCOME_SCORE
+        text(reply).encode()
     assert replies[-1].reward == 3.0
 
 

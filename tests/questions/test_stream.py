@@ -717,6 +717,11 @@ def test_a_damaged_parquet_file_is_one_line(load_table, tmp_path):
 # Letters
 
 
+def test_letters_have_no_arguments():
+    with pytest.raises(ConfigError, match=r"prompts\.arguments\.terms=3 is set, but prompts.source takes none"):
+        letters.load(PromptsConfig(arguments={"terms": 3}), seed=0)
+
+
 def test_letters_are_learnable_by_hand():
     config = PromptsConfig(size=28)
     loaded = tasks.load(config, seed=0)

@@ -243,6 +243,13 @@ def test_a_run_that_has_ended_loses_no_metrics_with_its_checkpoints(tmp_path):
     (tmp_path / "report.html").touch()
     with pytest.raises(ConfigError, match=rf"--workdir={tmp_path} has a run that has ended and no checkpoint of it in"):
         Checkpointer(tmp_path, CheckpointConfig())
+    settings = tmp_path / "config.json"
+    settings.write_text('{"num_iterations": 2, "checkpoint": {}}')  # a report of a run that went on, and was killed
+    Checkpointer(tmp_path, CheckpointConfig()).close()
+    settings.write_text('{"num_iterations": 1, "checkpoint": {}}')
+    (tmp_path / "checkpoints").rmdir()
+    with pytest.raises(ConfigError, match="has a run that has ended"):
+        Checkpointer(tmp_path, CheckpointConfig())
     (tmp_path / "metrics.jsonl").write_text("")
     Checkpointer(tmp_path, CheckpointConfig()).close()
 

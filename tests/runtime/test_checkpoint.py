@@ -217,7 +217,7 @@ def test_saving_does_not_ask_jax_whether_it_is_to_stop(checkpointer, monkeypatch
     assert not asked
 
 
-def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path, capfd):
+def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path, monkeypatch, capfd):
     assert checkpointer.last_write() == "" and checkpointer.check() == {}
     began = time.monotonic()
     save(checkpointer, 1, make_state(1))
@@ -229,6 +229,11 @@ def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path
     seconds = f"{told['time/checkpoint_s']:.1f}"
     assert again.last_write() == f"; the last was written in {seconds} s, within checkpoint.grace_s=30"
     assert again.check() == {} and capfd.readouterr().err == ""
+    save(again, 2, make_state(2))
+    again.wait()
+    monkeypatch.setattr(stored, "steps_in", mock.Mock(side_effect=MachineError("the disk hangs")))
+    assert again.check() == {}  # the checkpoint is whole: a figure ends no run
+    monkeypatch.undo()
     again.close()
 
 
@@ -380,6 +385,21 @@ def test_changed_settings_are_refused_by_name_unless_allowed(checkpointer):
         checkpointer.restore(target, regrouped, allow_config_changes=True)
     assert "rollout.group_size 8 -> 4" in str(error.value) and "prompts.max_tokens" in str(error.value)
     assert "seed" not in str(error.value)
+    # Nor whose scores there are of the rounds before, where a run was stopped in a later one.
+    other = change(rewards={"functions": ("length",)}, seed=3)
+    assert checkpointer.restore(target, other, allow_config_changes=True).iteration == 1
+    checkpointer.save(2, make_state(), {"rounds": [{}]}, CONFIG, pass_rate=None, is_inside=True)
+    checkpointer.wait()
+    with pytest.raises(ConfigError, match=r"settings: rewards.functions \('task',\) -> \('length',\). Set .* workdir$"):
+        checkpointer.restore(target, other, allow_config_changes=True)
+
+
+def test_a_run_does_not_go_back(checkpointer):
+    """It would end at once as a run of fewer iterations than it had."""
+    save(checkpointer, 3, make_state())
+    checkpointer.wait()
+    with pytest.raises(ConfigError, match="num_iterations=2 must be at least the 3 of checkpoint"):
+        checkpointer.restore(abstract(make_state()), change(num_iterations=2), allow_config_changes=True)
 
 
 def test_another_function_or_setting_of_it_or_file_of_ones_own_is_refused(checkpointer, tmp_path):

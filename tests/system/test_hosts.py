@@ -5,6 +5,7 @@ devices does is the reference. Collectives between processes add up in another o
 are more than two: a reference of four devices is the only process of a job, whose collectives are those of many.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -22,6 +23,7 @@ import psutil
 import pytest
 import safetensors.numpy
 from support import building, ghosts
+from support.command_line import run_command
 from system.test_resume import assert_same_run, left_behind
 
 from jaxrl_llm import train as train_module
@@ -166,7 +168,10 @@ def one_host(tmp_path_factory):
 def assert_of_two(two, one):
     assert_nearly_same_run(two, one)  # other files too
     assert_same_run(two, one, same_steps=False)
-    assert (two / "hf" / "model.safetensors").exists()
+    models = [safetensors.numpy.load_file(folder / "hf" / "model.safetensors") for folder in (two, one)]
+    assert models[0].keys() == models[1].keys()
+    for name, array in models[0].items():
+        np.testing.assert_allclose(array, models[1][name], atol=3e-5, err_msg=name)
 
 
 def test_two_hosts_are_one(tmp_path):
@@ -423,13 +428,46 @@ def test_half_a_job_is_refused_by_name(monkeypatch, environment, message):
         hosts.initialize()
 
 
-def initialize(monkeypatch, join):
+@pytest.mark.parametrize(
+    ("environment", "is_refused"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAXRL_DISTRIBUTED": "0"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a"}, False),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, False),
+    ],
+)
+def test_what_runs_on_one_host_joins_no_job_of_several(monkeypatch, environment, is_refused):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    joined = []
+    with pytest.raises(ConfigError, match="runs on one host") if is_refused else contextlib.nullcontext():
+        initialize(monkeypatch, lambda **_: joined.append(1), alone=True)
+    assert len(joined) == ("JAX_COORDINATOR_ADDRESS" in environment and not is_refused)
+
+
+@pytest.mark.parametrize("command", ["serve", "sweep"])
+def test_a_server_and_a_sweep_run_on_one_host(command, monkeypatch, capfd):
+    """The server answered nothing, and the hosts of a sweep trained the same points, one in the other's way."""
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    given = (
+        [f"--config={CONFIG.parent}/sweeps/debug.py", "--workdir=/nowhere"]
+        if command == "sweep"
+        else ["--model=random:debug"]
+    )
+    done = run_command(command, *given, monkeypatch=monkeypatch, capfd=capfd)
+    assert done.status == 2 and "this command runs on one host" in done.err, done
+
+
+def initialize(monkeypatch, join, **how):
     """``hosts.initialize()`` where jax joins so, and nothing stays of it."""
     monkeypatch.setattr(hosts, "_joined", threading.Event())
     monkeypatch.setattr(hosts.ctypes, "CDLL", mock.Mock())
     monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
     monkeypatch.setattr(ghosts.jax.distributed, "initialize", join)
-    hosts.initialize()
+    hosts.initialize(**how)
 
 
 @pytest.mark.parametrize("address", [None, "a:1"])

@@ -29,7 +29,7 @@ from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import Config, ConfigError, freeze, from_json
 from jaxrl_llm.models.files import gguf, templates
-from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.reports.metrics import MetricsWriter, read_metrics
 from jaxrl_llm.runtime import stop as stopping
 from jaxrl_llm.runtime.stored import changed_settings
 
@@ -399,6 +399,33 @@ def test_seconds_of_an_iteration_are_of_all_of_it_where_it_was_stopped_in_its_ev
     assert (run(), run(), len(evaluations)) == (128 + signal.SIGTERM, 0, 3)
     row = read_metrics(tmp_path)[0]
     assert row["time/iteration_s"] > row["time/generate_s"] + row["time/update_s"] > 0
+
+
+def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, monkeypatch, capfd):
+    """Else it had no answers of its own, or those of the end that it had before it was made longer."""
+    numbers, write = iter(range(1, 9)), MetricsWriter.write
+
+    def evaluate(*_, **__):
+        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, "num_prompts": 2,
+                "num_samples": 4, "timeout_count": 0, "error_count": 0, "samples": [],
+                "number": next(numbers)}  # fmt: skip
+
+    def write_and_ask(self, iteration, values):
+        write(self, iteration, values)
+        if iteration == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    ghosts.haunt(monkeypatch)
+    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    settings = SETTINGS | {"eval.num_prompts": 2}
+    config = lambda last: freeze(building.settings_of(CONFIG, settings | {"num_iterations": last}))
+    run = lambda last: train_module.train(config(last), tmp_path)
+    assert run(1) == 0
+    monkeypatch.setattr(MetricsWriter, "write", write_and_ask)
+    assert run(3) == 128 + signal.SIGTERM
+    capfd.readouterr()
+    assert run(2) == 0 and "held-out pass rate 0.500 over 2 questions (eval_after)" in capfd.readouterr().out
+    assert json.loads((tmp_path / "eval_after.json").read_text())["number"] == 3  # 1 and 2: before, and after run(1)
 
 
 @pytest.mark.slow  # in the plain suite one is killed, above

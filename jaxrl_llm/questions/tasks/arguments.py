@@ -22,7 +22,8 @@ def checked(given: Mapping[str, Any], allowed: Mapping[str, tuple[int, int, int]
     """
     for name, value in given.items():
         if name not in allowed:
-            raise ConfigError(f"prompts.arguments.{name}={value!r} is not one of {', '.join(allowed)}")
+            known = f"is not one of {', '.join(allowed)}" if allowed else "is set, but prompts.source takes none"
+            raise ConfigError(f"prompts.arguments.{name}={value!r} {known}")
         default, least, most = allowed[name]
         is_switch = isinstance(default, bool)
         if not isinstance(value, int) or isinstance(value, bool) != is_switch or not least <= value <= most:

@@ -11,6 +11,7 @@ import string
 from typing import TYPE_CHECKING
 
 from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.arguments import checked
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
@@ -26,6 +27,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
 
     del seed
+    checked(config.arguments, {})
     letters = [string.ascii_lowercase[i % 26] for i in range(config.size)]
     columns = {"allowed": string.ascii_lowercase}
     return Loaded(tuple(Example(f"Write letters like {x}:", columns, f"letters:{i}") for i, x in enumerate(letters, 1)))
