@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, flatten
@@ -208,8 +207,7 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
     """
     mesh, split = jax.sharding.get_abstract_mesh(), ("batch", "vocab")
     axis = () if mesh.empty else axes_of(partition_spec(logits_ZV.shape, split, mesh)[1])
-    call = lambda *args: function(*args, axis)
-    return by_device(call, logits_ZV, *of_rows, axes=(split, *(("batch",) for _ in of_rows)))
+    return by_device(lambda *x: function(*x, axis), logits_ZV, *of_rows, axes=(split, *[("batch",)] * len(of_rows)))
 
 
 def parts(size: int, name: str) -> int:
@@ -244,11 +242,6 @@ def put(tree: Any, layout: Any) -> Any:
     return jax.tree.map(one, tree, layout)
 
 
-def whole(x: Any) -> Any:
-    """The array with all its parts on every host."""
-    return x if getattr(x, "is_fully_addressable", True) else multihost_utils.process_allgather(x, tiled=True)
-
-
 def own_rows(x: jax.Array) -> dict[int, np.ndarray]:
     """Rows of an array that lie on this host, by number; of those on several hosts the first has them."""
     found = {}
@@ -278,10 +271,8 @@ def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> N
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:
-        raise ConfigError(
-            f"{setting}={value!r} must be {otherwise!r} on {device.device_kind}: it has no memory {HOST_MEMORY!r}, "
-            f"only {', '.join(map(repr, kinds))}"
-        )
+        said = f"{setting}={value!r} must be {otherwise!r} on {device.device_kind}"
+        raise ConfigError(f"{said}: it has no memory {HOST_MEMORY!r}, only {', '.join(map(repr, kinds))}")
 
 
 def constrain(x: jax.Array, *logical_axes: str | None, rules: tuple[tuple[str, Any], ...] = ()) -> jax.Array:

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import delta, lora
 from jaxrl_llm.models.transformer import Params
-from jaxrl_llm.runtime import sharding
 
 # For each dimension of a stored tensor, the dimensions of ours that are folded into it.
 # Ours are counted without the axes that are stacked: the layers', and the experts'.
@@ -98,20 +98,29 @@ def _by_path(params: Params) -> dict[str, Any]:
 
 
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
+# Of a stacked parameter, split over devices as that is.
+_of_layer = jax.jit(lambda x, layer: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
 
 
 def stored_tensors(params: Params, names: Mapping[str, str], *, num_held: int = 1) -> Iterator[Stored]:
     """Every tensor of a file that holds ``params``: its name, its shape and a function that fetches it.
 
-    Fetching in this order moves each stacked parameter to the host once; it holds the last ``num_held``.
+    Fetching in this order moves each stacked parameter to the host once; it holds the last ``num_held``. Arrays
+    that are split over hosts are gathered by all of them, a layer at a time: each device holds what is gathered.
     """
-    fetch = functools.lru_cache(num_held)(lambda path: np.asarray(sharding.whole(flat[path]), np.float32))
+    flat = _by_path(params)
+    is_here = lambda path: getattr(flat[path], "is_fully_addressable", True)
+
+    @functools.lru_cache(num_held)
+    def fetch(path: str, *layer: int) -> np.ndarray:
+        part = _of_layer(flat[path], *layer) if layer else flat[path]
+        return np.asarray(part if is_here(path) else multihost_utils.process_allgather(part, tiled=True), np.float32)
 
     def one(path: str, at: tuple[int, ...]) -> np.ndarray:
-        value = fetch(path)[at]
+        n = 0 if is_here(path) else 1
+        value = fetch(path, *at[:n])[at[n:]]
         return np.ascontiguousarray(value.reshape(stored_shape(path, value.shape)))
 
-    flat = _by_path(params)
     for name, shape, path, at in _tensors(flat, names):
         yield name, shape, functools.partial(one, path, at)
 
