@@ -46,7 +46,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
         raise ConfigError(f"--output={output!r:.200} must name a folder, in printable text, and no URL")
     if os.path.exists(output) and not os.path.isdir(output):
         raise ConfigError(f"--output={output} is no folder")
-    weights.check_output(output, "--output")
+    hf.check_output(output, "--output")
     if checkpoint:
         found: dict[str, Any] = {}
         params, config = weights.restore_params(checkpoint, check=found.update)

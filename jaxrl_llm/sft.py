@@ -36,14 +36,14 @@ from jaxrl_llm.actor.evaluation import filled_batches, questions, report_skipped
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.learner import low_memory, optim
 from jaxrl_llm.models import lora
-from jaxrl_llm.models.files import peft, pretrained
+from jaxrl_llm.models.files import hf, peft, pretrained
 from jaxrl_llm.models.row_logp import PLAIN, chunk_tokens, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import EncodedExample, PromptStream
 from jaxrl_llm.run import model_of
-from jaxrl_llm.runtime import cli, sharding, weights
+from jaxrl_llm.runtime import cli, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 from jaxrl_llm.runtime.sharding import leading, put, replicated
 from jaxrl_llm.types import Example, PromptBatch
@@ -163,7 +163,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
         raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions tell how far training is")
     if config.update.load_balance:
         raise ConfigError(f"update.load_balance={config.update.load_balance} must be 0.0: sft has no balance cost")
-    weights.check_output(str(out), "--out")
+    hf.check_output(str(out), "--out")
     if config.model.lora.rank:
         peft.check_folder(out)
     use_cache(config.compilation_cache)

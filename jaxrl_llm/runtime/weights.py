@@ -53,12 +53,6 @@ def is_run(path: str) -> bool:
     return is_one and not any(pathlib.Path(folder).glob("*.safetensors"))  # else a model's
 
 
-def check_output(folder: str, flag: str) -> None:
-    """``ConfigError`` where a model that is written there would take the place of a run's settings."""
-    if is_run(folder):
-        raise ConfigError(f"{flag}={folder!r:.200} is the folder of a run, which a model would take the place of")
-
-
 def check_workdir(folder: pathlib.Path) -> None:
     """``ConfigError`` where a run would take the place of a model's settings, or of files that only have its names.
 

@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from jax.experimental import multihost_utils
 from support.building import host_params, make_mesh
 from support.command_line import run_command
 from support.comparing import assert_same
@@ -24,7 +25,7 @@ from support.runs import save_run
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.export import export
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
-from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.files import families, hf, layout, pretrained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
@@ -382,6 +383,52 @@ def test_a_checkpoint_outlives_the_place_of_its_model(tmp_path, tiny):
 def test_what_cannot_be_exported_is_named(flags, message):
     with pytest.raises(ConfigError, match=message):
         export(*flags)
+
+
+def test_an_export_over_a_model_removes_files_of_it_alone(tmp_path, tiny):
+    """It removed all that began so, whoever had written it."""
+    mixed(tiny)
+    for name in ("tokenizer.model", "tokenizer.model.v3", "vocab.json", "vocab.txt", "merges.txt"):
+        (tiny / name).write_text("kept")
+    out = shutil.copytree(tiny, tmp_path / "out")
+    names, own = {path.name for path in tiny.iterdir()}, {"tokenizer_train.py", "model_best_epoch3.safetensors"}
+    earlier = {"model-00001-of-00002.safetensors", "model.safetensors-00001-of-00002.safetensors", "vocab.bpe"}
+    for name in own | earlier:
+        (out / name).write_text("")
+    for source in (tiny, out):  # a model over itself too
+        export("", str(source), str(out))
+        assert {path.name for path in out.iterdir()} == names | own
+    assert (out / "tokenizer.model.v3").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.txt", "model-00001-of-00002.safetensors"])
+def test_a_folder_with_files_of_no_model_takes_none(tmp_path, name):
+    (tmp_path / name).write_text('{"mine": 1}')
+    message = rf"out(put)?='{tmp_path}' has {name} and is no model's folder: .* give it a folder of its own"
+    with pytest.raises(ConfigError, match=message):
+        export("", "nowhere", str(tmp_path))  # before any work
+    with pytest.raises(ConfigError, match=message):
+        sft(freeze({"eval": {"num_prompts": 2}, "model": {"path": "nowhere"}}), tmp_path)
+    (tmp_path / hf.PARTIAL).mkdir()  # of an export that was killed where it took the place of an earlier one
+    with pytest.raises(ConfigError, match="--model='nowhere' is not there"):
+        export("", "nowhere", str(tmp_path))
+
+
+def test_hosts_gather_one_layer_at_a_time(monkeypatch):
+    """Each device holds what is gathered: of all layers, a run ended for want of memory where it had trained."""
+    model = Model(PRESETS["debug_experts"])  # 2 layers of 9 parameters and 3 of experts, and 3 without layers
+    params, sizes, gather = host_params(model), [], multihost_utils.process_allgather
+    tensors = lambda params: layout.stored_tensors(params, families.names_of(model.arch))
+    plain = {name: fetch() for name, _, fetch in tensors(params)}
+    mesh = make_mesh(fsdp=2, expert=2, tensor=2)
+    params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, model.abstract_params(mesh)))
+    noted = lambda x, **how: sizes.append(x.size) or gather(x, **how)
+    monkeypatch.setattr(multihost_utils, "process_allgather", noted)
+    with monkeypatch.context() as patch:  # as on a host of several
+        patch.setattr(type(params["embedding"]), "is_fully_addressable", property(lambda x: False))
+        gathered = {name: fetch() for name, _, fetch in tensors(params)}
+    assert_same(gathered, plain)
+    assert len(sizes) == 2 * 12 + 3 and max(sizes) == 6 * 48 * 64  # the six experts' matrices of a layer
 
 
 def test_a_run_s_folder_takes_no_model(tmp_path):

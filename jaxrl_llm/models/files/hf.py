@@ -7,12 +7,13 @@ transformers. Does not know: tokenizers (but for the token ids in the config), h
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.json_lines import read_json
+from jaxrl_llm.runtime.weights import is_run
 
 MAX_FILE_BYTES = 5 * 10**9
 MOST_MAPPED_BYTES = 2**26
@@ -36,12 +38,16 @@ DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F1
 CODES = "U8"  # bytes of MXFP4 (mixtures)
 # Where a model that sees images too has the one of texts, and what no text goes through.
 OF_TEXT, OF_IMAGES = "model.language_model.", "model.visual."
+CONFIGS = ("config.json", "adapter_config.json")  # without which a folder is taken for no model
 # Of an export, until it is whole.
 PARTIAL = ".partial"
 # What a model's text goes through, and how it is sampled: training changes none of it.
-KEPT = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-KEPT += ("chat_template.*", "additional_chat_templates/*.jinja")
-WEIGHTS = "model*.safetensors*"
+KEPT = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*")
+KEPT += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt")
+KEPT += ("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
+# Weights of an earlier model, of an export or from the hub.
+_PART = f"{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", f"model-{_PART}", f"model.safetensors-{_PART}")
 
 
 def numpy_dtypes() -> dict[str, np.dtype]:
@@ -62,6 +68,25 @@ def downloaded(path: str, setting: str, allowed: str) -> str:
             f"{setting}={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
             f"allowed: {allowed}"
         ) from error
+
+
+def check_output(folder: str, flag: str) -> None:
+    """``ConfigError`` where an export would take the place of a run's settings, or of files that are of no model."""
+    if is_run(folder):
+        raise ConfigError(f"{flag}={folder!r:.200} is the folder of a run, which a model would take the place of")
+    there = _files(Path(folder), ("config.json", *WEIGHTS, *KEPT)) if os.path.isdir(folder) else []
+    if there and not _is_of_model(Path(folder)):
+        said = f"{flag}={folder!r:.200} has {there[0]} and is no model's folder"
+        raise ConfigError(f"{said}: an export would write over such files, give it a folder of its own")
+
+
+def _is_of_model(folder: Path) -> bool:
+    """Whether a model or adapters lie there, or what an export that was killed has left."""
+    if any((folder / name).exists() for name in (PARTIAL, "adapter_config.json", "adapter_model.safetensors")):
+        return True
+    with contextlib.suppress(ConfigError):
+        return not {"architectures", "model_type"}.isdisjoint(read_json(folder / "config.json"))
+    return False
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -211,7 +236,7 @@ def export(
         for _, _, fetch in tensors:
             fetch()  # what is split over hosts, all of them gather
         return
-    folder, kept = Path(folder), [] if like is None else _kept_files(Path(like))
+    folder, kept = Path(folder), [] if like is None else _files(Path(like), KEPT)
     stored = {} if like is None or dtype else _dtypes(Path(like))
     usual = numpy_dtypes()[dtype or "float32"]
     dtype_of = lambda name: stored.get(name, stored.get(mixtures.name_together(name), usual))
@@ -259,17 +284,15 @@ def _dtypes(folder: Path) -> dict[str, np.dtype]:
     return {name: DTYPES["BF16" if x == CODES else x] for name, x in found.items()}
 
 
-def _kept_files(folder: Path) -> list[Path]:
-    """Paths of the files of ``KEPT`` in a folder, relative to it."""
-    return [path.relative_to(folder) for name in KEPT for path in sorted(folder.glob(name)) if path.is_file()]
+def _files(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Paths of the files of such names in a folder, relative to it."""
+    return [path.relative_to(folder) for name in names for path in sorted(folder.glob(name)) if path.is_file()]
 
 
 def _take_place(aside: Path, folder: Path) -> None:
     """Put the files of a finished export where those of an earlier one may be, of which none stays."""
-    for last in ("config.json", "adapter_config.json"):
-        (folder / last).unlink(missing_ok=True)
-    for old in (*folder.glob(WEIGHTS), *(folder / path for path in _kept_files(folder))):  # readers would mix them
-        old.unlink()
+    for old in _files(folder, (*CONFIGS, *WEIGHTS, *KEPT)):  # readers would mix them
+        (folder / old).unlink()
     made = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
     for path in sorted(made, key=lambda path: path.name == "config.json"):
         (folder / path).parent.mkdir(exist_ok=True)
