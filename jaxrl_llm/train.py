@@ -35,7 +35,7 @@ from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plain_numbers, update_values
 from jaxrl_llm.run import assemble, check_room, describe
-from jaxrl_llm.runtime import bucket, cli, hosts, programs, sharding, weights
+from jaxrl_llm.runtime import cli, hosts, programs, sharding, weights
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.executables import keep_what_fits, load_all
 from jaxrl_llm.runtime.programs import check_memory, compile_all, host_share, memory_limit, memory_table, use_cache
@@ -79,15 +79,13 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     check = lambda host: stream.check(host["stream"], allow_changes=allow_config_changes)
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
-        bucket.write_whole(workdir / "config.json", text)
-        weights.reopen(workdir)
+        weights.begin(workdir, text)
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
+    scorer = tasks.scorer(config.prompts)
     with (
         StopRequest() as stop,
-        RewardPool(
-            config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples, check=stop.check
-        ) as pool,
+        RewardPool(config.rewards, task_scorer=scorer, examples=examples, check=stop.check) as pool,
         environments.opened(config, examples, tokenizer) as environment,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as metrics,
         contextlib.closing(external),

@@ -72,8 +72,9 @@ def check_workdir(folder: pathlib.Path) -> None:
         raise ConfigError(f"{said}, and a run would write over such files: give it a folder of its own")
 
 
-def reopen(workdir: pathlib.Path) -> None:
-    """Remove what says that a run has ended."""
+def begin(workdir: pathlib.Path, settings: str) -> None:
+    """Write a run's settings where it begins, or goes on, and remove what says that it has ended."""
+    bucket.write_whole(workdir / "config.json", settings)
     for name in ENDED:
         (workdir / name).unlink(missing_ok=True)
 

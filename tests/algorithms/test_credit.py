@@ -762,6 +762,42 @@ def test_the_program_takes_what_the_host_gives(kind):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), given) == jax.tree.map(lambda x: (x.shape, x.dtype), expected)
 
 
+INTO_THE_RING = {
+    "rewards": {"pass_threshold": 0.5},
+    "rollout": {"prompts_per_iteration": 2, "group_size": 2},
+    "prompts": {"max_tokens": WIDTH - COMPLETION_TOKENS},
+    "sampling": {"max_completion_tokens": COMPLETION_TOKENS},
+    "update": {"batch_size": 4, "micro_batch_size": 4},
+}
+
+
+def rings(replay, *, reward, trainable=(True,) * 4, **algorithm):
+    """The ring after three iterations of two groups of two, all with these rewards; and the run's learner."""
+    config = freeze(INTO_THE_RING | {"replay": {"capacity": 8, **replay}, "algorithm": algorithm})
+    learner = assemble(config, TINY, (257,), mesh_of(ONE)).learner
+    ring, insert, zeros = jax.jit(learner._init_ring)(), jax.jit(learner._insert), np.zeros(4, np.int32)
+    scores = Scores(np.float32(reward), np.array(trainable), zeros, parts=(), columns={}, memory={})
+    for iteration in range(3):
+        rollout = make_rollout(np.array([0, 0, 1, 1]) + 2 * iteration, seed=iteration).replace(columns={})
+        ring, _ = insert(ring, rollout, scores, {}, np.int32(iteration))
+    return jax.tree.map(lambda x: np.asarray(x)[0], ring), learner
+
+
+def test_the_reward_that_is_enough_is_the_settings_in_credit_ring_and_loss():
+    short = {"reward_terms": [use("short_answer", tokens=COMPLETION_TOKENS, bonus=0.25)]}
+    given = {"reward": [0.5, 0, 0.75, 0], "advantage": "dr_grpo", **short}
+    ring, learner = rings({"positive_fraction": 0.5, "unit": "rollout"}, **given)
+    assert learner.update.pass_threshold == 0.5
+    assert ring.slots.reward[4:].tolist() == [0.5, 0.75, 0.5, 0.75]  # of the two iterations before
+    # With the bonus 0.75 and 1, half of which is the group's mean.
+    assert first(ring.slots)[:4].tolist() == [0.375, -0.375, 0.5, -0.5]
+
+
+def test_rows_of_a_group_stay_side_by_side_in_the_ring_where_groups_are_drawn():
+    ring, _ = rings({"unit": "group"}, reward=[1, 0, 1, 0], trainable=(True, False, True, True))
+    assert ring.slots.rollout.group_id.tolist() == [4, 4, 5, 5, 2, 2, 3, 3]
+
+
 def test_a_run_remembers_over_a_stop_what_was_answered(tmp_path, monkeypatch):
     ghosts.haunt(monkeypatch)
     settings = {

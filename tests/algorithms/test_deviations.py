@@ -33,6 +33,10 @@ from jaxrl_llm.types import OUTCOME_SCORE, Rewards
 RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
 
 
+def recipe(name):
+    return freeze(runpy.run_path(str(RECIPES / f"{name}.py"))["get_config"]())
+
+
 def estimate(kind, reward, group=None):
     group = np.zeros(len(reward), np.int32) if group is None else np.int32(group)
     advantage = estimator(kind, int(group.max()) + 1)(group, jnp.asarray(reward, jnp.float32))
@@ -42,7 +46,8 @@ def estimate(kind, reward, group=None):
 @functools.cache
 def estimator(kind, num_groups):
     groups = lambda group: group_rows(group, np.ones(len(group), bool), num_groups)
-    return jax.jit(lambda group, reward: ADVANTAGES[kind](make_rows(groups(group), reward=reward)))
+    rows = lambda group, reward: make_rows(groups(group), reward=reward, parts=((reward, 1.0),))
+    return jax.jit(lambda group, reward: ADVANTAGES[kind](rows(group, reward)))
 
 
 def test_every_deviation_stands_where_the_table_of_recipes_finds_it():
@@ -76,10 +81,10 @@ def test_dapos_length_penalty_weighs_twice_as_much_on_rewards_of_0_and_1():
 
 
 def test_gdpos_smaller_epsilon_is_a_part_in_a_thousand_where_rewards_hardly_differ():
-    # Of a standard deviation of 0.1, 1e-4 is a thousandth; of 1/2, as rewards of 0 and 1 have, a fifth of that.
-    for std, expected in ((0.1, 1e-3), (0.5, 2e-4)):
-        reward = np.array([-std, std])
-        np.testing.assert_allclose(1 - reward / (std + 1e-4) / (reward / (std + 1e-6)), expected, rtol=0.02)
+    # Of a standard deviation of 0.1, 1e-4 is a thousandth; of 1/2, as rewards of 0 and 1 have, a fifth of that. So much
+    # less the one group weighs beside the other.
+    ours, papers = estimate("gdpo", [-0.1, 0.1, -0.5, 0.5], [0, 0, 1, 1]), [x / (x + 1e-4) for x in (0.1, 0.5)]
+    np.testing.assert_allclose(1 - papers[0] / papers[1] / (ours[1] / ours[3]), 1e-3 - 2e-4, rtol=0.02)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -139,8 +144,10 @@ def test_reinforce_pps_pull_in_the_loss_leaves_out_what_follows_a_token():
     in_the_loss, in_the_reward = d, d[::-1].cumsum()[::-1]
     np.testing.assert_allclose(in_the_reward, [0.6, 0.4, 0.3])
     # The gradient of d^2 / 2 by a token's log-prob is its d.
-    slope = jax.grad(lambda p: jnp.sum(0.5 * jnp.square(p)))(jnp.asarray(d))
-    np.testing.assert_allclose(slope, in_the_loss, rtol=1e-6)
+    pull, zero, mask = recipe("reinforce_pp").algorithm.divergence, jnp.zeros((1, 3)), jnp.ones((1, 3), bool)
+    x = lambda p: Tokens(p, zero, zero, zero, jnp.zeros(1), mask, columns={"ref_logp": zero})
+    slope = jax.grad(lambda p: jnp.sum(pull(x(p))))(jnp.float32(d)[None])
+    np.testing.assert_allclose(slope[0], in_the_loss, rtol=1e-6)
 
 
 def test_spos_value_that_hears_the_row_itself_has_less_than_the_whole_gradient():
@@ -196,7 +203,7 @@ def test_vcpos_stand_in_for_gradient_norms_orders_rows_but_does_not_measure_them
 def test_rollouts_of_decoupled_ppo_and_cispo_are_trained_on_once():
     """By their rings: no more rows than an iteration has, drawn once."""
     for name in ("decoupled_ppo", "cispo"):
-        config = freeze(runpy.run_path(str(RECIPES / f"{name}.py"))["get_config"]())
+        config = recipe(name)
         assert config.ring_capacity == config.rows_per_iteration
         drawn = config.update.batch_size * config.update.updates_per_iteration
         assert drawn == config.rows_per_iteration and (

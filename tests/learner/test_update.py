@@ -389,6 +389,25 @@ def test_a_surrogate_of_the_users_own_has_the_gradient_of_ours_that_says_the_sam
             gradient(f"{path}:{name}")
 
 
+def test_a_term_without_a_ratio_is_weighed_by_the_current_policys_which_is_a_constant():
+    update = building.make_update({"surrogate": "reinforce", "correction": {"name": "token_truncated", "high": 1.3}})
+    rows = building.random_experience(with_reference=False)
+    policy, mask = oracle_logp(building.host_params(update.model), rows.rollout), mask_of(rows)
+    ratio = np.exp(policy - rows.rollout.behaviour_logp)
+    assert 0 < np.sum(ratio < 1.3, where=mask) < mask.sum()
+    gradient, sums = building.gradient(update, rows)
+    weighed = np.minimum(ratio, 1.3) * rows.advantage
+    expected = losses.aggregate(-weighed * policy, mask, rows.trainable, "token_mean", COMPLETION_TOKENS)
+    np.testing.assert_allclose(sums["loss_sum"], expected, rtol=1e-5)
+    # The gradient is that of tokens which the current policy drew, with these as advantages.
+    fresh = rows.replace(
+        advantage=weighed.astype(np.float32), rollout=rows.rollout.replace(behaviour_logp=policy.astype(np.float32))
+    )
+    expected, _ = building.gradient(update, fresh)
+    apart = optax.tree.norm(jax.tree.map(np.subtract, gradient, expected))
+    assert apart < 1e-5 * optax.tree.norm(expected)
+
+
 def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
     # Two rows of a group share a prompt; a micro-batch holds two groups.
     settings = {"surrogate": {"name": "agro", "beta": 0.3}, "aggregation": "sequence_mean"}
@@ -420,7 +439,7 @@ def test_groups_are_compared_and_the_second_moment_is_of_the_whole_batch():
 
 def test_metrics_are_sums_over_the_trained_tokens():
     update = building.make_update(LOSS)
-    rows = building.random_experience()
+    rows = building.random_experience(with_others=True)
     bucket = np.arange(len(rows.reward), dtype=np.int32) % 3
     rows = rows.with_columns(age_bucket=bucket)
     _, sums = building.gradient(update, rows)
@@ -430,10 +449,11 @@ def test_metrics_are_sums_over_the_trained_tokens():
     policy = oracle_logp(building.host_params(update.model), rows.rollout)
     d, from_reference = ((policy - other)[mask] for other in (rows.rollout.behaviour_logp, rows.columns["ref_logp"]))
     ratio, advantage = np.exp(d), rows.advantage[mask]
+    gap = np.abs(d)[np.broadcast_to(rows.rollout.group_id[:, None] >= 0, mask.shape)[mask]]  # not of others' rows
     clipped = ((advantage > 0) & (ratio > 1.2)) | ((advantage < 0) & (ratio < 0.8))
     expected = {
         "token_count": size,
-        "own_token_count": size,
+        "own_token_count": gap.size,
         "clipped_count": clipped.sum(),
         "ratio_sum": ratio.sum(),
         "ratio_square_sum": (ratio**2).sum(),
@@ -441,16 +461,17 @@ def test_metrics_are_sums_over_the_trained_tokens():
         "row_count": rows.trainable.sum(),
         "kl_behaviour_sum": (np.exp(d) - 1 - d).sum(),
         "kl_reference_sum": (np.exp(-from_reference) - 1 + from_reference).sum(),
-        "gap_max": np.abs(d).max(),
-        "gap_sum": np.abs(d).sum(),
-        "gap_high_count": (np.abs(d) > 10 * update.config.max_sampler_learner_gap_nats).sum(),
+        "gap_max": gap.max(),
+        "gap_sum": gap.sum(),
+        "gap_high_count": (gap > 10 * update.config.max_sampler_learner_gap_nats).sum(),
     }
-    assert 0 < expected["gap_high_count"] < size
+    assert 0 < expected["gap_high_count"] < gap.size < size
     assert 0 < clipped.sum() < size
     for name, value in expected.items():
         np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)
     bucket = np.broadcast_to(bucket[:, None], mask.shape)[mask]
-    for name, value in {"clipped_count": clipped, "ratio_sum": ratio, "ratio_square_sum": ratio**2}.items():
+    by_token = {"clipped_count": clipped, "ratio_sum": ratio, "ratio_square_sum": ratio**2}
+    for name, value in (by_token | {"token_count": np.ones(size)}).items():
         by_age = [value[bucket == k].sum() for k in range(6)]
         np.testing.assert_allclose(sums[f"{name}_by_age"], by_age, rtol=1e-5, err_msg=name)
 
@@ -589,6 +610,28 @@ def test_schedules_by_hand():
     # 0.5 * (1 + cos(pi * x)) / 2 at x = 0, 1/3, 1/2, 1.
     np.testing.assert_allclose([rate("cosine", 0, s) for s in (0, 4, 6, 12)], [0.5, 0.375, 0.25, 0], atol=1e-7)
     assert [rate("linear", 0, s) for s in (0, 3, 12)] == [0.5, 0.375, 0]
+
+
+def test_a_runs_rate_falls_over_all_updates_of_all_its_iterations(monkeypatch):
+    # Two iterations of three updates, down from 0.6: of weights, of a critic, and as it is told.
+    config = {
+        "num_iterations": 2,
+        "update": {"updates_per_iteration": 3},
+        "optimizer": {"learning_rate": 0.6, "schedule": "linear", "max_grad_norm": 0.0},
+        "algorithm": {"advantage": "gae", "critic": {"learning_rate": 0.6}},
+    }
+    learner, rates = assemble(freeze(config), TINY, (5,), mesh_of(ONE)).learner, [0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
+    for made in (learner.update.optimizer, learner.update.critic_optimizer):
+        # Adam's steps of a gradient that stays are the rate.
+        step, state, moved = jax.jit(made.update), made.init(jnp.zeros(1)), []
+        for _ in rates:
+            updates, state = step(jnp.ones(1), state, jnp.zeros(1))
+            moved.append(-updates[0])
+        np.testing.assert_allclose(moved, rates, rtol=1e-4)
+    monkeypatch.setattr(Update, "step", lambda self, state, ring, *_: (state, ring, {}))
+    ring, now = learner._init_ring(), (jnp.int32(0), jax.random.key(0))
+    told = jax.jit(lambda step: learner._update(types.SimpleNamespace(step=step), ring, *now)[2]["learning_rate"])
+    np.testing.assert_allclose([told(step) for step in range(7)], [0.6, *rates], rtol=1e-5)  # 0: none was usable
 
 
 def test_an_update_keeps_one_gradient():

@@ -25,7 +25,10 @@ WIDTH = 4
 
 
 def make_experience(ids, states=None, width=WIDTH, xp=np):
-    """Rows whose every field tells their id: a mix-up of fields or rows shows. The reward is +id, where wrong -id."""
+    """Rows whose every field tells their id: a mix-up of fields or rows shows. Where right the reward is 1, else 0.
+
+    That is the default pass threshold, which is enough.
+    """
     ids = xp.asarray(ids, xp.int32)
     states = ["right"] * len(ids) if states is None else states
     wide = ids[:, None] * 10 + xp.arange(width, dtype=xp.int32)[None, :]
@@ -39,7 +42,7 @@ def make_experience(ids, states=None, width=WIDTH, xp=np):
             policy_version=wide + 1,
             stop_reason=(ids % 4).astype(xp.int8),
         ),
-        reward=(ids * xp.asarray([-1 if s == "wrong" else 1 for s in states])).astype(xp.float32),
+        reward=xp.asarray([float(s == "right") for s in states], xp.float32),
         advantage=wide.astype(xp.float32) / 8,
         trainable=xp.asarray([s != "failed" for s in states]),
         columns={"tied": ids < 0, "question_id": ids // 2, "ref_logp": wide.astype(xp.float32) / 4},
@@ -54,7 +57,7 @@ def stored_of(ids, states):
 
 def ids_of(rows):
     """Of rows of ``make_experience``, in whatever shape they come."""
-    return abs(rows.reward).astype(int)
+    return rows.rollout.tokens[..., 0] // 10
 
 
 def shape_of(num_rows, width=WIDTH):
@@ -114,7 +117,7 @@ def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
             next_id += len(argument)
             rows = make_experience(ids, argument)
             before, ended = jit_usage(ring), len(model.ended)
-            ring = jit_insert(ring, rows, np.int32(iteration), config, pass_threshold=0.5)
+            ring = jit_insert(ring, rows, np.int32(iteration), config)
             model.insert(ids, argument, iteration)
             found = jit_ended(before, ring, num_new=len(ids))
             assert found == {"ended_rows": len(model.ended) - ended, "ended_uses": sum(model.ended[ended:])}
@@ -137,7 +140,7 @@ def test_a_batch_is_wholly_fresh_or_wholly_not_with_the_chance_that_is_said():
 
     def insert(ring, first, number, iteration):
         rows = make_experience(list(range(first, first + number)), ["right"] * number)
-        return jit_insert(ring, rows, np.int32(iteration), ReplayConfig(), pass_threshold=0.5)
+        return jit_insert(ring, rows, np.int32(iteration), ReplayConfig())
 
     ring = insert(ring, 1, 6, 1)
     for seed in range(20):  # there are no others yet
@@ -219,7 +222,7 @@ def check_last_drawn(found, rows, info):
 def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_first():
     """Four groups of two fit. The oldest that may still be drawn is there when the fifth comes, and is drawn."""
     config = ReplayConfig(skip_tied=True, latest_visit=True, max_uses=1)
-    insert = functools.partial(jit_insert, config=config, pass_threshold=0.5, group_size=2)
+    insert = functools.partial(jit_insert, config=config, group_size=2)
 
     def ids(ring):
         return ids_of(ring.slots)[0].tolist()
@@ -376,9 +379,7 @@ def rows_of_questions(questions, states, first_id, advantage=None):
 
 
 def test_a_solved_group_and_the_earlier_visits_of_a_question_are_retired():
-    insert = functools.partial(
-        jit_insert, config=ReplayConfig(latest_visit=True, solved_fraction=0.5), pass_threshold=0.5
-    )
+    insert = functools.partial(jit_insert, config=ReplayConfig(latest_visit=True, solved_fraction=0.5))
     ring = jit_init(12, 2)  # question 7: 1 of 2 right, 8: none right
     ring = insert(ring, rows_of_questions([7, 8], ["right", "wrong", "wrong", "wrong"], 2), np.int32(0))
     assert ring.is_retired[:, :2].tolist() == [[True, True], [False, False]]
@@ -395,7 +396,7 @@ def test_a_visit_that_cannot_be_drawn_leaves_the_earlier_one_and_a_solved_one_ta
     ring = jit_insert(ring, tied, np.int32(1), tied_out)
     assert ring.is_retired[0, :8].tolist() == [False] * 4 + [True] * 4
     solved_out = ReplayConfig(solved_fraction=1.0)
-    insert = functools.partial(jit_insert, config=solved_out, pass_threshold=0.5)
+    insert = functools.partial(jit_insert, config=solved_out)
     ring = insert(jit_init(12, 1), rows_of_questions([7, 8], ["right", "wrong"] * 2, 2), np.int32(0))
     ring = insert(ring, rows_of_questions([8, 9], ["right", "right", "wrong", "wrong"], 6), np.int32(1))
     assert ring.is_retired[0, :8].tolist() == [False, False, True, True, True, True, False, False]
@@ -403,7 +404,7 @@ def test_a_visit_that_cannot_be_drawn_leaves_the_earlier_one_and_a_solved_one_ta
 
 def test_the_ring_of_correct_rows_takes_none_that_would_never_be_drawn():
     config = ReplayConfig(positive_fraction=0.5, skip_tied=True)
-    insert = functools.partial(jit_insert, config=config, pass_threshold=0.5)
+    insert = functools.partial(jit_insert, config=config)
     rows = make_experience(np.arange(4), ["right"] * 4)
     ring = insert(jit_init(8, 1), rows.with_columns(tied=np.arange(4) % 2 == 0), np.int32(0))
     ring = insert(ring, make_experience(np.arange(4, 8), ["right"] * 4), np.int32(1))
@@ -416,9 +417,7 @@ def test_a_demonstration_stays_where_it_is_imitated_though_its_group_is_tied():
     group = np.array([-1, -1, -1, 7], np.int32)
     rows = rows.replace(rollout=rows.rollout.replace(group_id=group)).with_columns(tied=np.ones(4, bool))
     for imitates, retired in ((False, [True] * 4), (True, [False, False, True, True])):
-        ring = jit_insert(
-            jit_init(4, 1), rows, np.int32(0), ReplayConfig(skip_tied=True), pass_threshold=0.0, imitates=imitates
-        )
+        ring = jit_insert(jit_init(4, 1), rows, np.int32(0), ReplayConfig(skip_tied=True), imitates=imitates)
         assert ring.is_retired[0].tolist() == retired
 
 
@@ -552,6 +551,23 @@ def test_likely_rollouts_are_kept_and_their_ratios_are_more_alike():
     ratio = np.exp((new_logp - old_logp)[drawn[0]].sum(axis=1))
     effective = lambda w: w.sum() ** 2 / (len(w) * (w**2).sum())
     assert effective(ratio[kept]) > effective(ratio)
+
+
+def test_likely_is_compared_with_the_trainable_newcomers_of_the_own_shard():
+    config = replay_config(positive_fraction=0.5, admission="likely")
+    ring = jit_init(8, 2)
+    # Nats a token: all have 2; then 3 in the first shard, and 1 in the second beside a 100 that failed.
+    for iteration, surprise in enumerate(([2, 2, 2, 2], [3, 3, 1, 100])):
+        states = ["failed" if x == 100 else "right" for x in surprise]
+        rows = make_experience(np.arange(4) + 4 * iteration, states)
+        rollout = rows.rollout.replace(
+            prompt_length=np.ones(4, np.int32),
+            length=np.full(4, WIDTH, np.int32),
+            behaviour_logp=-np.repeat(np.float32(surprise)[:, None], WIDTH, axis=1),
+        )
+        ring = jit_insert(ring, rows.replace(rollout=rollout), np.int32(iteration), config)
+    assert ring.inserted_step.tolist() == [[1, 1, 0, 0], [1, 1, -1, -1]]
+    assert ids_of(ring.slots)[0, 2:].tolist() == [0, 1]
 
 
 # --- placement: 8 devices, no collective, no copy ------------------------------------------------------------------
