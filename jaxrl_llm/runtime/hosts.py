@@ -60,12 +60,8 @@ class MachineError(RuntimeError):
 def initialize(*, alone: bool = False) -> None:
     """Join the job that the environment names; without one this process is the whole job.
 
-    Args:
-        alone: whether this command runs on one host.
-
     Raises:
-        ConfigError: the environment names half a job, or none where JAXRL_DISTRIBUTED=1, or one of several hosts for a
-            command that runs ``alone``: before a device is opened.
+        ConfigError: it names half a job, or none where JAXRL_DISTRIBUTED=1, or several hosts to what runs ``alone``.
         MachineError: the others do not come.
     """
     wanted, address = os.environ.get("JAXRL_DISTRIBUTED", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -87,10 +83,7 @@ def initialize(*, alone: bool = False) -> None:
         for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
             del os.environ[name]
     if alone and given.get("num_processes") != 1:
-        raise ConfigError(
-            "this command runs on one host, and the environment names a job of several: start it on one of them, with "
-            "JAXRL_DISTRIBUTED=0 (points of a sweep may be jobs of several hosts: --launch)"
-        )
+        raise ConfigError("this command runs on one host, not in a job of several: start it with JAXRL_DISTRIBUTED=0")
     # The service would abort the others without a word of which host is gone: ``_watch`` ends them.
     jax.config.update("jax_enable_recoverability", True)
     # Programs that meet others of the same host on few cores would wait for them without end.
@@ -175,10 +168,7 @@ def doing(what: str) -> None:
 
 
 def memory_bytes(root: str | os.PathLike = "/") -> int:
-    """What the processes of this host may have: its memory, or what the container or job around them is given.
-
-    ``root``: where proc and sys are.
-    """
+    """What this host's processes may have: its memory, or what their container or job is given (``root``: of proc, sys)."""
     found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], pathlib.Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, kind, place = line.split(":", 2)
