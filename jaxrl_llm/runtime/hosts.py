@@ -168,7 +168,7 @@ def doing(what: str) -> None:
 
 
 def memory_bytes(root: str | os.PathLike = "/") -> int:
-    """What this host's processes may have: its memory, or what their container or job is given (``root``: of proc, sys)."""
+    """What this host's processes may have: its memory, or what their container is given (``root``: of proc and sys)."""
     found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], pathlib.Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, kind, place = line.split(":", 2)
