@@ -3,8 +3,8 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_arms.py --workdir=runs/smollm2_arms --workers=2
 
 What else may be done with four uses is done with a ring of two batches, which smollm2.py found better than one of
-eight; the correction is that of E6 which the seeds that chose rates liked best. Some eight hours on 2 cores; the
-five on sums and the first three on products are on file (`studies.raw --only` adds others to them).
+eight; the correction is that of E6 which the seeds that chose rates liked best. Some eight hours on 2 cores; all
+but the share for correct ones on products are on file (`studies.raw --only` adds it to them).
 """
 
 import runpy
