@@ -201,7 +201,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
         "--config.update.batch_size=4", "--config.update.micro_batch_size=4"
     )
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "config.json").write_text("{}")
+    (tmp_path / "full" / "config.json").write_text('{"architectures": []}')
     adapters = freeze(settings(tmp_path) | {"model": {"path": "random:debug", "lora": {"rank": 4}}})
     with pytest.raises(ConfigError, match="adapters need a folder of their own"):
         sft(adapters, tmp_path / "full")

@@ -248,6 +248,7 @@ def test_values_are_of_the_type_of_their_setting(given):
         "metrics.tensorboard=false",
         "checkpoint.export=True",
         "prompts.system_prompt=5",
+        "prompts.source=jsonl",
         "prompts.name=a=b,'c'",
         "sampling.stop_strings=('5', '\\n')",
         "rewards.weights=[1, 2]",

@@ -332,7 +332,7 @@ def test_names_of_files_are_printable_and_texts_for_the_model_may_be_anything():
     texts = {"prompts": {"system_prompt": "a\n\t\x1b\u202e"}, "sampling": {"stop_strings": ("\n\n", "\x00", "\u202e")}}
     assert freeze(texts).sampling.stop_strings == ("\n\n", "\x00", "\u202e")
     for name in ("é 日本/x y.jsonl", '~/it\'s <mine> & "yours"'):
-        assert freeze({"prompts": {"name": name}}).prompts.name == name
+        assert freeze({"prompts": {"source": "jsonl", "name": name}}).prompts.name == name
 
 
 # ---- real iterations -------------------------------------------------------------------------------------------------
