@@ -80,8 +80,6 @@ def read_sweep(path: str) -> Sweep:
     for name in sweep.named_metrics():
         if name not in METRICS:
             raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric: reports/metric_table.py has all")
-    for fault in sweep.faults():
-        raise ConfigError(f"{path}: {fault}")
     if sweep.after:
         try:
             resolve(sweep.after)
@@ -99,6 +97,7 @@ def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path) -> Point
         ConfigError: a point is refused, or ``then`` raises.
     """
     points = freeze_points(base, sweep.points)
+    sweep.check(point for point, _ in points.values())
     if sweep.then is None or not all(is_finished(folder / name, c, sweep) for name, (_, c) in points.items()):
         return points
     try:

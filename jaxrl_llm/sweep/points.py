@@ -18,8 +18,9 @@ import hashlib
 import itertools
 import json
 import math
+import numbers
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,17 +84,20 @@ class Sweep:
             without: a setting that it is not given, beside the seed.
         """
         point = {field: value for field, value in sorted(point.items()) if field not in (SEED, without)}
-        if self.label is not None:
-            return self.label(point) or "base"
         named = _last_part if self._is_short_enough else str
-        return ", ".join(f"{named(field)} {value}" for field, value in point.items()) or "base"
+        settings = (f"{named(field)} {value}" for field, value in point.items())
+        return (self.label(point) if self.label else ", ".join(settings)) or "base"
 
-    def faults(self) -> Iterator[str]:
-        """What is wrong with thresholds, and with what ``label`` makes of the points: page and table come last."""
+    def check(self, points: Iterable[Point]) -> None:
+        """``ConfigError`` where a threshold, or what ``label`` makes of a point, would end the page or the table.
+
+        Args:
+            points: as ``freeze_points`` gives them, and page and table have them.
+        """
         for metric, value in self.thresholds.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                yield f"thresholds[{metric!r}]={value!r} must be a number"
-        for point, without in itertools.product(self.points, dict.fromkeys(("", self.facet))):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise ConfigError(f"thresholds[{metric!r}]={value!r} must be a number")
+        for point, without in itertools.product(points, dict.fromkeys(("", self.facet))):
             try:
                 said = self.called(point, without=without)
                 fault = "" if isinstance(said, str) else f"returns {said!r:.80}, not text"
@@ -101,7 +105,7 @@ class Sweep:
                 fault = f"raises {type(error).__name__}: {error}"
             if fault:
                 left_out = f" without {without}" if without else ""
-                yield f"label {fault}, for the point {point}{left_out} (it is not given the seed)"
+                raise ConfigError(f"label {fault}, for the point {point}{left_out} (it is not given the seed)")
 
     @functools.cached_property
     def _is_short_enough(self) -> bool:

@@ -20,6 +20,7 @@ from support.command_line import run_command
 from support.page import Page
 from support.parsing import config_of
 
+from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import Config, ConfigError, freeze, record
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.sweep import __main__ as sweep_module
@@ -400,6 +401,17 @@ def test_a_label_that_raises_stops_no_point(tmp_path, capfd):
     assert "warning: the table is not written: KeyError: 'nowhere'" in capfd.readouterr().out
 
 
+def test_a_label_is_tried_on_points_as_the_page_has_them(tmp_path):
+    """Their functions are dictionaries."""
+    points = [{"algorithm.divergence": use("reference", coefficient=0.1)}]
+    points_of = lambda **given: sweep_module.points_of(
+        "mine.py", {"num_iterations": 3}, Sweep(points, **given), tmp_path
+    )
+    assert points_of(label=json.dumps, thresholds={M: np.float32(0.5)})
+    with pytest.raises(ConfigError, match="label raises AttributeError: 'dict' object has no attribute 'name'"):
+        points_of(label=lambda point: point["algorithm.divergence"].name)
+
+
 def test_what_a_power_cut_has_left_half_written_stops_no_table(tmp_path):
     points = make_points(seeds(1))
     (name,) = points
@@ -678,6 +690,7 @@ def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_pa
         ("seeds(2)))", "seeds(2)), thresholds={'rollout/pass_rate': '0.5'})", [], "pass_rate']='0.5' must be a number"),
         ("seeds(2)))", "seeds(2)), label=lambda p: p['seed'])", [], "label raises KeyError: 'seed', for the point {"),
         ("seeds(2)))", "seeds(2)), label=len)", [], "label returns 1, not text, for the point {'optimizer.learn"),
+        ("seeds(2)))", "seeds(2)) + ['seed=1'])", [], "a point of a sweep is {setting: value}, not 'seed=1'"),
         ("1e-5", "1e-5 / 0", [], "mine.py:14: ZeroDivisionError"),
         ("1e-5", "-1.0", [], "'optimizer.learning_rate': -1.0, 'seed': 0}: optimizer.learning_rate=-1.0 must be"),
         ("", "", ["--workers=-1"], "--workers=-1 must be at least 0"),
