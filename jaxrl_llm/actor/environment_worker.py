@@ -211,9 +211,7 @@ def _forget(key: str) -> None:
 
 
 def _told(error: Exception) -> str:
-    return (
-        f"error: {type(error).__name__}: {error}"[:300].encode("utf-8", "replace").decode()
-    )  # it may quote the policy
+    return _text(f"error: {type(error).__name__}: {error}"[:300], "an error")  # which may quote the policy
 
 
 def _said(value: Any, whose: str) -> str | None:

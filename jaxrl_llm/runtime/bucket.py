@@ -87,23 +87,29 @@ def check(workdir: pathlib.Path, setting: str) -> None:
     """
     if setting and not is_bucket(setting):
         raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
-    before, is_cut, rows = setting, False, workdir / "metrics.jsonl"
+    before = setting
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        settings = json.loads((workdir / "config.json").read_text())
-        before = settings["checkpoint"].get("bucket", "")
-        is_cut = json.loads(rows.read_bytes().splitlines()[-1])["iteration"] < settings["num_iterations"]
+        before = json.loads((workdir / "config.json").read_text())["checkpoint"].get("bucket", "")
     if before != setting:
         raise ConfigError(
             f"checkpoint.bucket={setting!r}, but the run of --workdir={workdir} has its checkpoints in "
             f"{before or 'the workdir'}: set it back, or use another workdir"
         )
-    root = place(setting or workdir / "checkpoints")
-    has_ended = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0 and not is_cut
-    if has_ended and not (root.is_dir() and any(root.iterdir())):
+    root, rows = place(setting or workdir / "checkpoints"), workdir / "metrics.jsonl"
+    has_report = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
+    if has_report and not (root.is_dir() and any(root.iterdir())) and not _is_cut(workdir):
         raise ConfigError(
             f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: it would begin anew and "
             "lose its metrics. Use another workdir, or remove report.html"
         )
+
+
+def _is_cut(workdir: pathlib.Path) -> bool:
+    """Whether metrics are known to end before the last iteration: a report may be made of a living run."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        planned = json.loads((workdir / "config.json").read_text())["num_iterations"]
+        return json.loads((workdir / "metrics.jsonl").read_bytes().splitlines()[-1])["iteration"] < planned
+    return False
 
 
 @contextlib.contextmanager

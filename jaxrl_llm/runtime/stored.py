@@ -169,7 +169,7 @@ def read_fitting(
         abstract_state: by part; of those of ``PASSING`` the checkpoint may have nothing.
     """
     host, text = read_text(path)
-    check_settings(text, config, path, allow_changes, OF_ROUNDS if host.get("rounds") else ())
+    check_settings(host, text, config, path, allow_changes)
     if int(path.name) > config.num_iterations:
         raise ConfigError(
             f"num_iterations={config.num_iterations} must be at least the {path.name} of checkpoint {path}, which a "
@@ -289,16 +289,15 @@ def listed(changed: dict[str, tuple[Any, Any]]) -> str:
 
 
 def check_settings(
-    text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool, fixed: tuple[str, ...] = ()
+    host: dict[str, Any], text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool
 ) -> None:
-    """``ConfigError`` where settings or files of functions differ; where that is allowed, some of ``FIXED_SETTINGS``.
+    """``ConfigError`` where settings or files of functions differ; where that is allowed, some that never may.
 
     Args:
-        text: of the checkpoint's config/.
+        host, text: what ``read_text`` gives.
         config: the settings now.
-        fixed: more that may not change.
     """
-    fixed = {*FIXED_SETTINGS, *fixed}
+    fixed = {*FIXED_SETTINGS, *(OF_ROUNDS if host.get("rounds") else ())}
     changed = changed_settings(config_of(text, path), config) | changed_files(text.get("files", {}), config)
     changed = {name: pair for name, pair in changed.items() if name in fixed or not allow_changes}
     if changed:

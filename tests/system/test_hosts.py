@@ -448,15 +448,16 @@ def test_what_runs_on_one_host_joins_no_job_of_several(monkeypatch, environment,
     assert len(joined) == ("JAX_COORDINATOR_ADDRESS" in environment and not is_refused)
 
 
-@pytest.mark.parametrize("command", ["serve", "sweep"])
-def test_a_server_and_a_sweep_run_on_one_host(command, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("command", "given"),
+    [
+        ("serve", ["--model=random:debug"]),
+        ("sweep", [f"--config={CONFIG.parent}/sweeps/debug.py", "--workdir=/nowhere"]),
+    ],
+)
+def test_a_server_and_a_sweep_run_on_one_host(command, given, monkeypatch, capfd):
     """The server answered nothing, and the hosts of a sweep trained the same points, one in the other's way."""
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    given = (
-        [f"--config={CONFIG.parent}/sweeps/debug.py", "--workdir=/nowhere"]
-        if command == "sweep"
-        else ["--model=random:debug"]
-    )
     done = run_command(command, *given, monkeypatch=monkeypatch, capfd=capfd)
     assert done.status == 2 and "this command runs on one host" in done.err, done
 

@@ -354,6 +354,11 @@ def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints
     assert changed_settings(saved, asked) == {}
 
 
+# What ``evaluation.evaluate`` gives, as far as a run asks.
+EVALUATED = {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, "num_prompts": 2}
+EVALUATED |= {"num_samples": 4, "timeout_count": 0, "error_count": 0, "samples": []}
+
+
 @pytest.mark.parametrize(
     ("evaluations", "said", "saved"),
     [(1, "after iteration 0; nothing to save yet\n", []), (2, "after iteration 2; checkpoint in ", ["2"])],
@@ -366,13 +371,13 @@ def test_a_stop_asked_for_during_an_evaluation_saves_what_there_is(
     mapping["eval"] |= {"num_prompts": 2, "every_iterations": 2}
     mapping["rollout"]["lookahead_prompts"] = 0
     mapping["checkpoint"]["every_iterations"] = 4
-    versions, sizes, counts = [], {"num_prompts": 2, "num_samples": 4}, {"timeout_count": 0, "error_count": 0}
+    versions = []
 
     def evaluate(*_, **__):
         versions.append(len(versions))
         if len(versions) == evaluations:
             signal.raise_signal(signal.SIGTERM)
-        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, **sizes, **counts}
+        return EVALUATED
 
     ghosts.haunt(monkeypatch)
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
@@ -389,8 +394,7 @@ def test_seconds_of_an_iteration_are_of_all_of_it_where_it_was_stopped_in_its_ev
         if len(evaluations) == 2:
             signal.raise_signal(signal.SIGTERM)
             raise stopping.Stopped
-        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, "num_prompts": 2,
-                "num_samples": 4, "timeout_count": 0, "error_count": 0, "samples": []}  # fmt: skip
+        return EVALUATED
 
     ghosts.haunt(monkeypatch)
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
@@ -404,11 +408,7 @@ def test_seconds_of_an_iteration_are_of_all_of_it_where_it_was_stopped_in_its_ev
 def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, monkeypatch, capfd):
     """Else it had no answers of its own, or those of the end that it had before it was made longer."""
     numbers, write = iter(range(1, 9)), MetricsWriter.write
-
-    def evaluate(*_, **__):
-        return {"pass_rate": 0.5, "completion_length_tokens": 1.0, "pass_at_k": {"4": 0.5}, "num_prompts": 2,
-                "num_samples": 4, "timeout_count": 0, "error_count": 0, "samples": [],
-                "number": next(numbers)}  # fmt: skip
+    evaluate = lambda *_, **__: EVALUATED | {"number": next(numbers)}
 
     def write_and_ask(self, iteration, values):
         write(self, iteration, values)
