@@ -109,7 +109,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         learner = Learner(run.learner, compiled, ledger, reference=reference, base=base)
         evaluation = Evaluation(run, compiled, tokenizer, held_out, pool, environment) if held_out else None
         measure = lambda name: evaluation.measure(workdir / name, learner.publish(), learner.version)
-        iteration, compute, failure, values, final = 0, 0.0, None, {}, False
+        iteration, compute, failure, values, final, row = 0, 0.0, None, {}, False, {}
         if restored is None:
             learner.start(begin())
             metrics.restore({})
@@ -117,11 +117,15 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
             compute, values, final = host["compute"], host["values"], host.get("final", True) or not evaluation
             said = metrics.restore(host["metrics"], iteration, values) + actor.restore(host, arrays, restored.shapes)
+            if not (values or final) and iteration == config.num_iterations:  # has become where it was stopped
+                metrics.restore(
+                    metrics.state(), iteration, values := host.get("row", {})
+                )  # and then it lacks an evaluation
             learner.restore(host, arrays["train"], arrays["ring"])
             progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 
         def save(is_inside: bool = False) -> None:
-            host = {"compute": compute, "metrics": metrics.state(), "values": values, "final": final}
+            host = {"compute": compute, "metrics": metrics.state(), "values": values, "final": final, "row": row}
             host |= actor.state() | learner.host_state()
             arrays = {"train": learner.state, "ring": learner.ring} | actor.arrays()
             how = {"pass_rate": pass_rate, "is_inside": is_inside, "checksums": sums_of}
@@ -135,7 +139,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 progress.note(measure("eval_before").line)
             before = time.monotonic() - values.get("time/iteration_s", actor.spent_s)
             while (values or iteration < config.num_iterations) and failure is None:
-                if not values:  # else they are of an iteration that was stopped in its evaluation
+                if is_new := not values:  # else they are of one that was stopped in its evaluation, or before it
                     stop.check()
                     acted = actor.act(learner.publish(), learner.version, iteration)
                     sums = learner.learn(acted.scored, iteration)
@@ -159,11 +163,9 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 values |= checkpoints.check()
                 metrics.write(iteration, values)
                 progress.update(iteration, values)
-                values = {}
+                row, values = values, {}
                 if final or failure or checkpoints.is_due(iteration, pass_rate):
-                    save()
-            if not (final or failure):  # num_iterations has become what the run was stopped at
-                progress.note(measure("eval_after").line)
+                    save(is_inside=not is_new)
         if stop.requested and (iteration or actor.is_inside):
             save(is_inside=bool(values) or actor.is_inside)
         progress.close()

@@ -31,7 +31,7 @@ from jaxrl_llm.config import Config, ConfigError, freeze, from_json
 from jaxrl_llm.models.files import gguf, templates
 from jaxrl_llm.reports.metrics import MetricsWriter, read_metrics
 from jaxrl_llm.runtime import stop as stopping
-from jaxrl_llm.runtime.stored import changed_settings
+from jaxrl_llm.runtime.stored import changed_settings, pass_rates
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 ENVIRONMENTS = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
@@ -132,10 +132,9 @@ def left_behind(workdir):
     host = json.loads((last / "host" / "metadata").read_text())
     del host["metrics"]  # sizes of files that hold the digits of times
     del host["compute"]  # measured by the clock
-    metrics = [
-        {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
-        for row in read_metrics(workdir)
-    ]
+    compared = lambda row: {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
+    host["row"] = compared(host["row"])
+    metrics = [compared(row) for row in read_metrics(workdir)]
     return steps, arrays, host, metrics, (workdir / "samples.jsonl").read_text()
 
 
@@ -406,7 +405,7 @@ def test_seconds_of_an_iteration_are_of_all_of_it_where_it_was_stopped_in_its_ev
 
 
 def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, monkeypatch, capfd):
-    """Else it had no answers of its own, or those of the end that it had before it was made longer."""
+    """Else it had no answers of its own, or those of the end that it had before it was made longer. It is then done."""
     numbers, write = iter(range(1, 9)), MetricsWriter.write
     evaluate = lambda *_, **__: EVALUATED | {"number": next(numbers)}
 
@@ -425,7 +424,13 @@ def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, 
     assert run(3) == 128 + signal.SIGTERM
     capfd.readouterr()
     assert run(2) == 0 and "held-out pass rate 0.500 over 2 questions (eval_after)" in capfd.readouterr().out
-    assert json.loads((tmp_path / "eval_after.json").read_text())["number"] == 3  # 1 and 2: before, and after run(1)
+    number = lambda: json.loads((tmp_path / "eval_after.json").read_text())["number"]
+    assert number() == 3  # 1 and 2: before, and after run(1)
+    rows = read_metrics(tmp_path)
+    assert [(row["iteration"], row.get("eval/pass_rate")) for row in rows] == [(1, 0.5), (2, 0.5)]
+    assert run(2) == 0 and number() == 3  # its checkpoint says that it was evaluated
+    assert read_metrics(tmp_path) == rows and "lost lines" not in capfd.readouterr().err
+    assert pass_rates(tmp_path / "checkpoints")[2] == 0.5  # what keep_best goes by
 
 
 @pytest.mark.slow  # in the plain suite one is killed, above
