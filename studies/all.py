@@ -92,6 +92,8 @@ def rates(*names: str) -> str:
     for name in names:
         chosen = {arm: of.runs[0].point[RATE] for arm, of in by_name(name).items()}
         for arm, scores in arms.tuning(study(name)).items():
+            if arm not in chosen:  # its seeds are still to come
+                continue
             assert scores[chosen[arm]] == max(scores.values()), f"{name}: {arm} was reported at another rate"
             cells = (f"**{scores[rate]:.3f}**" if rate == chosen[arm] else f"{scores[rate]:.3f}" for rate in every)
             rows.append([arm, *cells])

@@ -135,10 +135,12 @@ DECLARED = at_mu(COST_RATIO)
 def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[Arm]:
     """The arms of a study's file in the order of its sweep, by their reported runs, up to the budget.
 
-    Some spend more than was planned, for what they resample, or for forwards that no sweep counted.
+    Some spend more than was planned, for what they resample, or for forwards that no sweep counted. One that has not
+    all its seeds yet is left out.
     """
     found, (batch, budget) = [], _budget(study)
     arms = list(groups(study.reported()).values())
+    arms = [members for members in arms if len(members) == max(map(len, arms))]
     draws = Resampling(len(arms[0]), next(iter(study.passed.values())).shape[-1])
     pooled = times_of_work({study.labels[runs[0].name]: runs[0] for runs in arms}, times or {})
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):

@@ -5,8 +5,9 @@
 Of every finished run: its settings and what its sweep called it, what each held-out question got before it and at
 every evaluation, what came after, and the metrics below, at every iteration, or, of runs that only chose a learning
 rate, at evaluations alone. Beside them the versions, the commit and the machine that made them. studies.all reads
-nothing else. With ``--only`` these arms are put into the file, and the others keep what stands there: a long sweep can
-be run an arm at a time, on machines that do not last.
+nothing else. With ``--only`` these arms' runs are put into the file, and the others keep what stands there: a long
+sweep can be run an arm, or a few seeds of one, at a time, on machines that do not last. None of it is measured by the
+clock, so that they need not be alike. An arm is shown once all its seeds are there.
 
 Owns: that file. Does not know: what is shown of it.
 """
@@ -30,7 +31,7 @@ from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
 from jaxrl_llm.sweep.points import SEED, Point, freeze_points
 from jaxrl_llm.sweep.table import Run
 from studies.costs import GENERATED, TRAINED
-from studies.design import REPORTED, without_rate
+from studies.design import RATE, REPORTED, without_rate
 
 COUNTS = (GENERATED, TRAINED, "tokens/generated", "tokens/trained")  # of an iteration
 METRICS = (
@@ -54,8 +55,7 @@ class Study(NamedTuple):
 
     def reported(self) -> list[Run]:
         """Runs of seeds that chose no learning rate."""
-        seeds = {point[SEED] for point in REPORTED}
-        return [run for run in self.runs if run.point[SEED] in seeds]
+        return [run for run in self.runs if _is_reported(run.point)]
 
 
 def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict[str, Any]:
@@ -86,20 +86,27 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
 
 
 def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """What a file has and some arms' runs, which take the place of those it has of these arms.
+    """What a file has and some arms' runs, each in the place of itself; one of another machine says of which.
 
     Raises:
-        SystemExit: they are of other commits, versions or machines: one table would have them side by side.
+        SystemExit: they are of other commits or versions, which one table would have side by side, or an arm is
+            reported at two learning rates.
     """
     if not path.is_file():
         return content
-    before = content_of(path)
-    for field in ("config", "made_with"):
-        if before[field] != content[field]:
-            raise SystemExit(f"{path} has runs of {field} {before[field]}, not of {content[field]}")
-    arms = {without_rate(record["label"]) for record in content["runs"]}
-    kept = [record for record in before["runs"] if without_rate(record["label"]) not in arms]
-    return content | {"runs": kept + content["runs"]}
+    before, machine = content_of(path), content["made_with"]["machine"]
+    another = {} if machine == (its := before["made_with"]["machine"]) else {"machine": machine}
+    for field, found in {"config": content["config"], "made_with": content["made_with"] | {"machine": its}}.items():
+        if before[field] != found:
+            raise SystemExit(f"{path} has runs of {field} {before[field]}, not of {found}")
+    runs = {record["name"]: record for record in before["runs"]}
+    runs |= {record["name"]: record | another for record in content["runs"]}
+    rates: dict[str, float] = {}
+    for record in runs.values():
+        arm, rate = without_rate(record["label"]), record["point"][RATE]
+        if _is_reported(record["point"]) and rates.setdefault(arm, rate) != rate:
+            raise SystemExit(f"{path} would have {arm!r} at two learning rates, {rates[arm]} and {rate}")
+    return before | {"runs": list(runs.values())}
 
 
 def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
@@ -113,12 +120,15 @@ def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
             raise SystemExit(f"{workdir} was asked other held-out questions than {first}, of the same seed and task")
 
 
+def _is_reported(point: Point) -> bool:
+    return point[SEED] in {reported[SEED] for reported in REPORTED}
+
+
 def _record(run: Run, workdir: pathlib.Path, config: Config, called: str) -> dict[str, Any]:
     last = config.num_iterations
     at = [row["iteration"] for row in run.rows if row.get("eval/pass_rate") is not None]
     files = [workdir / ("eval_after.json" if i == last else f"eval_{i}.json") for i in at]
-    is_reported = run.point[SEED] in {point[SEED] for point in REPORTED}
-    rows = run.rows if is_reported else _between(run.rows, at)
+    rows = run.rows if _is_reported(run.point) else _between(run.rows, at)
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
     before, *passed = [_passed(path, config.rewards.pass_threshold) for path in (workdir / "eval_before.json", *files)]
     about = {"name": run.name, "label": called, "point": run.point, "samples": config.eval.num_samples}

@@ -224,9 +224,24 @@ def test_arms_of_a_sweep_are_put_into_its_file_one_after_another(tmp_path):
     raw.write(raw.added(content, out), out)
     assert len(raw.read(out).runs) == 12  # not 18
     with pytest.raises(SystemExit, match="has runs of made_with"):
-        raw.added(content | {"made_with": {"commit": "def"}}, out)
+        raw.added(content | {"made_with": content["made_with"] | {"commit": "def"}}, out)
     with pytest.raises(SystemExit, match="--only='y 3': no such arm in configs"):
         raw.collect(CONFIG, tmp_path / "here", ["y 3"])
+
+
+def test_seeds_of_an_arm_are_put_into_its_file_one_after_another(tmp_path):
+    """The second on another machine; an arm of which one is still to come is not shown."""
+    content_of = lambda runs, cpu: {"config": CONFIG, "made_with": {"machine": {"cpu": cpu}}, "runs": runs}
+    whole, out = [record(ON_POLICY, s, 4e-4, SLOW) for s in (0, 1)], tmp_path / "raw.json.xz"
+    first, second, another = (record(REUSED, s, rate, FAST) for s, rate in ((0, 2e-4), (1, 2e-4), (1, 4e-4)))
+    shown = lambda: [arm.name for arm in arms.arms_of(raw.read(out))]
+    raw.write(content_of([*whole, first], "a"), out)
+    assert shown() == ["y 1, N 1 B, rate 0.0004"]
+    raw.write(raw.added(content_of([second], "b"), out), out)
+    assert shown() == ["y 1, N 1 B, rate 0.0004", "y 4, N 8 B, rate 0.0002"]
+    assert raw.content_of(out) == content_of([*whole, first, second | {"machine": {"cpu": "b"}}], "a")
+    with pytest.raises(SystemExit, match=r"would have 'y 4, N 8 B' at two learning rates, 0.0002 and 0.0004"):
+        raw.added(content_of([another], "a"), out)
 
 
 def test_between_evaluations_counts_are_added_and_the_rest_is_averaged():

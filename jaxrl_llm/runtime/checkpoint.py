@@ -111,7 +111,7 @@ class Checkpointer:
             config: the resolved config.
             pass_rate: fraction in [0, 1] of the last evaluation, None where there was none; without one a
                 checkpoint is never among the best.
-            is_inside: the state is that of the middle of an iteration, or of one evaluated since: to be saved in any case.
+            is_inside: the state is of the middle of an iteration, or that one was evaluated since: saved in any case.
             checksums: of the leaves of a part of such a state, given with its name, in their order.
 
         Host/device: copies to the host (on CPU: holds the buffers, so that a donated one is copied when overwritten).
