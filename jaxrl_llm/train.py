@@ -117,10 +117,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
             compute, values, final = host["compute"], host["values"], host.get("final", True) or not evaluation
             said = metrics.restore(host["metrics"], iteration, values) + actor.restore(host, arrays, restored.shapes)
-            if not (values or final) and iteration == config.num_iterations:  # has become where it was stopped
-                metrics.restore(
-                    metrics.state(), iteration, values := host.get("row", {})
-                )  # and then it lacks an evaluation
+            if not (values or final) and iteration == config.num_iterations:  # stopped there: it lacks an evaluation
+                metrics.restore(metrics.state(), iteration, values := host.get("row", {}))
             learner.restore(host, arrays["train"], arrays["ring"])
             progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 

@@ -71,6 +71,7 @@ def assign(
         parts=tuple(zip(scores.parts, config.rewards.weights, strict=True)) if scores.parts else (),
         correct=trainable & (reward >= config.rewards.pass_threshold),
         groups=groups,
+        group_id=rollout.group_id,
         length=jnp.sum(mask_BS, axis=1, dtype=jnp.int32),
         mask=mask_BS,
         tokens=rollout.tokens,

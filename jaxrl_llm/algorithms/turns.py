@@ -85,13 +85,19 @@ def compared(
 ) -> Float[Array, "B K"]:
     """(value - mean) / (std + 1e-6) among the turns of a group that have one key, [B,K] f32.
 
-    0 where all that are compared are equal, and so where there is but one; not ``std``: nothing divides. Sums run over
-    turns in the order of a sort, for a scatter's order of addition varies on a GPU.
+    0 where all that are compared are equal, and so where there is but one; not ``std``: nothing divides. Sums of what a
+    row's turns were given are equal where no more than their rounding sets them apart: 0.1 + 0.2 is not 0.3, and the
+    least gap is as good as any once the deviation divides it. Sums here run over turns in the order of a sort, for a
+    scatter's order of addition varies on a GPU.
     """
     (is_out, *_), value, place, first = _ordered(value, key, turns, x)
     total = lambda v: _over_runs(v, first, jnp.add)
     count = total(jnp.ones_like(value))
-    is_tied = _over_runs(value, first, jnp.maximum) == _over_runs(value, first, jnp.minimum)
+    of_rows = jnp.sum(jnp.abs(turns.reward), axis=1, keepdims=True)
+    rounding = 2 * (turns.valid.shape[1] + 1) * jnp.finfo(jnp.float32).eps * of_rows
+    rounding = jnp.broadcast_to(rounding, turns.valid.shape).ravel()[place]
+    span = _over_runs(value, first, jnp.maximum) - _over_runs(value, first, jnp.minimum)
+    is_tied = span <= _over_runs(rounding, first, jnp.maximum)
     gap = jnp.where(is_tied | is_out, 0.0, value - total(value) / count)
     if std:
         gap = gap / (jnp.sqrt(total(jnp.square(gap)) / count) + STD_EPSILON)
@@ -305,14 +311,16 @@ def _fits(path: str, settings: Any, config: Any) -> str:
     return "" if turns < most else f"[{path}.branch_turns] must be less than [environments.max_turns]"
 
 
-def branches(turns: Turns, x: Rows) -> tuple[Int[Array, "B 1"], Int[Array, "B K"]]:
-    """The last turn of each row that another of its group comes to by the same tokens, from 0, and what names these.
+def branches(turns: Turns, x: Rows, most: int) -> tuple[Int[Array, "B 1"], Int[Array, "B K"]]:
+    """The last turn of each row, from 0 to where it was to part, that another of its group comes to by the same tokens,
+    and what names these.
 
-    The sampler makes rows begin alike (actor.turns.sample_of); what became of it is seen here, so that rows which
-    parted earlier, as where an environment has not said the same, are compared as far as they went together.
+    The sampler makes rows begin alike (actor.turns.sample_of), up to turn 1 + group_id modulo ``most``; what became of
+    it is seen here, so that rows which parted earlier, as where an environment has not said the same, are compared as
+    far as they went together. Those that draw alike from there on by chance have parted: it is their own doing.
     """
     key = jax.lax.bitcast_convert_type(histories(turns, x), jnp.int32)
-    is_shared = turns.valid & (how_many(key, turns, x) > 1)
+    is_shared = turns.valid & (how_many(key, turns, x) > 1) & (_numbers(turns) <= 1 + x.group_id[:, None] % most)
     return jnp.max(jnp.where(is_shared, _numbers(turns), 0), axis=1, keepdims=True), key
 
 
@@ -332,7 +340,7 @@ def logo(
         is that rows of one group are both.
     """
     turns = turns_of(x)
-    at, key = branches(turns, x)
+    at, key = branches(turns, x, branch_turns)
     local = jnp.take_along_axis(compared(returns(turns, 1.0), key, turns, x, std=std), at, axis=1)
     return by_token(_of_rows(x, std) + weight * jnp.where((at > 0) & (_numbers(turns) >= at), local, 0.0), turns, x)
 
@@ -353,12 +361,13 @@ def step_values(
         step. Differs: it imitates and prefers steps of an expert by these values; here they are an advantage.
     """
     turns = turns_of(x)
-    at, key = branches(turns, x)
-    ahead = returns(turns, 1.0)
-    gap, scaled = (jnp.take_along_axis(compared(ahead, key, turns, x, std=s), at, axis=1)[:, 0] for s in (False, std))
-    before = minus_mean(x.reward - gap, x.groups)
-    before = (over_std(before, x.groups) if std else before)[:, None]
-    return by_token(jnp.where(_numbers(turns) < at, before, scaled[:, None]), turns, x)
+    at, key = branches(turns, x, branch_turns)
+    by_turns = lambda value: jnp.broadcast_to(value, turns.valid.shape)
+    reward = x.reward[:, None]
+    of_key = lambda std: jnp.take_along_axis(compared(by_turns(reward), key, turns, x, std=std), at, axis=1)
+    gap, scaled = of_key(False), of_key(std)
+    before = compared(by_turns(reward - gap), _numbers(turns), turns, x, std=std)[:, :1]  # every row has a first turn
+    return by_token(jnp.where(_numbers(turns) < at, before, scaled), turns, x)
 
 
 # ---- a reshaping

@@ -85,6 +85,7 @@ class Rows(NamedTuple):
     parts: tuple[tuple[jax.Array, float], ...]  # values by reward function, and its weight; () where their sum counts
     correct: jax.Array  # bool
     groups: Any  # ops.groups.Groups; its valid rows are those that are trained on
+    group_id: jax.Array  # i32, the same for rows of a group
     length: jax.Array  # i32, of the completion
     mask: jax.Array  # [B, S] bool, what the policy drew: between its turns stands what an environment answered
     tokens: jax.Array  # [B, S] i32

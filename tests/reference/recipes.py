@@ -447,12 +447,12 @@ def ui_s1(batch, longest):
 
 def logo(batch, longest):
     """LoGo-GRPO: the group's advantage, and after what rows share that among these."""
-    return _clipped_by_turn(batch, _turns.logo(batch))
+    return _clipped_by_turn(batch, _turns.logo(batch, branch_turns=2))
 
 
 def step_values(batch, longest):
     """IPR: what a state is worth is the mean of the rows that go on from it."""
-    return _clipped_by_turn(batch, _turns.step_values(batch))
+    return _clipped_by_turn(batch, _turns.step_values(batch, branch_turns=2))
 
 
 def step_masks(batch, longest):

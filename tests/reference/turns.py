@@ -83,28 +83,29 @@ def gigpo(rows, discount=0.95, weight=1.0, std=True):
     return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
 
 
-def parted(rows, row):
-    """(last turn that another row of the group comes to alike, or 0; the rows that do, itself too)."""
-    together = [[r for r in siblings(rows, row) if history in r["histories"]] for history in row["histories"]]
+def parted(rows, row, most=1):
+    """(last turn, up to 1 + group mod ``most``, that another row of it comes to alike, or 0; those rows)."""
+    histories = row["histories"][: 2 + row["group"] % most]
+    together = [[r for r in siblings(rows, row) if history in r["histories"]] for history in histories]
     last = max([k for k, alike in enumerate(together) if len(alike) > 1], default=0)
     return last, together[last]
 
 
-def logo(rows, weight=1.0, std=True):
+def logo(rows, weight=1.0, std=True, branch_turns=1):
     def one(row, k):
-        last, alike = parted(rows, row)
+        last, alike = parted(rows, row, branch_turns)
         local = standardised(to_go(row, 1.0)[last], [to_go(r, 1.0)[last] for r in alike], std)
         return of_row(rows, row, std) + (weight * local if 0 < last <= k else 0.0)
 
     return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
 
 
-def step_values(rows, std=False):
+def step_values(rows, std=False, branch_turns=1):
     def value(row):
-        return mean([r["reward"] for r in parted(rows, row)[1]])
+        return mean([r["reward"] for r in parted(rows, row, branch_turns)[1]])
 
     def one(row, k):
-        last, alike = parted(rows, row)
+        last, alike = parted(rows, row, branch_turns)
         if k < last:
             return standardised(value(row), [value(r) for r in siblings(rows, row)], std)
         return standardised(row["reward"], [r["reward"] for r in alike], std)

@@ -15,6 +15,7 @@ def make_rows(groups, **given):
         parts=(),
         correct=zeros > 0,
         groups=groups,
+        group_id=groups.index,
         length=jnp.ones(num_rows, jnp.int32),
         mask=one > 0,
         tokens=jnp.zeros((num_rows, 1), jnp.int32),
