@@ -231,6 +231,29 @@ def test_an_answer_without_a_template_is_its_text(smollm2):
     assert smollm2.encode_answer(said * 2, **how) == smollm2.encode("12\n12")
 
 
+# As Mistral 7B v0.3's and Nemo's begin and end what a tool returns, and what they ask of it.
+NINE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if not m.tool_call_id is defined or m.tool_call_id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "[TOOL_RESULTS] {{ m.content }}, {{ m.tool_call_id }}[/TOOL_RESULTS]"
+    "{% elif m.role == 'user' %}[INST] {{ m.content }}[/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+
+
+def test_what_a_tool_returns_has_an_id_of_nine_characters():
+    """Mistral's templates refused it, so that no environment with tools began."""
+    how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
+    tokenizer, told = make(NINE), [{"role": "tool", "content": "12"}]
+    answer = "[TOOL_RESULTS] 12, call00000[/TOOL_RESULTS]"
+    assert raw(tokenizer, tokenizer.encode_answer(told, **how)) == answer
+    said = [{"role": "user", "content": "6 + 6?"}, {"role": "assistant", "content": "I add."}, *told]
+    ids = tokenizer.encode_prompt(said, **how, system_prompt="")  # as `serve` is asked
+    assert raw(tokenizer, ids) == f"[INST] 6 + 6?[/INST] I add.</s>{answer}"
+    own = [{**told[0], "tool_call_id": "a1b2c3d4e"}]
+    assert raw(tokenizer, tokenizer.encode_answer(own, **how)) == answer.replace("call00000", "a1b2c3d4e")
+
+
 def test_a_template_that_knows_no_such_role_is_refused():
     template = (
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tool') }}{% endif %}{% endfor %}"

@@ -27,6 +27,7 @@ from jaxrl_llm.runtime.stored import read_text, read_whole
 DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
 TURN = "(a turn of the assistant's)"
+CALL_ID = "call00000"  # of a tool's message: Mistral's templates refuse one without nine letters or digits
 # What transformers' apply_chat_template takes for itself and no template sees, or what every prompt tells it.
 OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
 OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
@@ -128,6 +129,7 @@ def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) ->
 
     if not re.search(r"\btool\b", str(fast.chat_template)):
         messages = _told_by_user(messages)
+    messages = [{"tool_call_id": CALL_ID, **one} if one["role"] == "tool" else one for one in messages]
     how = {"add_generation_prompt": True, "tokenize": False}
     if DATE in told:  # transformers hands no function on to a template
         told = dict(told)
