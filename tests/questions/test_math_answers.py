@@ -55,3 +55,27 @@ def test_words_are_a_fault_of_the_data(answer):
 def test_of_a_completion_with_tags_what_is_inside_is_read(inside, label, score):
     """A number of the thinking was taken: math did not see inside tags without spaces."""
     assert math([], [f"<think>Is it 5? 48 + 24 = 72.</think>\n<answer>{inside}</answer>"], answer=[label]) == [score]
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("-3", ["The answer is \u22123.", "\\boxed{\u22123}", "<answer>It is \u22123</answer>"], ["The answer is 3."]),
+        ("\u22123", ["-3", "The answer is \u22123."], ["3"]),
+        ("1e-5", ["1e\u22125", r"$10^{-5}$"], ["1"]),
+        (
+            "18",
+            [r"He pays \$18 in all.", r"$\$18$", r"\boxed{\$18}", r"\[\$18\]", r"<answer>\$18 a day</answer>"],
+            ["17"],
+        ),
+        (r"\$36", ["36", r"It is \$36.", "$36$", r"<answer>\$36</answer>"], ["6", r"\$3"]),
+        (r"\$18.90", ["18.9", r"$\$18.90$"], ["18"]),
+        (r"$\$1,000$", ["1000", r"\$1,000"], ["1"]),
+        (r"so \$5 #### \$7", ["7"], ["5"]),
+        (r"$$x+1 \\$$", [r"$$x+1 \\$$"], ["$x$"]),  # a line's end, and the end of the formula
+    ],
+)
+def test_a_minus_and_prices_as_people_write_them(answer, right, wrong):
+    """Prose had neither of them, and a price was no label."""
+    got = math([], right + wrong, answer=[answer] * len(right + wrong))
+    assert got == [1.0] * len(right) + [0.0] * len(wrong)

@@ -10,7 +10,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from jaxrl_llm.questions.tasks.scores import TAGGED
+from jaxrl_llm.questions.tasks.scores import MINUS, TAGGED
 from jaxrl_llm.runtime.nested import ConfigError
 
 try:
@@ -28,13 +28,14 @@ _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConf
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?!\w|\.\d)")
 _TINY = re.compile(r"(?<![\d.])0?\.(0{6,})[1-9]")  # 0 when rounded as math_verify does
 _DECIMALS = 6  # to which it rounds
+_DOLLAR = re.compile(r"(?<!\\)\\\$")  # of a price; after the two backslashes that end a line, a formula's
 
 # Words that math_verify would take for products of one-letter symbols, which "ab" and "abcd" may be.
 _WORDS = re.compile(r"N/A|(?i:none|null|nan|true|false)|(?=.*[A-Za-z]{3})[A-Za-z ]{5,}")
 
 # "3 L", "10 m^2", "72 km/h": of single letters those that are units more often than unknowns.
 _UNIT = r"(?:[A-Za-z]{2,}|[mgshlLVANJWKCF])(?:\^[23])?"
-_QUANTITY = re.compile(rf"[-+\u2212]?[\d.,]+\s+{_UNIT}(?:/{_UNIT})?\.?")
+_QUANTITY = re.compile(rf"[-+]?[\d.,]+\s+{_UNIT}(?:/{_UNIT})?\.?")
 
 # "It is 7", "10 cm^2", not "2ab" nor "3 or 4": as a formula the product of its letters.
 _PROSE = re.compile(r"(?<!\S)(?!(?:and|or)\b)[A-Za-z]{2,}(?![^\s.,:;!?^])")
@@ -63,7 +64,7 @@ def _equals(text: str, forms: list, decimals: int) -> bool:
 
 def _gold(answer: Any) -> tuple[list, int]:
     """What a completion may equal, and to how many decimals."""
-    text = str(answer).rpartition("####")[2].strip()
+    text = _plain(str(answer).rpartition("####")[2]).strip()
     text = text if "$" in text or r"\boxed" in text else f"${text}$"
     parsed = _parse(text)
     if not parsed:
@@ -86,8 +87,14 @@ def _has_formula(text: str) -> bool:
     return "$" in text.replace(r"\$", "") or r"\boxed" in text
 
 
+def _plain(text: str) -> str:
+    """Text without what math_verify reads in formulas alone: U+2212 as a minus, the dollars of prices."""
+    return _DOLLAR.sub("", text.replace(MINUS, "-"))
+
+
 def _parse_completion(text: str) -> list:
     """Of the last <answer></answer>, which is a formula or has one, or words about a number; else of the whole."""
+    text = _plain(text)
     tagged = TAGGED.findall(text)
     inside = tagged[-1].strip() if tagged else text
     if not tagged or _has_formula(inside):
