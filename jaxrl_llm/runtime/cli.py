@@ -106,10 +106,10 @@ def _parse(argv: list[str]) -> list[str]:
 
 def _check_config_files(argv: list[str]) -> None:
     """Raise a ``ConfigError`` for a ``--config=FILE`` whose code or ``get_config()`` raises, with file and line."""
-    for argument in argv:
-        name, _, path = argument.partition("=")
-        path, *given = path.split(":", 1)
-        if name.lstrip("-") == "config" and os.path.exists(path) and not os.path.isdir(path):
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        name, equals, path = argument.partition("=")
+        path, *given = (path if equals else following).split(":", 1)
+        if name in ("--config", "-config") and os.path.exists(path) and not os.path.isdir(path):
             try:
                 if "get_config" not in (found := runpy.run_path(path)):
                     raise NameError("there is no get_config() in it")

@@ -80,7 +80,7 @@ def digests(specs: Iterable[str]) -> dict[str, str]:
     found = {}
     for spec in specs:
         place = spec.rpartition(":")[0]
-        with contextlib.suppress(ImportError, ValueError, OSError):
+        with contextlib.suppress(Exception, SystemExit):  # of one that is not there; whoever calls it says so
             own = place.endswith(".py") or (place and not place.startswith("jaxrl_llm."))
             path = Path(place).expanduser() if place.endswith(".py") else own and importlib.util.find_spec(place).origin
             found |= {spec: digest(path)} if own and path else {}

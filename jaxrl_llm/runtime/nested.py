@@ -11,9 +11,9 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import json
 import math
 import re
-import types
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
@@ -128,12 +128,11 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return value
     if dataclasses.is_dataclass(hint):
         return build(hint, value, path + ".")
-    origin = typing.get_origin(hint)
+    origin, (item, *_) = typing.get_origin(hint), (*typing.get_args(hint), hint)
     if isinstance(value, Text):
         value = _read(hint, value)
     if origin is tuple:
         if isinstance(value, (list, tuple)):
-            item = typing.get_args(hint)[0]
             return tuple(convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
     elif origin is dict:
         if isinstance(value, dict):
@@ -143,17 +142,18 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             return math.inf if value > 1e308 else -math.inf if value < -1e308 else float(value)
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    name = hint.__name__ if isinstance(hint, type) and not isinstance(hint, types.GenericAlias) else str(hint)
-    raise ConfigError(f"{path}={value!r:.200} must be of type {name}, not {type(value).__name__}")
+    name = f"of type {hint.__name__ if isinstance(hint, type) else hint}"
+    if origin is tuple:
+        one, *_ = (*typing.get_args(item), item)  # the type of what has bounds, or the first choice
+        name = f"a list such as {(one(1) if isinstance(one, type) else one,)}"
+    raise ConfigError(f"{path}={value!r:.200} must be {name}, not {type(value).__name__}")
 
 
 def _read(hint: Any, text: Text) -> Any:
     """What a text says where it is to be of a type; the text where it does not."""
-    if hint is str:
-        return str(text)
     if hint is bool:
         return {"true": True, "false": False}.get(text.lower(), str(text))
-    if hint in (int, float):
+    if hint in (int, float, str):
         with contextlib.suppress(ValueError):
             return hint(text)
     return _literal(text)
@@ -167,10 +167,10 @@ def _read_all(value: Any) -> Any:
 
 
 def _literal(text: Text) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-        return str(text)
+    for read in (ast.literal_eval, lambda text: json.loads(text, parse_constant=str)):  # NaN stays a text
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+            return read(text)
+    return str(text)
 
 
 def names(text: Text) -> list[Text]:

@@ -110,6 +110,13 @@ def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_pat
         assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
 
 
+def test_a_config_file_that_raises_is_one_line_however_it_is_named(tmp_path, run_here):
+    config = tmp_path / "config.py"
+    config.write_text("def get_config():\n    raise KeyError('no such thing')\n")
+    for words in ([f"--config={config}"], ["--config", str(config)], ["-config", str(config)]):
+        assert run_here(*words) == (2, "", f"error: {config}:2: KeyError: 'no such thing'\n")
+
+
 # ---- settings of the command line
 
 PLAIN = "from jaxrl_llm.config import defaults as get_config\n"
@@ -270,8 +277,33 @@ def test_values_are_of_the_type_of_their_setting(given):
 
 
 @pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["=" + '{"a": false, "b": [null, {"c": true}]}'], {"a": False, "b": [None, {"c": True}]}),
+        ([".a=false", ".b=true", ".c=null"], {"a": False, "b": True, "c": None}),
+        ([".a=False", ".b=None", ".c='false'"], {"a": False, "b": None, "c": "false"}),  # as Python has them
+        ([".a=NaN", ".b=-Infinity", ".c=no", ".d=TRUE"], {"a": "NaN", "b": "-Infinity", "c": "no", "d": "TRUE"}),
+        (["=" + '{"a": true, "b": 1}', ".b=null"], {"a": True, "b": None}),
+    ],
+)
+def test_a_free_group_is_read_as_json_or_as_python_writes_it(settings, expected, given):
+    config = given(PLAIN, *(f"prompts.chat_template_kwargs{setting}" for setting in settings))
+    assert config.prompts.chat_template_kwargs == expected
+
+
+@pytest.mark.parametrize("text", ["true", "null", "5", "NaN", '{"a": true}'])
+def test_a_text_stays_the_text_that_it_is(text, given):
+    assert given(PLAIN, f"prompts.system_prompt={text}").prompts.system_prompt == text
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (["rewards.weights=1.0"], "rewards.weights=1.0 must be a list such as (1.0,), not float"),
+        (["rewards.functions=task"], "rewards.functions='task' must be a list such as ('1',), not str"),
+        (["algorithm.reference_reset_iterations=50"], "iterations=50 must be a list such as (1,), not int"),
+        (["model.lora.targets=q"], "model.lora.targets='q' must be a list such as ('q',), not str"),
+        (["seed=true"], "seed=True must be of type int, not bool"),
         (["update.bach_size=5"], "unknown config key update.bach_size='5'; did you mean update.batch_size"),
         (["seed=x"], "seed='x' must be of type int, not str"),
         (["seed"], "--config.seed must name a setting and its value"),
