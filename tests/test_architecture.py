@@ -102,6 +102,7 @@ MENU = {
     *("models.kernels.learner", "models.kernels.tpu_decode"),
     *("learner.annotation", "learner.low_memory", "learner.packed_batches"),
     *("questions.tasks.files", "runtime.json_lines"),
+    "questions.tasks.scores",  # rewards that few runs have, and how evaluations read an answer
     *("actor.guests", "actor.sources", "actor.resampling", "actor.evaluation"),
     *("actor.stop_strings", "actor.staleness", "actor.redealing", "actor.text_spans"),  # which few runs set, or come to
     *(f"actor.{name}" for name in ("turns", "conversation", "environment", "environment_worker")),  # likewise

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import pathlib
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,12 +29,14 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
+from jaxrl_llm.questions.tasks import scores
 from jaxrl_llm.reports.metric_table import evaluation_values
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, PromptBatch
 
 # Sources whose columns an environment may ask for without a word of them in the prompt: the word of Wordle.
 HIDING = ("jsonl", "parquet", "maze")
+OF_PROGRAMS = ("code", "grids", "kolmogorov")  # sources whose answers are programs
 
 
 def pass_at_k(num_samples: int, num_passes: int, k: int) -> float:
@@ -48,16 +50,22 @@ def pass_at_k(num_samples: int, num_passes: int, k: int) -> float:
 
 
 def answer_of(completion: str) -> str:
-    """What a completion answers, for the majority vote: its last number, or else its text."""
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", completion)
-    return numbers[-1].replace(",", "") if numbers else completion.strip()
+    r"""What a completion votes for: the inside of its last <answer> or \boxed{}, else the last number of its last line,
+    else its text.
+    """
+    said = scores.number_of(completion)
+    is_read = scores.marked(completion) is not None or scores.NUMBER.fullmatch(said)
+    return said if is_read else completion.strip()
 
 
-def majority_passes(completions: list[str], passes: list[bool]) -> bool:
-    """Whether the most frequent answer passes, of completions or their last turns; the earliest wins a tie."""
-    answers = [answer_of(c) for c in completions]
+def majority_passes(completions: list[str], passes: list[bool], *, are_programs: bool = False) -> bool:
+    """Whether the most frequent answer passes, of completions or their last turns; the earliest wins a tie.
+
+    By the first completion that gives it. Programs are answers as they stand.
+    """
+    answers = [c.strip() if are_programs else answer_of(c) for c in completions]
     winner = collections.Counter(answers).most_common(1)[0][0]
-    return any(p for a, p in zip(answers, passes, strict=True) if a == winner)
+    return passes[answers.index(winner)]
 
 
 def filled_batches(rows: Sequence[prompts_lib.EncodedExample], size: int) -> Iterator[PromptBatch]:
@@ -77,6 +85,7 @@ def evaluate(
     version: jax.Array,
     key: jax.Array,
     threshold: float,
+    are_programs: bool = False,
 ) -> dict[str, Any]:
     """Score ``group_size`` completions of every held-out question.
 
@@ -84,6 +93,7 @@ def evaluate(
         generator: its sampler's ``num_prompts`` questions run at a time; the last batch is filled up.
         params: sampler weights.
         threshold: a completion passes at this reward or more.
+        are_programs: see ``majority_passes``.
 
     Returns:
         JSON-able figures and every completion. Completions without a score count in no rate; one of none is None.
@@ -105,6 +115,7 @@ def evaluate(
     scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
     passed = scored & (np.where(scored, total, -np.inf) >= threshold)
     whole = scored.all(axis=1)  # pass@k and maj@k need all samples of a question
+    wins = functools.partial(majority_passes, are_programs=are_programs)
     ks = sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
     mean = lambda values: float(np.mean(values)) if len(values) else None
     return {
@@ -113,7 +124,7 @@ def evaluate(
         "pass_rate": mean(passed[scored]),
         "reward_mean": mean(total[scored]),
         "pass_at_k": {str(k): mean([pass_at_k(num_samples, int(row.sum()), k) for row in passed[whole]]) for k in ks},
-        f"maj_at_{num_samples}": mean([majority_passes(answers[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
+        f"maj_at_{num_samples}": mean([wins(answers[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
         "completion_length_tokens": mean([size for group in groups for size in group.lengths]),
         "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
@@ -155,6 +166,7 @@ class Evaluation:
         talk = Conversations(environment, tokenizer, run.config) if environment else None
         self._generator = Generator(run.eval_sampler, evals, tokenizer.decode, check=pool.check, talk=talk)
         self._how = {"threshold": run.config.rewards.pass_threshold}
+        self._how["are_programs"] = run.config.prompts.source in OF_PROGRAMS
         self._how["key"] = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
         self._given = held_out, pool, tokenizer.decode
 

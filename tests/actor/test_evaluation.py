@@ -1,5 +1,6 @@
 """Evaluations: what failed rewards do to them."""
 
+import dataclasses
 import json
 import types
 
@@ -7,22 +8,22 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.actor import evaluation
+from jaxrl_llm.config import Config, PromptsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
 
 S, T, E = OUTCOME_SCORE, OUTCOME_TIMEOUT, OUTCOME_ERROR
 
 
 class Generator:
-    """Two completions to each of the questions."""
+    """Two completions to each of the questions, or more."""
 
-    sampler = types.SimpleNamespace(num_prompts=2, group_size=2)
-
-    def __init__(self, played=None):
-        self.played, self.draws = played, []
+    def __init__(self, played=None, completions=([1], [2])):
+        self.played, self.completions, self.draws = played, list(completions), []
+        self.sampler = types.SimpleNamespace(num_prompts=2, group_size=len(self.completions))
 
     def generate(self, params, batch, **_):
         group = lambda example: types.SimpleNamespace(
-            example=example, completions=[[1], [2]], lengths=[1, 3], played=self.played
+            example=example, completions=self.completions, lengths=[1, 3], played=self.played
         )
         return [group(example) for example in batch.examples]
 
@@ -30,25 +31,39 @@ class Generator:
         self.draws.append("arrays on the device")
 
 
-def measured(outcome, total, folder, monkeypatch, played=None):
+def measured(outcome, total, folder, monkeypatch, *given, source="letters", decode=str):
+    monkeypatch.setattr(evaluation, "Generator", lambda *_, **__: Generator(*given))
+    monkeypatch.setattr(evaluation, "sharding", types.SimpleNamespace(put=lambda *_: None, replicated=lambda *_: None))
     monkeypatch.setattr(evaluation.prompts_lib, "batch_of", lambda rows, *_, **__: types.SimpleNamespace(examples=rows))
     rewards = Rewards(np.array(total, np.float32), {}, np.array(outcome, np.int8))
     pool = types.SimpleNamespace(submit=lambda *_: None, collect=lambda _: rewards)
-    found = object.__new__(evaluation.Evaluation)
-    found._generator, found._how = Generator(played), {"threshold": 1.0, "key": None}
-    found._given = [Example("1+1=", {}), Example("2+2=", {})], pool, str
+    config = dataclasses.replace(Config(), prompts=PromptsConfig(source=source))
+    run, tokenizer = types.SimpleNamespace(config=config, mesh=None, eval_sampler=None), types.SimpleNamespace()
+    pool.check, tokenizer.decode = None, decode
+    held_out = [Example("1+1=", {}), Example("2+2=", {})]
+    found = evaluation.Evaluation(run, {}, tokenizer, held_out, pool, None)
     told = found.measure(folder / "eval_1", None, None)
     assert found._generator.draws == []  # nobody takes them: they would be there to the run's end
     return told
 
 
 def test_a_vote_is_of_the_policys_last_turns_not_of_what_its_environment_said(tmp_path, monkeypatch):
-    """Whole completions answer 1 and 2, of which the first does not pass; the last turns agree."""
-    played = types.SimpleNamespace(last_turns=lambda: ["it is 7", "7"])
-    measured([S] * 4, [0, 1, 0, 1], tmp_path, monkeypatch, played)
-    assert json.loads((tmp_path / "eval_1.json").read_text())["maj_at_2"] == 1.0
-    measured([S] * 4, [0, 1, 0, 1], tmp_path, monkeypatch)
-    assert json.loads((tmp_path / "eval_1.json").read_text())["maj_at_2"] == 0.0
+    """Of whole completions the second and the third agree, which pass; of last turns the first and the third."""
+    given = [S] * 6, [0, 1, 1] * 2, tmp_path, monkeypatch
+    played = types.SimpleNamespace(last_turns=lambda: ["it is 7", "8", "7"])
+    for own, expected in ((played, 0.0), (None, 1.0)):
+        measured(*given, own, ([1], [2], [2]))
+        assert json.loads((tmp_path / "eval_1.json").read_text())["maj_at_3"] == expected
+
+
+@pytest.mark.parametrize(("source", "expected"), [("letters", 0.0), ("code", 1.0)])
+def test_programs_vote_by_their_texts(source, expected, tmp_path, monkeypatch):
+    """The last numbers of the first two agree, and the texts of the others."""
+    programs = ["def f(x):\n    return 1", "def f(x):\n    return x - 1", "f = len", "f = len"]
+    decode = lambda ids: programs[ids[0]]
+    ids = ([0], [1], [2], [3])
+    measured([S] * 8, [0, 0, 1, 1] * 2, tmp_path, monkeypatch, None, ids, source=source, decode=decode)
+    assert json.loads((tmp_path / "eval_1.json").read_text())["maj_at_4"] == expected
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,9 @@ from jaxrl_llm.questions.tasks import scores
         ("<think>In <answer> it is.</think><answer>5</answer>", "5", "5"),
         ("It is -.50", "It is -.50", "-0.5"),
         ("It is \u22123", "It is \u22123", "-3"),
+        ("It is 1e-5.", "It is 1e-5.", "0.00001"),
+        (r"\boxed{6.020E3}", "6.020E3", "6020"),
+        ("of 2e-1x", "of 2e-1x", "-1"),
     ],
 )
 def test_what_the_answer_of_a_completion_is(text, answer, number):

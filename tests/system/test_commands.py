@@ -219,6 +219,17 @@ def test_majority_is_of_answers_not_of_texts():
     assert evaluation.majority_passes(["it is 7", "7", "8"], [True, True, False])
     assert not evaluation.majority_passes(["8", "it is 8.", "7"], [False, False, True])
     assert evaluation.majority_passes(["yes", "no"], [True, False])  # a tie goes to the earlier answer
+    both = [r"\boxed{\frac{3}{2}}"] * 3 + [r"\boxed{\frac{1}{2}}"]
+    assert not evaluation.majority_passes(both, [False] * 3 + [True])  # both end in 2
+    assert evaluation.majority_passes(both, [True] * 3 + [False])
+    assert not evaluation.majority_passes(["7", "so 7"], [False, True])  # the same vote, of which the first is taken
+    programs = ["def f():\n    return 1 + 1", "def f(x):\n    return x * 1", "f = lambda x: 3"]
+    assert not evaluation.majority_passes(programs, [False, True, True], are_programs=True)
+    assert evaluation.majority_passes([*programs, programs[2]], [False, False, True, True], are_programs=True)
     assert evaluation.answer_of("between 1,200 and -3.5") == "-3.5"
     assert evaluation.answer_of("sums to 1,200") == "1200"
     assert evaluation.answer_of("  none ") == "none"
+    assert evaluation.answer_of("1 or 2?\nI am not sure.") == "1 or 2?\nI am not sure."
+    for text, number in ((".5", "0.5"), ("It is \u22123.", "-3"), ("1e-5", "0.00001"), ("<answer>4</answer> 5", "4")):
+        assert evaluation.answer_of(text) == number
+    assert evaluation.answer_of(r"\boxed{(3, 4)}") == "(3, 4)"

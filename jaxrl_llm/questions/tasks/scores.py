@@ -20,13 +20,14 @@ from __future__ import annotations
 import collections
 import re
 import string
+from decimal import Decimal
 from typing import Any
 
 FORMAT = re.compile(
     r"\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.S
 )
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.S)
-NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+)(?:/\d+)?")
+NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+)(?:/\d+|[eE][-+]?\d{1,3}(?!\w|\.\d))?")
 # Nothing but a number, with its currency or unit.
 QUANTITY = re.compile(rf"(?:\\?[$€£])?\+?({NUMBER.pattern})\s*(?:\\?%|°[CF]?|[€£]|(?:\s[^\W\d_]+(?:/[^\W\d_]+)?)+)?\.?")
 MINUS = "\u2212"  # of formulas
@@ -70,8 +71,9 @@ def number_of(text: str) -> str:
 
 
 def _in_short(number: str) -> str:
-    """Without commas, and zeros that decimals end with; of .5 0.5."""
+    """Without commas, powers of ten, and zeros that decimals end with; of .5 0.5."""
     number = re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", ""))
+    number = f"{Decimal(number):f}" if "e" in number.lower() else number
     return number.rstrip("0").rstrip(".") if "." in number and "/" not in number else number
 
 
