@@ -116,6 +116,8 @@ def shortened(command):
         tiny = [word for word in TINY if not (own and "surrogate" in word)]
         if given[2] == "jaxrl_llm.train":
             tiny = [word.replace("eval.num_prompts=2", "eval.num_prompts=0") for word in tiny]
+        else:  # whose points set it
+            tiny = [word for word in tiny if "learning_rate" not in word]
         names = {word.partition("=")[0] for word in tiny}
         return shlex.join([*(word for word in given if word.partition("=")[0] not in names), *tiny])
     more = {"jaxrl_llm.plan": " --config.eval.num_prompts=0", "jaxrl_llm.sft": " --config.num_iterations=2"}
@@ -230,7 +232,7 @@ def test_defaults_that_are_named_are_those():
 
 def frozen(command):
     """The config of a command, of its file and its overrides."""
-    rest, overrides = cli._apart(shlex.split(command, comments=True))
+    rest, overrides = cli.apart(shlex.split(command, comments=True))
     path = next(word.removeprefix("--config=") for word in rest if word.startswith("--config="))
     settings = runpy.run_path(path)["get_config"]().to_dict()
     for name, value in sorted(overrides, key=lambda given: given[0].count(".")):

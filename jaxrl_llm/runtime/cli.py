@@ -82,7 +82,7 @@ def _parse(argv: list[str]) -> list[str]:
     # A shell leaves --workdir=~/run as it is.
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     given = sys.argv
-    argv, overrides = _apart(argv)
+    argv, overrides = apart(argv)
     try:
         sys.argv = argv  # where config_flags looks for overrides, of which it does not know all
         rest = flags.FLAGS(argv)
@@ -122,7 +122,7 @@ def _check_config_files(argv: list[str]) -> None:
                 raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
 
-def _apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
+def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """The command line without its ``--config.a.b=value``, and these, (path, value); else a ``ConfigError``."""
     rest, overrides, words = [], [], iter(argv)
     for word in words:

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.connection import Pipe, wait
 from typing import Any
 
@@ -90,19 +90,19 @@ def read_sweep(path: str) -> Sweep:
     return sweep
 
 
-def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path) -> Points:
+def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path, overrides: Collection[str] = ()) -> Points:
     """The sweep's points that are known: those that ``then`` makes only where all others are finished.
 
     Raises:
         ConfigError: a point is refused, or ``then`` raises.
     """
-    points = freeze_points(base, sweep.points)
+    points = freeze_points(base, sweep.points, overrides)
     sweep.check(point for point, _ in points.values())
     if sweep.then is None or not all(is_finished(folder / name, c, sweep) for name, (_, c) in points.items()):
         return points
     try:
         more = list(sweep.then(runs_of(folder, points, sweep, {})))
-        return points | (freeze_points(base, more) if more else {})
+        return points | (freeze_points(base, more, overrides) if more else {})
     except Exception as error:
         raise ConfigError(f"{path}: then: {type(error).__name__}: {error}") from error
 
@@ -466,7 +466,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--workdir={folder} cannot be a folder: {error.strerror}") from error
-    known = functools.partial(points_of, config_file, CONFIG.value, sweep, folder)
+    overrides = [path for path, _ in cli.apart(sys.argv)[1]]
+    known = functools.partial(points_of, config_file, CONFIG.value, sweep, folder, overrides)
     check_folders(folder, points := known())
     if LAUNCH.value:
         trained = dataclasses.replace(sweep, after="")  # the commands train, and that is all

@@ -20,7 +20,7 @@ import json
 import math
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -195,19 +195,25 @@ def point_name(point: Point) -> str:
     return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', settings)[:80]}_{digest}"
 
 
-def plain(point: Point) -> Point:
-    """The point with its functions as dictionaries."""
-    return {field: x.to_dict() if hasattr(x, "to_dict") else x for field, x in point.items()}
+def plain(value: Any) -> Any:
+    """A point, or a value of one, with its functions as dictionaries."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(plain, value))
+    value = value.to_dict() if hasattr(value, "to_dict") else value
+    return {key: plain(x) for key, x in value.items()} if isinstance(value, dict) else value
 
 
-def freeze_points(base: Any, points: Sequence[Point]) -> dict[str, tuple[Point, Config]]:
-    """``{name: (point, checked config)}`` in the order given.
+def freeze_points(
+    base: Any, points: Sequence[Point], overrides: Collection[str] = ()
+) -> dict[str, tuple[Point, Config]]:
+    """``{name: (point, checked config)}`` in the order given; in a bucket each has a folder of its own.
 
     Args:
         base: the sweep file's ``get_config()``, or nested dictionaries of it.
+        overrides: the settings that a command line has put into it, by dotted name.
 
     Raises:
-        ConfigError: no point, or a point whose settings are refused, with its name.
+        ConfigError: no point, or with its name a point whose settings are refused, or that sets what ``overrides`` do.
     """
     frozen, base = {}, base.to_dict() if hasattr(base, "to_dict") else base
     for point in points:
@@ -215,12 +221,29 @@ def freeze_points(base: Any, points: Sequence[Point]) -> dict[str, tuple[Point, 
             raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
         try:
             point = plain(point)
-            frozen[point_name(point)] = (point, freeze(with_point(base, point)))
+            _check_overrides(point, overrides)
+            name = point_name(point)
+            frozen[name] = (point, _with_own_bucket(freeze(with_point(base, point)), name))
         except (ConfigError, TypeError) as error:  # a value that JSON does not know is a TypeError
             raise ConfigError(f"point {point}: {error}") from error
     if not frozen:
         raise ConfigError("the sweep has no point")
     return frozen
+
+
+def _check_overrides(point: Point, overrides: Collection[str]) -> None:
+    """Refuse a point that would undo, wholly or in part, what the command line gives; ConfigError."""
+    for field, given in itertools.product(point, overrides):
+        if f"{field}.".startswith(f"{given}.") or f"{given}.".startswith(f"{field}."):
+            raise ConfigError(f"it sets {field}, so that the command line must not: --config.{given}")
+
+
+def _with_own_bucket(config: Config, name: str) -> Config:
+    """The config of a point, which would go on from the checkpoints of the others in a folder that it shares."""
+    if not (bucket := config.checkpoint.bucket):
+        return config
+    folder = f"{bucket.rstrip('/')}/{re.sub('[=+]', '_', name)}"  # of what the name of such a folder may have
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, bucket=folder))
 
 
 def with_point(base: Mapping[str, Any], point: Point) -> dict[str, Any]:

@@ -162,6 +162,51 @@ def test_points_of_functions_have_names_of_their_own():
     assert [name.rpartition("_")[0] for name in frozen][:2] == ["surrogate=clipped", "surrogate=cispo"]
 
 
+def test_functions_in_lists_are_functions():
+    terms = (use("length_reward", weight=0.2), "overlong_penalty")
+    plainly = [{"name": "length_reward", "weight": 0.2}, "overlong_penalty"]
+    points = grid({"algorithm.reward_terms": [(), terms, list(terms), plainly]})
+    (empty, _), (point, config) = freeze_points({}, points).values()  # the last three are one
+    assert (empty, point) == ({"algorithm.reward_terms": ()}, {"algorithm.reward_terms": plainly})
+    assert {x.name: dict(x.settings) for x in config.algorithm.reward_terms} == {
+        "length_reward": {"weight": 0.2},
+        "overlong_penalty": {"buffer": 4},
+    }
+
+
+@pytest.mark.parametrize("bucket", ["gs://mine/sweep", "gs://mine/sweep/"])
+def test_each_point_has_a_folder_of_the_bucket_that_no_other_has(bucket):
+    points = [*grid({"optimizer.learning_rate": [1e-5, 2e-5]}), {"checkpoint.bucket": "gs://other/one", "seed": 1}]
+    frozen = freeze_points({"checkpoint": {"bucket": bucket}}, points)
+    places = [config.checkpoint.bucket for _, config in frozen.values()]
+    folders = [name.replace("=", "_") for name in frozen]
+    assert places == [f"gs://mine/sweep/{folders[0]}", f"gs://mine/sweep/{folders[1]}", f"gs://other/one/{folders[2]}"]
+    assert all(re.fullmatch(r"gs://[a-z]+(/[\w.-]+)+", place) for place in places)  # as ``bucket.place`` has them
+    # The same however many points there are: a sweep that grows goes on.
+    assert freeze_points({"checkpoint": {"bucket": bucket}}, points[:1]) == dict([*frozen.items()][:1])
+
+
+@pytest.mark.parametrize(
+    ("point", "given", "refused"),
+    [
+        ({"seed": 0}, "seed", True),
+        ({"algorithm.surrogate": "cispo"}, "algorithm.surrogate.high", True),
+        ({"algorithm.surrogate.high": 0.3}, "algorithm.surrogate", True),
+        ({"algorithm.surrogate.high": 0.3}, "algorithm.surrogate.low", False),
+        ({"replay.capacity": 128}, "replay.capacity_tokens", False),
+        ({"eval.num_samples": 2}, "eval.num_prompts", False),
+    ],
+)
+def test_what_points_set_is_not_for_the_command_line(point, given, refused):
+    if not refused:
+        assert freeze_points({}, [point], ["num_iterations", given]) == freeze_points({}, [point])
+        return
+    (field,) = point
+    said = f"point {point}: it sets {field}, so that the command line must not: --config.{given}"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        freeze_points({}, [point], ["num_iterations", given])
+
+
 @pytest.mark.parametrize(
     ("point", "message"),
     [

@@ -556,7 +556,10 @@ def test_a_launched_command_gives_the_config_of_its_point(sweep_file, tmp_path, 
         "prompts.name": "chain_sum",
     }
     base = {"prompts": {"arguments": {"min_terms": 2, "max_terms": 2}}, "num_iterations": 3}
+    base["checkpoint"] = {"bucket": "gs://mine/sweep"}
+    sweep_file.write_text(FILE.replace("    return", "    config.checkpoint.bucket = 'gs://mine/sweep'\n    return", 1))
     config, words = launched(sweep_file, base, point, tmp_path / "w")
+    assert f"--config.checkpoint.bucket={config.checkpoint.bucket}" in words
     assert words[:3] == ["python", "-m", "jaxrl_llm.train"] and f"--workdir={tmp_path / 'w'}" in words
     assert config_of(*words[3:], monkeypatch=monkeypatch) == config
     with pytest.raises(ConfigError, match=re.escape("prompts.arguments={'x': 1}: --launch needs its keys")):
@@ -696,6 +699,8 @@ def test_the_command_launches_prints_and_writes_what_is_there(sweep_file, tmp_pa
         ("", "", ["--workers=-1"], "--workers=-1 must be at least 0"),
         ("", "", ["--launch={nmae}"], "--launch='{nmae}': 'nmae'; it may name {command}, {name}, {workdir}"),
         ("", "", ["--config.sede=1"], "unknown config key sede='1'; did you mean seed"),
+        ("", "", ["--config.seed=7"], "'seed': 0}: it sets seed, so that the command line must not: --config.seed"),
+        ("", "", ["-config.optimizer.learning_rate", "1"], "line must not: --config.optimizer.learning_rate"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_runs(sweep_file, tmp_path, monkeypatch, capfd, old, new, arguments, message):
