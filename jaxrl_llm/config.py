@@ -238,7 +238,7 @@ class MeshConfig:
     # addition to tensor's; 0 = as tensor.
     sampler_tensor: int = 0
     # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp, expert) lying on other mesh axes than
-    # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}.
+    # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}. Of experts, mlp may lie on tensor alone.
     rules: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 

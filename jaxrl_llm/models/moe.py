@@ -56,11 +56,29 @@ class Routing:
 
 
 def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
-    """Experts divide over their mesh axis, and what is set of them needs some; ConfigError otherwise."""
+    """Experts lie where they can be computed with, and what is set of them needs some; ConfigError otherwise.
+
+    Args:
+        mesh: the learner's or the sampler's.
+    """
     n, E = mesh.shape["expert"], arch.num_experts
     if E % n:
         fit = ", ".join(str(d) for d in range(1, E + 1) if E % d == 0)
         raise ConfigError(f"mesh.expert={n} must divide the {who}'s {E} experts: one of {fit}")
+    is_learner = all(mesh.shape[axis] == getattr(config.mesh, axis) for axis in ("context", "tensor"))
+    rules = sharding.RULES | dict(sharding.rules_of(config.mesh)) | ({} if is_learner else sharding.OF_SAMPLER)
+    lies = {
+        name: sharding.axes_of(sharding.partition_spec(size, axes, mesh, rules)[axes.index("mlp")])
+        for name, size, axes in parameters(arch)
+        if name in _AXES
+    }
+    # A device adds what all that have parts of its experts' ffn say of its rows: they must be the same rows and parts.
+    if len({*lies.values()}) > 1 or any({*axes} & {*sharding.TOKEN_AXES} for axes in lies.values()):
+        where = ", ".join(f"of {name} on {' and '.join(axes) or 'none'}" for name, axes in lies.items())
+        raise ConfigError(
+            f"mesh.rules={config.mesh.rules!r} must lay `mlp` of the {who}'s experts on `tensor`, or none, and in all "
+            f"three matrices on the same; it lies {where}"
+        )
     if config.model.routing_replay and config.external.groups_per_iteration:
         others = f"external.groups_per_iteration={config.external.groups_per_iteration}"
         raise ConfigError(f"model.routing_replay=True must be False with {others}: nobody noted the experts of others")

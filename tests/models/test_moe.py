@@ -33,6 +33,7 @@ MESHES = {
     "expert, tensor": MeshConfig(data=2, expert=2, tensor=2),
     "expert, context": MeshConfig(data=1, expert=2, context=2),
     "no expert axis": CUBE,
+    "rules": MeshConfig(data=1, fsdp=2, tensor=2, rules={"expert": "fsdp", "embed": "tensor", "mlp": None}),
 }
 
 
@@ -165,7 +166,8 @@ def test_metrics_of_even_and_of_one_sided_loads():
 @functools.cache
 def gradient_on(config):
     """Hidden states, choices and the gradient of a sum of both's, of rows on a mesh."""
-    mesh, model = building.mesh_of(config), Model(BIASED, remat="full", lora=LoraConfig(rank=2))
+    mesh, rules = building.mesh_of(config), sharding.rules_of(config)
+    model = Model(BIASED, remat="full", rules=rules, lora=LoraConfig(rank=2))
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 6)).astype(np.int32)
     positions = np.tile(np.arange(6, dtype=np.int32), (4, 1))
 
@@ -365,6 +367,9 @@ def run_of(arch, devices=1, **settings):
     return assemble(freeze({"mesh": dataclasses.asdict(mesh), **settings}), arch, (0,), made)
 
 
+RULES = "mesh.rules=.* must lay `mlp` of the model's experts on `tensor`, or none, and in all three .* it lies "
+
+
 @pytest.mark.parametrize(
     ("arch", "settings", "message"),
     [
@@ -380,11 +385,45 @@ def run_of(arch, devices=1, **settings):
             },
             "model.routing_replay=True must be False with external.groups_per_iteration=8",
         ),
+        # Devices along data, fsdp, expert and context have other rows, whose sums would be added.
+        (
+            EXPERTS,
+            {"mesh": {"data": 2, "rules": {"mlp": "data"}}, "devices": 2},
+            RULES + "of experts_gate on data, of ",
+        ),
+        (
+            EXPERTS,
+            {"mesh": {"data": 1, "fsdp": 2, "rules": {"embed": None, "mlp": "fsdp"}}, "devices": 2},
+            RULES + "of experts_gate on fsdp, of experts_up on fsdp, of experts_down on fsdp",
+        ),
+        (
+            EXPERTS,
+            {"mesh": {"data": 1, "fsdp": 2, "tensor": 2, "rules": {"mlp": ["fsdp", "tensor"]}}, "devices": 4},
+            RULES + "of experts_gate on fsdp and tensor, of ",
+        ),
+        # Gate and up take the axis for mlp, down for embed.
+        (
+            EXPERTS,
+            {"mesh": {"data": 1, "tensor": 2, "rules": {"embed": "tensor"}}, "devices": 2},
+            RULES + "of experts_gate on tensor, of experts_up on tensor, of experts_down on none",
+        ),
+        # The sampler has rows along fsdp where the learner has parts of rows.
+        (
+            EXPERTS,
+            {"mesh": {"data": 1, "context": 2, "rules": {"mlp": "fsdp"}}, "devices": 2},
+            RULES + "of experts_gate on fsdp, of experts_up on fsdp, of experts_down on fsdp",
+        ),
     ],
 )
 def test_settings_that_experts_cannot_have_are_refused_before_anything_is_compiled(arch, settings, message):
     with pytest.raises(ConfigError, match=message):
         run_of(dataclasses.replace(arch, max_positions=4096), **settings)
+
+
+def test_experts_of_the_sampler_may_lie_where_the_learner_s_might_not():
+    """It keeps the width whole, so that no matrix has it where the others have their ffn."""
+    run = run_of(EXPERTS, 2, mesh={"data": 1, "fsdp": 2, "sampler_tensor": 2, "rules": {"embed": "tensor"}})
+    assert (run.mesh.shape["tensor"], run.sampler.mesh.shape["tensor"]) == (1, 2)
 
 
 @pytest.mark.parametrize("k", [0, 7])
