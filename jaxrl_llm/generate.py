@@ -126,11 +126,13 @@ def main() -> None:
         told = json.loads(TEMPLATE_KWARGS.value)
     except ValueError as error:
         raise ConfigError(f"--chat_template_kwargs={TEMPLATE_KWARGS.value!r:.200} must be JSON ({error})") from error
+    if TEMPERATURE.value == 0 and not GREEDY.value:
+        raise ConfigError("--temperature=0 must be at least 0.01; --greedy takes the most likely token")
     # Through the config's own checks, so that a flag has the bounds of the setting it stands for.
     config = freeze(
         {
             "sampling": {
-                "temperature": TEMPERATURE.value,
+                "temperature": 1.0 if GREEDY.value else TEMPERATURE.value,
                 "top_k": TOP_K.value,
                 "top_p": TOP_P.value,
                 "min_p": MIN_P.value,

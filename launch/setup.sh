@@ -22,7 +22,10 @@ if [[ -f $stamp ]]; then
     { read -r source_then; read -r extras_then; } < "$stamp"
     extras=$extras_then
 fi
+# Of an extra that is not there pip only warns, and it is quiet here.
+known=$(sed -n '/^\[project.optional-dependencies\]/,/^\[tool/s/^\([a-z-]*\) = .*/\1/p' pyproject.toml | tr '\n' ' ')
 for extra in "$@"; do
+    [[ -n $extra && " $known" == *" $extra "* ]] || fail "there is no extra '$extra'; known: ${known% }"
     [[ " $extras " == *" $extra "* ]] || extras="$extras $extra"
 done
 if [[ -f $stamp && $source_then == "$source_now" && $extras_then == "$extras" ]]; then

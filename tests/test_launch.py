@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 
 import pytest
 from support.checkout import INSTALLS, PYTHON3, REPOSITORY, Checkout
@@ -47,6 +48,18 @@ def test_setup_adds_extras_and_keeps_them(checkout):
     assert checkout.log == []
     checkout.run("launch/setup.sh")
     assert checkout.log == []
+
+
+@pytest.mark.parametrize("extra", ["cuda", "plan-", "gpu tpu", ""])
+def test_setup_refuses_an_extra_that_is_none_with_those_that_are(checkout, extra):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    known = " ".join(project["optional-dependencies"])
+    for made in (False, True):
+        if made:
+            checkout.run("launch/setup.sh")
+        done = checkout.run("launch/setup.sh", "test", extra)
+        assert (done.returncode, done.stdout, checkout.log) == (1, "", [])
+        assert done.stderr == f"error: there is no extra '{extra}'; known: {known}\n"
 
 
 def test_an_install_that_failed_is_tried_again(checkout):

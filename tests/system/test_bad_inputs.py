@@ -474,6 +474,7 @@ def test_rows_are_cut_at_line_ends_alone(tmp_path):
     ("flag", "named"),
     [
         ("--temperature=-1", "temperature"),
+        ("--temperature=0", "--temperature=0 must be at least 0.01; --greedy takes the most likely token"),
         ("--top_p=0", "top_p"),
         ("--max_tokens=0", "max_"),
         ("--batch_size=0", "--batch_size=0 must be at least 1"),
@@ -486,6 +487,12 @@ def test_generate_refuses_bad_flags(flag, named, tmp_path, refused):
     path = write(tmp_path / "prompts.jsonl", '{"prompt": "a"}\n')
     output = f"--output={tmp_path / 'out.jsonl'}"
     assert named in refused("generate", "--model=random:debug", f"--prompts={path}", output, flag)
+
+
+def test_with_greedy_a_temperature_has_no_say(tmp_path, refused):
+    path = write(tmp_path / "prompts.jsonl", '{"prompt": "a"}\n')
+    words = ["--model=random:debug", f"--prompts={path}", "--output=/no/such/folder/out.jsonl", "--greedy"]
+    assert "/no/such/folder/out.jsonl" in refused("generate", *words, "--temperature=0")
 
 
 def test_serve_refuses_a_temperature_that_requests_may_not_have(refused):
