@@ -28,12 +28,15 @@ import ast
 import contextlib
 import json
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jaxrl_llm.environments.sandbox import Limits, Result, Sandbox
 
-FENCE = re.compile(r"^([ \t]*)```[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# One opens at the start of a line, or with the name of a language anywhere in it: "Sure: ```python".
+FENCE = re.compile(r"(?:^([ \t]*)```[^\n]*|```\w[\w+#-]*[ \t\r]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")  # as lines of a function begin, and sentences do not
 DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 NEW_LINE = re.compile(r"\r\n|\r|\n")
@@ -250,23 +253,32 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
 
     -1 for the latter where lines have changed places.
 
-    The last block between fences that defines one of ``names``, else the last block; without fences all of it. What a
-    model thought before ``</think>`` is no answer.
+    The last block between fences that defines one of ``names``; else what stands before the first fence, where that
+    does, or is a body for the prefix: the prompt may have opened the fence. Else the last block; without fences all of
+    it. What a model thought before ``</think>`` is no answer.
 
     Args:
         prefix: code that the completion goes on from, "" for none. Where the completion defines one of ``names`` itself
-            it stands behind the prefix; else it is the rest of its last function, to the first line without indent.
+            it stands behind the lines of the prefix that are whole; else it is the rest of its last function, to the
+            first line without indent.
         names: what the tests call.
         given: the part of the solution that the prompt gives, which the completion goes on from likewise. Before one
             that defines one of ``names`` itself it stands where it is whole: a line of imports, and not half a loop.
     """
     text = completion.rpartition("</think>")[2]
-    fences = FENCE.finditer(text)
-    blocks = [(_dedented(found[2], found[1]), found[2], found.start(2)) for found in fences] or [(text, text, 0)]
+    fences = list(FENCE.finditer(text))
+    blocks = [(_dedented(found[2], found[1]), found[2], found.start(2)) for found in fences]
     defining = [block for block in blocks if _defined(block[0]) & set(names)]
+    if not defining:
+        before = text[: fences[0].start()] if fences else text
+        whole = (before, before, 0)
+        defining = [whole] if _defined(before) & set(names) else []
+        blocks = [whole] if not fences or (prefix + given and BODY.match(before)) else blocks
     code, indented, start = (defining or blocks)[-1]
     if given and not (defining and not _is_whole(prefix + given)):
         prefix += given
+    while prefix and defining and not _is_whole(prefix):  # a function without a body, which is written anew
+        prefix = prefix[: prefix.rstrip("\n").rfind("\n") + 1]
     line = 1 + len(NEW_LINE.findall(prefix))
     if prefix and defining:
         code, line = f"{prefix}\n{code}", line + 1
@@ -279,8 +291,12 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
     return future + rest, line, -1 if future else len(completion) - len(text) + start
 
 
-def _dedented(code: str, indent: str) -> str:
-    """Without the indentation of its fence, as Markdown has it, where it has that; its lines stay what they are."""
+def _dedented(code: str, indent: str | None) -> str:
+    """Without the indentation of its fence, as Markdown has it, where it has that; its lines stay what they are.
+
+    That of its first line, where the fence opens behind other text, as on a list item's own line (None).
+    """
+    indent = re.match(r"(?:[ \t]*\r?\n)*([ \t]*)", code)[1] if indent is None else indent
     has_it = re.match(rf"(?:[ \t]*\r?\n)*{indent}", code)
     return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent and has_it else code
 
@@ -291,7 +307,8 @@ def _future_first(code: str) -> tuple[str, str]:
 
 
 def _is_whole(code: str) -> bool:
-    with contextlib.suppress(SyntaxError, ValueError):
+    with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a backslash that should be two
         return bool(ast.parse(code))
     return False
 

@@ -140,6 +140,17 @@ def test_human_eval_s_answers_go_on_from_the_prompt_or_write_it_anew():
     assert score(share, HUMAN_EVAL, body, anew, first, "    return 2 * xs[0] if xs else 0") == [1, 1, 1 / 3, 2 / 3]
 
 
+@pytest.mark.parametrize("body", ["", "    # The sum.\n", '    """The sum."""\n'])
+def test_a_prompt_without_a_docstring_does_not_break_a_function_written_anew(body):
+    """What it begins had no body, an IndentationError; as where there is but a comment."""
+    row = HUMAN_EVAL | {"prompt": f"import math\ndef total(xs):\n{body}"}
+    anew = "```python\ndef total(xs):\n    if xs:\n        return int(math.fsum(xs))\n    return 0\n```"
+    assert score(passed, row, anew, "    return sum(xs)\n", anew.replace("0", "1")) == [1, 1, 0]
+    assert score(parses, row, anew) == [1]
+    row = row | {"test": "def check(candidate):\n    assert candidate([1]) == 1\n"}
+    assert unrun(row, anew) == ["    return 0\n"]
+
+
 def test_what_the_author_is_told_of_the_tests_that_are_shown():
     _, columns = question(MBPP, SETTINGS | {"shown_tests": 2})
     told = {}
@@ -198,6 +209,20 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch):
         ("from __future__ import annotations\nx = 1", "import re\ndef x(): 1", ["x"],
          "from __future__ import annotations\nimport re\ndef x(): 1\nx = 1"),
         ("", "", [], ""),
+        ("Sure: ```python\ndef f(x):\n    return x\n```\nThis is it.", "", ["f"], "def f(x):\n    return x\n"),
+        ("1. ```python\n    def f(x):\n        return x\n   ```\n2. Run it.", "", ["f"], "def f(x):\n    return x\n"),
+        ("- So: ```py\r\n  return 1\r\n  ```", "def f():\n", ["f"], "def f():\n  return 1\r\n"),
+        ("A ```f(2)``` and ```\nx\n```python\nf = 1\n```", "", ["f"], "f = 1\n"),  # no language: no fence inside a line
+        ("f = 1\n```\n\nThis is one.", "", ["f"], "f = 1\n"),  # the prompt opened the fence
+        ("f = 1\n```\nUse it:\n```python\nprint(f)\n```", "", ["f"], "f = 1\n"),
+        ("f = 1\n```\nOr:\n```python\nf = 2\n```", "", ["f"], "f = 1\n"),
+        ("f is 1:\n```\ng = 1\n```", "", ["f"], "g = 1\n"),
+        ("    return 1\n```\n\nThis is one.", "def f():\n", ["f"], "def f():\n    return 1\n"),
+        (" Here:\n```\n    return 1\n```", "def f():\n", ["f"], "def f():\n    return 1\n"),
+        ("def f(x):\n    return x", "import re\ndef g():\n    pass\n\ndef f(x):\n", ["f"],
+         "import re\ndef g():\n    pass\n\n\ndef f(x):\n    return x"),
+        ("f = 1", "def f():\n    # One.\n    # Or two.", ["f"], "f = 1"),
+        ("f = 1", "def f():\n  '\\d'\n", ["f"], "def f():\n  '\\d'\n\nf = 1"),
     ],
 )  # fmt: skip
 def test_the_code_of_a_completion(completion, prefix, names, code):
