@@ -53,11 +53,17 @@ def are_tokens(said: Any) -> bool:
     return isinstance(said, list) and bool(said) and all(type(x) is int for x in said)
 
 
-def prompt_of(opening: Any, asked: list[Any], told: list[Any]) -> Any:
+def prompt_of(opening: Any, asked: list[Any], told: list[Any], system_prompt: str) -> Any:
     """The prompt of what an agent begins with: where the chat template is not told of its tools, which are ``told``,
     the system's message tells of those that it has ``asked`` with.
+
+    That is the agent's own, or else ``system_prompt``, which has no place before it any more.
     """
-    return opening if asked == told else tools.told(opening, asked)
+    if asked == told:
+        return opening
+    if system_prompt and not any(message["role"] in ("system", "developer") for message in opening):
+        opening = [{"role": "system", "content": system_prompt}, *opening]
+    return tools.told(opening, asked)
 
 
 def prompt_shown(prompt: Any, decode: Callable[[list[int]], str]) -> Any:

@@ -61,7 +61,7 @@ class Environment(contextlib.AbstractContextManager):
     """
 
     def __init__(self, config: Config, examples: Sequence[Example] = ()):
-        self._config = config.environments
+        self._config, self._system_prompt = config.environments, config.prompts.system_prompt
         found = _checked(self._config.factory, examples)
         self.role = "tool" if isinstance(found, type) else "user"
         self.is_agent = agents.is_agent(found)
@@ -97,7 +97,8 @@ class Environment(contextlib.AbstractContextManager):
         columns = example.columns
         if self._wants_prompt:
             own, told = (example.prompt, []) if example.given is None else example.given
-            columns, how = {**columns, "prompt": own}, how | ({"told": told} if self.is_agent else {})
+            columns = {**columns, "prompt": own}
+            how |= {"told": told, "system_prompt": self._system_prompt} if self.is_agent else {}
         given = str(episode), example.prompt, columns, list(turns), list(answers), state
         return self._threads[place].submit(self._ask, place, example, given, **how)
 
@@ -210,7 +211,7 @@ def shown(
     if are_one and "tools" not in prompts.chat_template_kwargs and has_place_for_tools(tokenizer, prompts.encoding):
         told = asked[0]
         prompts = dataclasses.replace(prompts, chat_template_kwargs={**prompts.chat_template_kwargs, "tools": told})
-    return prompts, [[_begun(*one, told) for one in questions] for questions in kept], bad
+    return prompts, [[_begun(*one, told, prompts.system_prompt) for one in questions] for questions in kept], bad
 
 
 def has_place_for_tools(tokenizer: Any, encoding: dict[str, Any]) -> bool:
@@ -230,17 +231,17 @@ def ids_of(ids: list[int], vocab_size: int) -> list[int]:
     return ids
 
 
-def _begun(example: Example, reply: Reply, told: list[Any]) -> Example:
+def _begun(example: Example, reply: Reply, told: list[Any], system_prompt: str) -> Example:
     """The question with what ``reset`` returned after its last message; of an agent what it has asked with.
 
     Args:
-        told: an agent's tools that the chat template is told of.
+        told, system_prompt: see ``agents.prompt_of``.
     """
     text, prompt = reply.answer, example.prompt
     if text is None:
         return example
     if not isinstance(text, str):
-        begun = agents.prompt_of(text, reply.tools, told)
+        begun = agents.prompt_of(text, reply.tools, told, system_prompt)
     elif isinstance(prompt, str):
         begun = prompt + text
     else:

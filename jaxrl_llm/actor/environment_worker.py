@@ -156,6 +156,7 @@ def act(
     drawn: Sequence[Any] = (),
     sizes: Sequence[tuple[int, int]] = (),
     told: Sequence[Any] = (),
+    system_prompt: str = "",
 ) -> list[Any]:
     """The answer to the newest turn; where it is over, what the instance shows.
 
@@ -167,7 +168,7 @@ def act(
         answers: to all of them but the newest; where it is over, to that too.
         state: after the turns that have been answered, where the class gives one.
         drawn, sizes: of each turn, for an agent (agents.Episode).
-        told: an agent's tools that the chat template has been told of.
+        told, system_prompt: an agent's tools that the chat template has been told of, and ``prompts.system_prompt``.
 
     Returns:
         [messages, token ids or None, reward or None, what went wrong or None, state, an agent's tools where it begins];
@@ -189,7 +190,8 @@ def act(
         if is_agent:
             episode.drawn, episode.sizes = drawn, sizes
         if is_new and not saved:
-            if is_agent and turns and (opening := agents.prompt_of(episode.opening, episode.tools, told)) != prompt:
+            how = (episode.tools, told, system_prompt)
+            if is_agent and turns and (opening := agents.prompt_of(episode.opening, *how)) != prompt:
                 begins = f"the agent begins with {opening!r:.100}"
                 raise RuntimeError(f"{begins}, not as before with {prompt!r:.100}")
             for turn, said in zip(turns, answers, strict=False):

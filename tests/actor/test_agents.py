@@ -17,7 +17,7 @@ from support.replies import by
 from jaxrl_llm.actor import agents, tools
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, shown
-from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig
+from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, PromptsConfig
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
@@ -270,6 +270,21 @@ def test_a_template_with_a_place_for_tools_is_told_those_that_every_question_of_
                 assert [x.reason for x in play(environment, ["a"], episode=episode, example=one)] == [""]
             asked = dataclasses.replace(kept[1], given=("p", [{"other": 1}]))
             assert "not as before" in play(environment, ["a"], episode=2, example=asked)[0].reason or wanted[1] == []
+
+
+def test_tools_in_the_system_s_message_stand_behind_the_system_prompt():
+    """They were a system message of the agent's own, before which `prompts.system_prompt` does not stand."""
+    settings = dataclasses.replace(config("with_tools"), prompts=PromptsConfig(system_prompt="Be brief."))
+    whole = tools.told([{"role": "system", "content": "Be brief."}, *USER], TOOLS)
+    assert whole[0]["content"].startswith("Be brief.\n\nYou may call these functions") and whole[1:] == USER
+    for takes, wanted in ((True, USER), (False, whole)):
+        _, ((one,),), _ = shown(settings, Template(takes), [Example("p", {"number": 1})])
+        assert one.prompt == wanted
+        with Environment(settings, [one]) as environment:  # played, and played again
+            assert [x.reason for x in play(environment, ["a"], example=one)] == [""]
+    for role in ("system", "developer"):
+        own = [{"role": role, "content": "Play."}, *USER]
+        assert agents.prompt_of(own, TOOLS, [], "Be brief.") == tools.told(own, TOOLS)
 
 
 @pytest.mark.torch
