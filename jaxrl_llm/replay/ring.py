@@ -110,7 +110,7 @@ def insert(
         ring: donate it.
         experience: leaves [R, ...].
         iteration: [] i32.
-        config: which rows are kept, what is their priority, and which are retired: by ``skip_tied`` those of
+        config: which rows are kept, their priority (0 if not finite), and which are retired: by ``skip_tied`` those of
             tied groups, by ``latest_visit`` the earlier ones of a prompt of which there are new ones that may be drawn,
             by ``solved_fraction`` those of a group that is solved and the earlier ones of its prompt.
         pass_threshold: a rollout is correct when its reward is at least this.
@@ -134,7 +134,7 @@ def insert(
         supersedes, retired = supersedes | solved, retired | solved
     if config.latest_visit or config.solved_fraction:
         ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
-    priority = config.priority(experience)
+    priority = jnp.where(retired, 0.0, jnp.nan_to_num(config.priority(experience), posinf=0.0, neginf=0.0))
     experience = _stored(experience)
     rows, question, retired, priority = jax.tree.map(
         lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)

@@ -172,7 +172,8 @@ def check_contents(model, ring):
         assert ring.uses[m][order].tolist() == [r["uses"] for r in rows]
         assert ring.inserted_step[m][order].tolist() == [r["inserted"] for r in rows]
         assert ring.is_retired[m][order].tolist() == [r["state"] == "failed" for r in rows]
-        np.testing.assert_array_equal(ring.priority[m][order], np.abs(expected.advantage).max(axis=1))
+        priority = np.where(expected.trainable, np.abs(expected.advantage).max(axis=1), 0)
+        np.testing.assert_array_equal(ring.priority[m][order], priority)
         assert (np.delete(ring.inserted_step[m], order) == -1).all()
 
 
@@ -505,6 +506,17 @@ def test_a_rows_priority_is_what_the_setting_says_of_its_completion(priority, ex
     rows = rows.replace(rollout=rollout, reward=reward, advantage=advantage)
     ring = jit_insert(jit_init(4, 1), rows, np.int32(0), replay_config(priority=priority))
     assert ring.priority.tolist() == [expected]
+
+
+def test_a_priority_that_is_no_number_or_of_a_row_that_is_never_drawn_leaves_the_others_theirs():
+    rows = make_experience(np.arange(6), ["right", "failed", "right", "right", "failed", "right"])
+    worth = np.array([1, np.nan, np.inf, np.nan, 1e30, 2], np.float32)
+    rows = rows.replace(advantage=np.tile(worth[:, None], (1, WIDTH)))
+    config = replay_config(draw="priority", priority="advantage")
+    ring = jit_insert(jit_init(6, 1), rows, np.int32(0), config)
+    assert ring.priority.tolist() == [[1, 0, 0, 0, 0, 2]]
+    _, drawn, info = jit_draw(ring, jax.random.key(0), np.int32(0), config, batch_size=3)
+    assert sorted(ids_of(drawn)[info.is_real].tolist()) == [0, 5]
 
 
 def test_rows_of_an_age_that_hardly_counts_are_retired_and_those_that_reach_it_later_are_not():
