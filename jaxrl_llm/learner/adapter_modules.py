@@ -67,7 +67,8 @@ def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -
         count, rewards = count + 1, jnp.concatenate([rewards[1:], reward[None]])
         part = lambda of: lora.of_module(of, module, config)
         updates, own = optimizer.update(part(gradient), own, part(params))
-        slope = jnp.sum((jnp.arange(steps) - (steps - 1) / 2) * rewards)
+        # Less the first of them, as the rounding of what all share, such as 0.1, would be a slope of its own.
+        slope = jnp.sum((jnp.arange(steps) - (steps - 1) / 2) * (rewards - rewards[0]))
         stalls = (count >= steps) & (slope <= 0) & (module < config.modules - 1)
         own, count = optim.forgotten(own, lambda _: stalls), jnp.where(stalls, 0, count)
         return lora.in_whole(updates, module, config), Modules(own, module + stalls, count, rewards)

@@ -86,6 +86,18 @@ def test_a_factored_module_s_steps_are_as_long_as_alone():
     np.testing.assert_allclose(params["blocks"]["q_lora_a"], expected, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("reward", [0.1, 0.3, 0.7])
+@pytest.mark.parametrize("steps", [10, 50])
+def test_rewards_that_stay_the_same_stall(reward, steps):
+    optimizer = adapter_modules.one_at_a_time(optax.sgd(0.1), LoraConfig(rank=6, modules=3, module_steps=steps))
+    params = {"blocks": {"q_lora_a": jnp.zeros((2, 6, 4))}}
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(steps):
+        assert state.module == 0
+        _, state = update(params, state, params, reward=jnp.float32(reward))
+    assert state.module == 1
+
+
 def test_moments_are_of_the_module_that_learns_and_lie_as_the_adapters():
     """A half of the rank learns: half of the moments, split as their adapters are where the rank is not."""
     shapes = {"q_lora_a": ((2, 8, 4), (None, None, "fsdp")), "q_lora_b": ((2, 2, 3, 8), (None, "tensor"))}
