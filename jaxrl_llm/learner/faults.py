@@ -107,8 +107,8 @@ class Faults:
 
     def restore(self, state: list[int | bool]) -> None:
         self.run, *compared = state
-        # What is undisturbed would only warn; with lookahead no batch tells any more.
-        self._has_compared = any(compared) or self._config.rollout.lookahead_prompts > 0
+        # Of an older checkpoint, which does not say: with lookahead no batch may tell any more.
+        self._has_compared = any(compared) if compared else self._config.rollout.lookahead_prompts > 0
 
     def failure(self, workdir: pathlib.Path) -> str | None:
         """What to say where there were too many, and then the first host has written the file; else None."""

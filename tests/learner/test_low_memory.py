@@ -426,15 +426,17 @@ def test_the_first_batch_with_tokens_of_its_own_is_compared_whenever_it_comes(ca
     stopped.restore(stopped.state())  # before the first one
     with pytest.raises(faults.SamplerLearnerGapError):
         stopped.observe(bad, 1, None)
-    # Rollouts in flight have been begun by other weights.
+    # Rollouts in flight have been begun by other weights: the first batch alone tells, a resumed run's too.
     config = freeze({"rollout": {"lookahead_prompts": 8}})
-    in_flight = faults.Faults(config, sharding.make_mesh(config.mesh))
+    in_flight, resumed = (faults.Faults(config, sharding.make_mesh(config.mesh)) for _ in range(2))
+    in_flight.restore(in_flight.state())  # inside the first generation
     with pytest.raises(faults.SamplerLearnerGapError):
         in_flight.observe(bad, 1, None)
-    in_flight.restore(in_flight.state())
-    capfd.readouterr()
-    in_flight.observe(bad, 2, None)
-    assert capfd.readouterr().err == ""
+    in_flight.observe(good, 1, None)
+    for state in (in_flight.state(), [0]):  # [0]: of checkpoints that do not say
+        resumed.restore(json.loads(json.dumps(state)))
+        resumed.observe(bad, 2, None)
+        assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
