@@ -129,7 +129,8 @@ class Supervised:
         """One optimizer step; also the loss before it."""
         value, gradient = jax.value_and_grad(self.loss)(params, rows, base)
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
-        _, step = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[0]
+        # The schedule's, the last: Adam's goes back to 0 with optimizer.reset_every_steps.
+        _, step = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[-1]
         return low_memory.apply_updates(params, updates, step), opt_state, value
 
     def answer_logp(self, params: Any, rows: Rows, base: Any = None) -> jax.Array:
