@@ -48,6 +48,8 @@ OF_ROUNDS = ("rewards.functions", "environments.factory", "environments.max_turn
 
 # Arrays whose first axes are the ring's shards and the sampler's.
 RING_ROWS, SAMPLER_ROWS = "ring/uses", "sampler/length"
+# One that a ring in pages alone has.
+RING_PAGES = "ring/pages/first"
 
 # Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
 PASSING = ("sampler", "rounds")
@@ -297,8 +299,11 @@ def check_settings(
         host, text: what ``read_text`` gives.
         config: the settings now.
     """
+    saved = config_of(text, path)
     fixed = {*FIXED_SETTINGS, *(OF_ROUNDS if host.get("rounds") else ())}
-    changed = changed_settings(config_of(text, path), config) | changed_files(text.get("files", {}), config)
+    if RING_PAGES in text["arrays"] and config.sampling.max_completion_tokens < saved.sampling.max_completion_tokens:
+        fixed.add("sampling.max_completion_tokens")  # pages fit rows of any width, and longer ones would be cut
+    changed = changed_settings(saved, config) | changed_files(text.get("files", {}), config)
     changed = {name: pair for name, pair in changed.items() if name in fixed or not allow_changes}
     if changed:
         more = "" if fixed & {*changed} else ", or pass --allow_config_changes"

@@ -394,6 +394,21 @@ def test_changed_settings_are_refused_by_name_unless_allowed(checkpointer):
         checkpointer.restore(target, other, allow_config_changes=True)
 
 
+def test_rows_in_pages_are_not_cut(checkpointer):
+    """The log of pages has the same shape for shorter completions, and its longer rows would lose their end."""
+    padded = make_state()
+    paged = padded | {"ring": padded["ring"] | {"pages": {"first": jnp.zeros((8, 4), jnp.int32)}}}
+    shorter, longer = (change(sampling={"max_completion_tokens": n}) for n in (8, 32))
+    for iteration, state, allowed in ((1, padded, (longer, shorter)), (2, paged, (longer,))):
+        save(checkpointer, iteration, state)
+        checkpointer.wait()
+        for config in allowed:
+            found = checkpointer.restore(abstract(state), config, allow_config_changes=True)
+            assert found.iteration == iteration
+    with pytest.raises(ConfigError, match=r"settings: sampling\.max_completion_tokens 16 -> 8\. Set .* workdir$"):
+        checkpointer.restore(abstract(paged), shorter, allow_config_changes=True)
+
+
 def test_a_run_does_not_go_back(checkpointer):
     """It would end at once as a run of fewer iterations than it had."""
     save(checkpointer, 3, make_state())
