@@ -223,7 +223,11 @@ METRICS: dict[str, Metric] = {
         "seconds", "What of time/generate_s the next chunk of decode steps waited for environments to answer."
     ),
     "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended, summed over its rounds."),
-    "time/update_s": Metric("seconds", "From dispatch of the update until its metrics are on the host."),
+    "time/update_s": Metric(
+        "seconds",
+        "From rewarded rollouts until the metrics of the updates are on the host: what reference, older policy and "
+        "critic say of each fresh rollout, the insertion into the ring, and all optimizer steps.",
+    ),
     "time/checkpoint_s": Metric(
         "seconds", "Writing the checkpoint that became whole in the iteration; it is written beside the loop."
     ),
