@@ -123,7 +123,7 @@ def _engines(
         cuts_rows=True,
     )
     sizes = {"--slots": slots, "--max_tokens": sampling.max_completion_tokens, "--max_prompt_tokens": max_prompt_tokens}
-    check_fits([sampler.abstract_state()] * max(1, len(adapters)), mesh, sizes)  # each engine has its own
+    check_fits([sampler.abstract_state()] * (1 + len(adapters)), mesh, sizes)  # each engine has its own
     programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
     if adapters:

@@ -278,6 +278,24 @@ def test_adapters_of_unlike_ranks_and_targets_answer_as_each_alone_over_one_base
         assert "_lora_" in jax.tree_util.keystr(path) or all(y is x for _, y in others)
 
 
+def test_room_is_asked_for_the_base_and_for_each_adapter(tmp_path, monkeypatch):
+    model = Model(pretrained.resolve(MODEL).architecture(), lora=LoraConfig(rank=2, targets=("q",)))
+    shapes, _ = lora.split(model.abstract_params(mesh_of(ONE)))
+    learned = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), shapes)
+    peft.export(learned, model, pretrained.resolve(MODEL).tokenizer(), str(tmp_path), MODEL)
+    counts = []
+
+    def stop(states, *_):
+        counts.append(len(states))
+        raise ConfigError("no room")
+
+    monkeypatch.setattr("jaxrl_llm.serve.check_fits", stop)
+    for names in ((), ("a",), ("a", "b")):
+        with pytest.raises(ConfigError, match="no room"), serving(adapters=dict.fromkeys(names, str(tmp_path))):
+            pass
+    assert counts == [1, 2, 3]
+
+
 def test_adapters_have_names_of_their_own():
     assert adapters_of(["a=x/y", "z"], MODEL) == {"a": "x/y", "z": "z"}
     for given in (["a=x", "a=y"], ["=x"], [f"{MODEL}=x"]):
