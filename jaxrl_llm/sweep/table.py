@@ -130,6 +130,13 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
     return Band(x, *np.nanquantile(at, (0.25, 0.5, 0.75), axis=0))
 
 
+def _median(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The curves' median at the first one's own x, where all are there: x [points] and y [points]."""
+    x = curves[0][0]
+    x = x[(x >= max(own[0] for own, _ in curves)) & (x <= min(own[-1] for own, _ in curves))]
+    return x, np.median([np.interp(x, *each) for each in curves], axis=0)
+
+
 def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool) -> list[int]:
     """Indices of the points that no other beats in one figure without losing in the other, by the first figure."""
     signed = [(x if lower_x else -x, y if lower_y else -y) for x, y in points]
@@ -310,18 +317,20 @@ def _bounded(value: float, low: float, high: float) -> tuple[str, str]:
 def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
     """Of each group's median curve of the first metric, highest ceiling first; nothing where none can be fitted.
 
-    R0 is the median of what the group's runs began with; a group of which that is not known is named below.
+    Every run must have points enough of its own; the median is fitted at those of the first, as far as all go. R0 is
+    the median of what the group's runs began with; a group of which that is not known is named below.
     """
     metric, found, unknown = sweep.metrics[0], [], []
     highest = 1.0 if units.get(metric) == "fraction" else np.inf
     for members in groups(runs).values():
-        shown = band([curve(run, metric, sweep.x_axis) for run in members])
-        if shown is None or not fits.is_long_enough(shown.x) or metric in sweep.lower_is_better:
+        curves = [curve(run, metric, sweep.x_axis) for run in members]
+        if metric in sweep.lower_is_better or not all(fits.is_long_enough(x) for x, _ in curves):
             continue
+        x, y = _median(curves)
         starts = [run.before.get(metric) for run in members]
         if None in starts:
             unknown.append(_shown(members[0], sweep))
-        elif sigmoid := fits.fit(shown.x, shown.median, start=float(np.median(starts)), highest=highest):
+        elif sigmoid := fits.fit(x, y, start=float(np.median(starts)), highest=highest):
             found.append((_shown(members[0], sweep), sigmoid))
     found.sort(key=lambda pair: -pair[1].ceiling)
     rows = [page.row(name, *map(_number, (f.ceiling, f.middle, f.steepness, f.error))) for name, f in found]

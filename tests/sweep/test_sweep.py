@@ -185,6 +185,26 @@ def test_no_sigmoid_is_fitted_where_no_file_says_what_runs_began_with(tmp_path):
     assert fitted[1] == "</div><p>Not fitted, for no file says what they began with: lr 2.0.</p>"
 
 
+def test_seeds_whose_points_lie_apart_are_no_longer_curve_than_each(tmp_path):
+    """Between their points lie straight lines: the union of 3 seeds' 4 points is 12, and was fitted."""
+
+    def cells(num_points, field="tokens/trained"):
+        runs = []
+        for seed in range(3):
+            x = 10 * (1 + 0.01 * seed) * np.arange(1.0, num_points + 1)
+            learned = 0.1 + 0.5 / (1 + (60.0 / x) ** 2)  # each on the one curve
+            own = [row | {field: float(at)} for row, at in zip(rows(*learned), x, strict=True)]
+            runs.append(Run(f"r{seed}", {"seed": seed}, "finished", own, before={M: 0.1}))
+        sweep = Sweep([run.point for run in runs], x_axis=field)
+        html = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
+        found = re.findall(r'class="fits">.*?</table>', html, re.DOTALL)
+        return [float(x) for table in found for x in re.findall(r"<td>([\d.e-]+)</td>", table)]
+
+    assert cells(4) == []
+    ceiling, middle, steepness, error = cells(20)  # of which 19 points of the first seed lie on all three
+    assert (ceiling, middle, steepness) == pytest.approx((0.6, 60, 2), rel=0.03) and error < 0.005
+
+
 def test_what_runs_began_with_is_read_from_the_evaluation_before_them(tmp_path):
     points = make_points(seeds(1), num_iterations=12)
     (name,) = points
