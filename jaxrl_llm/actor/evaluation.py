@@ -238,10 +238,6 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
                 raise ConfigError(str(error).replace("prompts.name=", "eval.name=")) from error
             held_out = more.examples[: config.eval.num_prompts]
             messages += more.bad_rows
-            trained = set(map(prompts_lib.question_of, examples))
-            if (twice := sum(prompts_lib.question_of(x) in trained for x in held_out)) and hosts.is_first():
-                said = f"warning: {twice} of the {len(held_out)} held-out questions of eval.name={config.eval.name!r}"
-                print(f"{said} are trained on too (prompts.name={config.prompts.name!r})", file=sys.stderr)
         else:
             examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
     prompts, examples = config.prompts, loaded.laddered(examples)
@@ -252,7 +248,30 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
             raise ConfigError(f"no question {'to train on' if not examples else 'held out'} can be begun: {bad[0]}")
     train, long_train = prompts_lib.encode_examples(examples, tokenizer, prompts)
     held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts) if held_out else ([], [])
-    return train, held, messages + long_train + long_held
+    return _apart(config, train, held), held, messages + long_train + long_held
+
+
+def _apart(config: Config, train: list[Any], held_out: list[Any]) -> list[Any]:
+    """Training questions without those of which other texts are held out with the same tokens; a warning counts them.
+
+    A chat template may trim. Of ``eval.name`` all stay, and a warning counts the held-out ones that are trained on.
+    """
+    key = lambda row: (row.tokens.tobytes(), row.example.hidden)
+    of_train, of_held = map(key, train), set(map(key, held_out))
+    if config.eval.name:
+        trained = set(of_train)
+        said = f"{sum(key(row) in trained for row in held_out)} of the {len(held_out)} held-out questions of eval.name="
+        said += f"{config.eval.name!r} are trained on too (prompts.name={config.prompts.name!r})"
+    elif config.environments.factory and config.prompts.source not in HIDING:
+        return train  # an agent may begin all alike
+    else:
+        before, train = len(train), [row for row, own in zip(train, of_train, strict=True) if own not in of_held]
+        said = f"{before - len(train)} training questions are left out: held-out ones have the same tokens"
+        if not train:
+            raise ConfigError(f"no question is left to train on, for {said}")
+    if not said.startswith("0 ") and hosts.is_first():
+        print(f"warning: {said}", file=sys.stderr)
+    return train
 
 
 def first_skipped(messages: list[str]) -> list[str]:

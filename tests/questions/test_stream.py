@@ -196,6 +196,36 @@ def test_words_that_an_environment_hides_are_questions_of_their_own(tmp_path):
     )
 
 
+def test_no_text_is_trained_on_whose_tokens_are_a_held_out_question_s(tmp_path, capfd):
+    """A template that trims makes one question of several texts."""
+
+    class Trimming(ByteTokenizer):
+        def encode_prompts(self, prompts, **given):
+            return super().encode_prompts([text.strip() for text in prompts], **given)
+
+    path = tmp_path / "q.jsonl"
+    path.write_text("".join(f"{json.dumps({'prompt': text})}\n" for i in range(6) for text in (f"q{i}", f" q{i}\n")))
+    given = {"prompts": {"source": "jsonl", "name": str(path), "chat_template": False}}
+    config = freeze(given | {"eval": {"num_prompts": 2}, "rewards": {"functions": ("x:y",)}})
+    train, held_out, _ = evaluation.questions(config, Trimming())
+    of = lambda rows: [row.example.prompt.strip() for row in rows]
+    left = [f"q{i}" for i in range(6) for _ in "ab"]
+    assert len(set(of(held_out))) == 2 and of(train) == [text for text in left if text not in of(held_out)]
+    said = "warning: 2 training questions are left out: held-out ones have the same tokens\n"
+    assert capfd.readouterr().err == said
+    as_it_is = evaluation.questions(config, ByteTokenizer())[0]  # other tokens, other questions
+    assert len(as_it_is) == 10 and not capfd.readouterr().err
+    path.write_text('{"prompt": "a"}\n{"prompt": "a "}\n')
+    config = freeze(given | {"eval": {"num_prompts": 1}, "rewards": {"functions": ("x:y",)}})
+    with pytest.raises(ConfigError, match="no question is left to train on, for 1 training questions are left out"):
+        evaluation.questions(config, Trimming())
+    (tmp_path / "test.jsonl").write_text('{"prompt": "\\na"}\n{"prompt": "b"}\n')
+    of_file = {"num_prompts": 2, "name": str(tmp_path / "test.jsonl")}
+    config = freeze(given | {"eval": of_file, "rewards": {"functions": ("x:y",)}})
+    assert len(evaluation.questions(config, Trimming())[0]) == 2
+    assert capfd.readouterr().err.startswith("warning: 1 of the 2 held-out questions of eval.name=")
+
+
 def test_holding_out_nothing_keeps_everything_and_everything_is_refused():
     examples = numbered(5) + numbered(5)
     assert split_held_out(examples, 0, seed=0) == (tuple(examples), ())
