@@ -5,13 +5,14 @@
     Interval.of(curves[:, -1])          0.48 (0.43-0.53): of all runs and questions; of 95 % of the draws
 
 Row 0 of every array of draws is the figure itself, of all runs and questions. Runs are of one seed each, in the order
-of the seeds. Experiments with the same seed are asked the same questions, and with another seed others. So seeds are
-drawn alike for every experiment, and the questions of each seed alike too: a difference of two experiments, or a
-ratio, taken row by row, has the interval of the difference.
+of the seeds. Experiments with the same seed are asked the same questions, and with another seed others, though nearly
+the same by reasoning-gym with neighbouring seeds (docs/sweeps.md). So seeds are drawn alike for every experiment, and
+the questions of each seed alike too: a difference of two experiments, or a ratio, taken row by row, has the interval of
+the difference.
 
-Seeds differ by the questions they are asked already, so that drawing these too makes an interval rather too wide; four
-seeds make it too narrow: a run that was not drawn is not there. A seed that is drawn twice is asked other questions the
-second time.
+Seeds that lie apart differ by the questions they are asked already, so that drawing these too makes an interval rather
+too wide; four seeds make it too narrow: a run that was not drawn is not there. A seed that is drawn twice is asked
+other questions the second time.
 Source: percentile bootstrap, Efron 1979; of clusters and within them, Davison and Hinkley 1997, section 3.8.
 Owns: draws, intervals, first crossings. Does not know: where figures come from.
 """

@@ -779,6 +779,12 @@ def gym_config(name="chain_sum", size=40, **arguments):
     return PromptsConfig(source="reasoning_gym", name=name, size=size, arguments=arguments)
 
 
+def test_neighbouring_seeds_share_all_questions_but_one_of_each_level_and_far_ones_few(gym):
+    """As docs/sweeps.md says: a dataset's i-th question is of seed + i, and 30 of 3 levels are ten of each."""
+    of = lambda seed: {row.prompt for row in tasks.load(gym_config(size=30, levels=3), seed=seed).examples}
+    assert len(of(0) & of(1)) == 27 and len(of(0) & of(10_000)) < 3
+
+
 def test_a_dataset_whose_questions_are_other_ones_in_each_process_is_refused(gym, monkeypatch):
     config = gym_config("ransom_note", size=3)
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # as who heeds the message has it
