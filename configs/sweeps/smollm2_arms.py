@@ -4,7 +4,7 @@
 
 What else may be done with four uses is done with a ring of two batches, which smollm2.py found better than one of
 eight; the correction is that of E6 which the seeds that chose rates liked best. Some eight hours on 2 cores; all
-are on file but, of the share for correct ones on products, three of four seeds (`studies.raw --only` adds them).
+are on file but, of the share for correct ones on products, two of four seeds (`studies.raw --only` adds them).
 """
 
 import runpy
