@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.sweep.points import Point, Sweep, grid, product, seeds
+from jaxrl_llm.sweep.points import SEED, Point, Sweep, grid, product, seeds
 from jaxrl_llm.sweep.table import Run, best_points
 
 COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
@@ -141,6 +141,11 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
         thresholds={METRICS[0]: THRESHOLD},
         pareto=(("update/entropy_nats", METRICS[0]),),
     )
+
+
+def is_reported(seed: int) -> bool:
+    """Whether runs of this seed are reported, and so chose no learning rate."""
+    return seed in {point[SEED] for point in REPORTED}
 
 
 def without_rate(name: str) -> str:

@@ -31,7 +31,7 @@ from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
 from jaxrl_llm.sweep.points import SEED, Point, freeze_points
 from jaxrl_llm.sweep.table import Run
 from studies.costs import GENERATED, TRAINED
-from studies.design import RATE, REPORTED, without_rate
+from studies.design import RATE, is_reported, without_rate
 
 COUNTS = (GENERATED, TRAINED, "tokens/generated", "tokens/trained")  # of an iteration
 METRICS = (
@@ -55,7 +55,7 @@ class Study(NamedTuple):
 
     def reported(self) -> list[Run]:
         """Runs of seeds that chose no learning rate."""
-        return [run for run in self.runs if _is_reported(run.point)]
+        return [run for run in self.runs if is_reported(run.point[SEED])]
 
 
 def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     rates: dict[str, float] = {}
     for record in runs.values():
         arm, rate = without_rate(record["label"]), record["point"][RATE]
-        if _is_reported(record["point"]) and rates.setdefault(arm, rate) != rate:
+        if is_reported(record["point"][SEED]) and rates.setdefault(arm, rate) != rate:
             raise SystemExit(f"{path} would have {arm!r} at two learning rates, {rates[arm]} and {rate}")
     return before | {"runs": list(runs.values())}
 
@@ -120,15 +120,11 @@ def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
             raise SystemExit(f"{workdir} was asked other held-out questions than {first}, of the same seed and task")
 
 
-def _is_reported(point: Point) -> bool:
-    return point[SEED] in {reported[SEED] for reported in REPORTED}
-
-
 def _record(run: Run, workdir: pathlib.Path, config: Config, called: str) -> dict[str, Any]:
     last = config.num_iterations
     at = [row["iteration"] for row in run.rows if row.get("eval/pass_rate") is not None]
     files = [workdir / ("eval_after.json" if i == last else f"eval_{i}.json") for i in at]
-    rows = run.rows if _is_reported(run.point) else _between(run.rows, at)
+    rows = run.rows if is_reported(run.point[SEED]) else _between(run.rows, at)
     columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
     before, *passed = [_passed(path, config.rewards.pass_threshold) for path in (workdir / "eval_before.json", *files)]
     about = {"name": run.name, "label": called, "point": run.point, "samples": config.eval.num_samples}

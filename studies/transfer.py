@@ -15,8 +15,7 @@ import shutil
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.evaluate import command
-from jaxrl_llm.sweep.points import SEED
-from studies.design import REPORTED
+from studies.design import is_reported
 
 TASK = "gcd"
 ARGUMENTS = {"min_numbers": 2, "max_numbers": 2, "max_value": 12}
@@ -39,7 +38,7 @@ def measure(config: Config, workdir: pathlib.Path) -> dict[str, float]:
         {"held-out/pass@k": rate, "gcd/pass@k": rate} for k of 1, 2, 4 to 32.
     """
     found = {}
-    if config.seed in {point[SEED] for point in REPORTED}:
+    if is_reported(config.seed):
         for name, asked in (("held-out", config), (TASK, config_of(config))):
             rates = command(asked, "", str(workdir), SAMPLES)["pass_at_k"]
             found |= {f"{name}/pass@{k}": rate for k, rate in rates.items()}
