@@ -72,7 +72,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh, teacher.architecture())
     source.check_weights(run.model.base, mesh)
     teacher.check_weights(run.learner.reference_model, mesh)
-    external = External(run, tokenizer)
+    external = External(run, tokenizer, train_set, held_out)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     examples = [row.example for row in train_set + held_out]
     hosts.agree(config=(text := record(config, mesh)), questions=[(one.prompt, one.columns) for one in examples])

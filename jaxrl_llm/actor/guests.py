@@ -38,7 +38,7 @@ import numpy as np
 
 from jaxrl_llm.actor.resampling import Sampled, ragged
 from jaxrl_llm.actor.reward_worker import MAX_SCORE
-from jaxrl_llm.actor.sources import Hindsight, source_of
+from jaxrl_llm.actor.sources import HeldOutError, Hindsight, source_of
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.questions.tasks.files import question
 from jaxrl_llm.runtime import hosts, sharding
@@ -75,12 +75,18 @@ class Group:
 class External:
     """The groups of ``external.paths``, and where reading them stands.
 
+    Args:
+        train, held_out: the run's questions, of type EncodedExample. No group is about a held-out one, unless the run
+            trains on that one anyway.
+
     Raises:
         ConfigError: a path is neither file nor folder, or a line of a file is no group: its file, line and field.
     """
 
-    def __init__(self, run: Run, tokenizer: Any):
-        reader = _Reader(run.config, tokenizer, run.model.arch.vocab_size)
+    def __init__(self, run: Run, tokenizer: Any, train: Sequence[Any] = (), held_out: Sequence[Any] = ()):
+        ids_of = lambda rows: (tuple(row.tokens.tolist()) for row in rows if run.config.external.paths)
+        unseen = frozenset(ids_of(held_out)).difference(ids_of(train))
+        reader = _Reader(run.config, tokenizer, run.model.arch.vocab_size, unseen)
         self._run = run
         self._sources = {path: source_of(path, reader) for path in run.config.external.paths}
 
@@ -145,7 +151,7 @@ class Guests:
     Attributes:
         rows: [J*G, S] on the device; completions of no token where a group, or a completion of one, is missing.
         groups: J of them.
-        skipped_lines: of runs and functions, so far.
+        skipped_lines: of runs and functions, so far; of files, those about held-out questions.
         failed_calls: of functions, so far.
         rewards: of the J*G rows, once ``score`` has collected them.
     """
@@ -242,11 +248,12 @@ class _Reader:
     config: Config
     tokenizer: Any
     vocab_size: int
+    held_out: frozenset[tuple[int, ...]]  # token ids of prompts
 
     def group(self, line: bytes, origin: str) -> Group:
         """
         Raises:
-            BadRowError: the line is no group of this run.
+            BadRowError: the line is no group of this run; HeldOutError where its question is held out.
         """
         row = parse(line)
         own = {}
@@ -263,6 +270,8 @@ class _Reader:
             raise BadRowError(f"`prompt` has {len(ids)} tokens, and prompts.max_tokens={prompts.max_tokens}")
         if own["prompt_ids"] not in (None, ids):
             raise BadRowError("`prompt_ids` are not what this run's tokenizer and chat template make of the prompt")
+        if tuple(ids) in self.held_out:
+            raise HeldOutError("the question is held out")
         return Group(
             Example(prompt, columns, origin),
             ids,

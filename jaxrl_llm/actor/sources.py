@@ -4,6 +4,8 @@
     a run's workdir   of what it has written since the iteration before, the newest groups; others are passed over
     a function        hindsight: a line for each group that it makes of those which the last iteration has sampled
 
+What is about a held-out question of this run is left out of all of them, and counted.
+
 Such a function, "package.module:function" or "FILE.py:function", has the arguments of a reward function (prompts,
 completions and columns, of one question) and returns a list of lines as files have them (``actor.guests``). It runs in
 a process of its own (``hindsight_worker``) and has ``rewards.timeout_s`` for each question. Where it fails, of that
@@ -35,6 +37,10 @@ if TYPE_CHECKING:
     from jaxrl_llm.actor.resampling import Sampled
 
 
+class HeldOutError(BadRowError):
+    """The line is about a question that the run holds out."""
+
+
 def source_of(path: str, reader: Any) -> File | Feed | Hindsight:
     """Of a path; ``reader.group(line, origin)`` makes a group of a line, or raises BadRowError."""
     where = pathlib.Path(path).expanduser()
@@ -49,22 +55,27 @@ def source_of(path: str, reader: Any) -> File | Feed | Hindsight:
 
 
 class File:
-    """The groups of a file in its order, again and again."""
+    """The groups of a file in its order, again and again; a warning counts those that are left out (``skipped``)."""
 
-    skipped = failed = 0
+    failed = 0
 
     def __init__(self, path: pathlib.Path, reader: Any):
-        self._groups, self._position = [], 0
+        self._groups, self._position, self.skipped = [], 0, 0
         try:
             for number, line in lines(path):
                 try:
                     self._groups.append(reader.group(line, f"{path}:{number}"))
+                except HeldOutError:
+                    self.skipped += 1
                 except BadRowError as error:
                     raise ConfigError(f"{path}:{number}: {error}") from error
         except OSError as error:
             raise ConfigError(f"external.paths: {path} cannot be read: {error.strerror or error}") from error
+        left_out = f"{self.skipped} groups of external.paths {path} are left out: their questions are held out"
         if not self._groups:
-            raise ConfigError(f"external.paths: {path} is empty")
+            raise ConfigError(f"external.paths: {path} is empty" if not self.skipped else f"all {left_out}")
+        if self.skipped and hosts.is_first():
+            print(f"warning: {left_out}", file=sys.stderr)
 
     def look(self) -> None:
         """Nothing is new."""

@@ -196,7 +196,7 @@ METRICS: dict[str, Metric] = {
     "external/groups": Metric("groups", "Groups of external.paths that came into the ring in the iteration."),
     "external/reward_mean": Metric("reward", "Total reward, mean over their completions that have one."),
     "external/failed_rewards": Metric("rollouts", "Their completions without a reward, which are never drawn."),
-    "external/skipped_lines": Metric("lines", "Lines of other runs or functions that this one cannot use, so far."),
+    "external/skipped_lines": Metric("lines", "Lines of external.paths that no group is made of, so far."),
     "external/failed_calls": Metric("calls", "Calls of functions of external.paths that have failed, so far."),
     "time/cost_ratio": Metric(
         "ratio",

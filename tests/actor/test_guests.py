@@ -187,6 +187,22 @@ def test_totals_are_no_rewards_where_each_function_counts(tmp_path):
         external(path, algorithm={"advantage": "gdpo"})
 
 
+def test_what_is_about_a_held_out_question_is_left_out_unless_it_is_trained_on_anyway(tmp_path, capsys):
+    path = written(tmp_path, *(line(name, rewards=[0, 1]) for name in "abca"))
+    (tmp_path / "peer").mkdir()
+    run = make_run(path, tmp_path / "peer", groups=4)
+    examples = lambda names: [Example(name, {}) for name in names]
+    encoded = lambda names: encode_examples(examples(names), make_byte_tokenizer(), run.config.prompts)[0]
+    source = External(run, make_byte_tokenizer(), encoded("bxy"), encoded("axz"))
+    written(tmp_path / "peer", *(line(name, rewards=[0, 1]) for name in "xyz"), name=SHARED_FILE)
+    said = f"warning: 2 groups of external.paths {path} are left out: their questions are held out"
+    assert said in capsys.readouterr().err
+    guests = source.next_groups(0, unasked)
+    assert prompts(guests) == ["b", "y", "c", "x"] and guests.skipped_lines == 2 + 1
+    with pytest.raises(ConfigError, match=r"all 4 groups of external.paths .* their questions are held out"):
+        External(run, make_byte_tokenizer(), (), encoded("abc"))
+
+
 def test_paths_that_hold_nothing_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere is neither a file nor the workdir of a run \(make the folder"):
         external(tmp_path / "nowhere")
