@@ -92,7 +92,7 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int | None
         )
         base = (params,) if run.learner.base else ()
         if checkpoint:
-            check = functools.partial(lora.check_base, own=lora.identity(*base), path=config.model.path)
+            check = functools.partial(lora.check_frozen, own=lora.identity(*base), path=config.model.path)
             params, saved = restore_params(checkpoint, run.learner.params, check)
             if (own := config.model.lora) != saved.model.lora:
                 raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")

@@ -63,7 +63,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
         if not model.lora.rank:
             raise ConfigError(f"--merge: {checkpoint or path} has no adapters (model.lora.rank=0)")
         base = source.load_params(model.base, sharding.make_mesh(MeshConfig()), seed=config.seed)
-        lora.check_base(found, lora.identity(base), path or config.model.path)
+        lora.check_frozen(found, lora.identity(base), path or config.model.path)
         base = jax.tree.map(lambda x: x.astype("float32"), base)
         params, model = lora.merge(params, base, model.lora), model.base
     with cli.writing(output):

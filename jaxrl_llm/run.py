@@ -73,8 +73,7 @@ class Run:
         """Every program of the run by name."""
         programs = self.sampler.programs(self.sampler_params) | self.learner.programs()
         whole = sharding.replicated(self.mesh, 0)
-        parts = self.abstract_checkpoint | ({"base": self.learner.base[0]} if self.learner.base else {})
-        for part, state in parts.items():
+        for part, state in (self.abstract_checkpoint | self.learner.frozen).items():
             programs[f"checksums_{part}"] = Program(checksums, (state,), whole)
         if self.config.rollout.max_resample_rounds:
             P = self.config.rollout.prompts_per_iteration

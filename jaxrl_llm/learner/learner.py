@@ -79,9 +79,10 @@ class LearnerPrograms:
         return self.reference_model.abstract_params(self.mesh) if self.loads_reference else None
 
     @property
-    def frozen(self) -> tuple[Any, ...]:
-        """All weights that do not learn: a base is the reference too, where no other model is."""
-        return self.base if self.base and not self.config.model.reference_path else (*self.base, self.reference)
+    def frozen(self) -> dict[str, Any]:
+        """All weights that do not learn, by name: a base is the reference too, where no other model is."""
+        own = None if self.base and not self.config.model.reference_path else self.reference
+        return ({"base": self.base[0]} if self.base else {}) | ({"reference": own} if own else {})
 
     @functools.cached_property
     def sampled(self) -> Rollout:
@@ -278,7 +279,7 @@ class Learner:
         self.config, self._compiled, self._reference = programs.config, compiled, reference
         self._base = () if base is None else (base,)
         self._published_base = tuple(map(compiled.get("publish_base"), self._base))
-        self._identity = lora.identity(base, compiled.get("checksums_base"))
+        self._identity = lora.identity(base, reference, self.config.model, compiled)
         self._new_adapters = functools.partial(lora.init, programs.model, programs.mesh, base, seed=self.config.seed)
         self._layout = sharding.of(programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
@@ -294,8 +295,8 @@ class Learner:
             self.state = self.state.replace(others={**self.state.others, "reference": self._new_adapters()})
 
     def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState) -> None:
-        """As ``host_state()``, ``state`` and ``ring`` were; ConfigError where they are of another base."""
-        lora.check_base(host_state, self._identity, self.config.model.path)
+        """As ``host_state()``, ``state`` and ``ring`` were; ConfigError where weights that stay are others now."""
+        lora.check_frozen(host_state, self._identity, self.config.model.path)
         self.memory.restore(host_state["memory"])
         self.faults.restore(host_state["faults"])
         self.state, self.ring = state, ring

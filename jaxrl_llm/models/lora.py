@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import ConfigError, LoraConfig
+from jaxrl_llm.config import ConfigError, LoraConfig, ModelConfig
 from jaxrl_llm.method_config import LORA_TARGETS
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import rng, sharding
@@ -132,13 +132,28 @@ def _by_rank(move: Callable[[jax.Array, int], jax.Array], learned: Any) -> Any:
     return jax.tree_util.tree_map_with_path(one, learned)
 
 
-def identity(base: Any = None, sums: Callable[[Any], jax.Array] | None = None) -> dict[str, list[int]]:
-    """What a checkpoint of adapters keeps of their base: checksums of its arrays, by ``sums`` where it is compiled."""
-    return {} if base is None else {"base": jax.device_get((sums or checksums)(base)).tolist()}
+def identity(
+    base: Any = None, reference: Any = None, model: ModelConfig | None = None, compiled: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """What a checkpoint keeps of the weights that stay: checksums of the base of adapters, and of the reference.
+
+    Args:
+        base, reference: None = there is none; the reference may be the base.
+        model: whose setting the reference is from.
+        compiled: ``checksums_base`` and ``checksums_reference``, where they are compiled.
+    """
+    sums = lambda part, arrays: jax.device_get((compiled or {}).get(f"checksums_{part}", checksums)(arrays)).tolist()
+    found = {} if base is None else {"base": sums("base", base)}
+    if reference is None or reference is base:
+        return found
+    setting = "reference_path" if model.reference_path else "path"
+    name = f"model.{setting}={getattr(model, setting)!r:.200}"
+    return found | {"reference": {name: sums("reference", reference)}}
 
 
-def check_base(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-    """Raise a ``ConfigError`` where adapters were saved over another base than that of ``model.path``.
+def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
+    """Raise a ``ConfigError`` where adapters were saved over another base than that of ``model.path``, or a run with
+    another reference than the same setting names now.
 
     Args:
         saved, own: ``identity``, among others.
@@ -149,6 +164,9 @@ def check_base(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> N
         )
     if saved.get("base") != own.get("base"):
         raise ConfigError(f"model.path={path!r:.200} holds other weights than the base that the adapters learned on")
+    for setting, sums in own.get("reference", {}).items():
+        if saved.get("reference", {}).get(setting, sums) != sums:
+            raise ConfigError(f"{setting} holds other weights than the reference of the checkpoint")
 
 
 def _flat(w: jax.Array, a: jax.Array, b: jax.Array, lead: int = 0) -> tuple[jax.Array, ...]:

@@ -17,7 +17,7 @@ from support.building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS,
 
 from jaxrl_llm import train as train_module
 from jaxrl_llm.actor.sampler import SamplerState
-from jaxrl_llm.config import MeshConfig, freeze
+from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS, Architecture
@@ -320,6 +320,28 @@ def test_adapters_that_start_from_others_have_the_base_alone_as_their_first_refe
     assert all(np.any(x) for name, x in learner.policy["blocks"].items() if name.endswith("_b"))
     for name, x in merged["blocks"].items():
         np.testing.assert_allclose(x, base["blocks"][name], rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("path", ["", "of/a/teacher"])
+def test_a_run_goes_on_with_the_reference_that_it_had(path):
+    algorithm = {"divergence": {"name": "reference", "coefficient": 0.1}}
+    of = lambda path: freeze(SETTINGS | {"algorithm": algorithm, "model": {"path": "mine", "reference_path": path}})
+    run = assemble(of(path), TINY, building.EOS_IDS, mesh_of(ONE), TINY)
+    compiled = compile_all({"checksums_reference": run.programs()["checksums_reference"]}, run.mesh)
+    weights = building.learner_params(run.model, run.mesh)
+    others = {**weights, "final_norm": weights["final_norm"].at[3].add(1e-6)}
+    learner = lambda reference, path=path: Learner(
+        dataclasses.replace(run.learner, config=of(path)), compiled, Ledger(), reference=reference
+    )
+    saved = json.loads(json.dumps(learner(weights).host_state()))
+    learner(weights).restore(saved, None, None)
+    setting = "reference_path='of/a/teacher'" if path else "path='mine'"
+    with pytest.raises(
+        ConfigError, match=rf"model\.{setting} holds other weights than the reference of the checkpoint"
+    ):
+        learner(others).restore(saved, None, None)
+    learner(others, "of/another").restore(saved, None, None)  # as someone has said
+    learner(others).restore({k: v for k, v in saved.items() if k != "reference"}, None, None)  # of an earlier version
 
 
 def test_the_loop_resets_the_reference_after_the_iterations_that_are_said(tmp_path, monkeypatch):

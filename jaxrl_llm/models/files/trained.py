@@ -92,7 +92,7 @@ def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any
         if not adapters.rank:
             return weights.restore_params(path, model.abstract_params(mesh))[0]
         under = base.load_params(of(model).base, mesh, seed=config.seed)  # random ones were of the run's own seed
-        is_base = functools.partial(lora.check_base, own=lora.identity(under), path=config.model.path)
+        is_base = functools.partial(lora.check_frozen, own=lora.identity(under), path=config.model.path)
         found, _ = weights.restore_params(path, learned(model, mesh), is_base)
         whole = lora.merge(found, jax.tree.map(lambda x: x.astype("float32"), under), adapters)
         return jax.tree.map(lambda x: x.astype(model.param_dtype), whole)
