@@ -51,10 +51,13 @@ def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[di
     return [{"role": "system", "content": f"{first['content']}\n\n{text}" if first else text}, *rest]
 
 
-def texts_of(messages: Any) -> list[dict[str, str]]:
+def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
     """A request's messages as roles and texts; calls that the assistant made are in its text.
 
     A content that is a list of parts is their texts, a line break between.
+
+    Args:
+        apart: calls stay beside the text, as chat templates take them: arguments by name. Those of others are in it.
 
     Raises:
         ValueError: there is none, or one is no message, or has a part that is no text.
@@ -66,12 +69,17 @@ def texts_of(messages: Any) -> list[dict[str, str]]:
             content = "\n".join(map(_text_of_part, content))
         calls = message.get("tool_calls") or [] if isinstance(message, dict) else []
         try:
-            written = [_written(call["function"]) for call in calls]
+            functions = [_function(call["function"]) for call in calls]
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"tool_calls={calls!r:.200} must have functions with a name and arguments") from None
-        if not isinstance(role, str) or not (isinstance(content, str) or (written and content is None)):
+        if not isinstance(role, str) or not (isinstance(content, str) or (functions and content is None)):
             raise ValueError(f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
-        said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])})
+        if apart and functions and all(isinstance(function["arguments"], dict) for function in functions):
+            calls = [{"type": "function", "function": function} for function in functions]
+            said.append({"role": role, "content": content or "", "tool_calls": calls})
+        else:
+            written = [f"{BEGIN}\n{_json(function)}\n</tool_call>" for function in functions]
+            said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])})
     return said
 
 
@@ -96,12 +104,12 @@ def _kinds_of(function: dict[str, Any]) -> Kinds:
     return {key: kinds(schema) for key, schema in properties.items()} if isinstance(properties, dict) else {}
 
 
-def _written(function: dict[str, Any]) -> str:
+def _function(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # text that is no JSON is what was said
             arguments = json.loads(arguments)
-    return f"{BEGIN}\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+    return {"name": function["name"], "arguments": arguments}
 
 
 def message_of(turn: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Handler(openai_api.Handler):
         if choice not in (None, "auto", "none"):
             raise Refused(400, f"tool_choice={choice!r:.100} must be 'auto' or 'none'")
         try:
-            messages, given = tools.texts_of(messages), tools.functions_of([] if given is None else given)
+            given = tools.functions_of([] if given is None else given)
             given = [] if choice == "none" else given
             ids = self._encoded(messages, given, how)
         except ValueError as error:  # a ConfigError too
@@ -154,14 +154,22 @@ class Handler(openai_api.Handler):
         usage = openai_api.usage(len(ids), len(tokens))
         return self.send(200, base | {"object": "chat.completion", "choices": [choice], "usage": usage})
 
-    def _encoded(self, messages: list[dict[str, str]], given: list[Any], how: dict[str, Any]) -> list[int]:
-        """Token ids of a conversation; where its template has no place for tools, the system's message has them."""
-        tokenizer = self.server.tokenizer
+    def _encoded(self, messages: Any, given: list[Any], how: dict[str, Any]) -> list[int]:
+        """Token ids of a conversation.
+
+        Where its template has no place for tools, the system's message has them, and the assistant's messages its
+        earlier calls, where it has none for these.
+        """
+        tokenizer, texts = self.server.tokenizer, tools.texts_of(messages)
+        apart = tools.texts_of(messages, apart=True)
         if given and has_place_for_tools(tokenizer, how):
             how = how | {"chat_template_kwargs": {**how["chat_template_kwargs"], "tools": given}}
         elif given:
-            messages = tools.told(messages, given)
-        return tokenizer.encode_prompt(messages, **how)
+            texts = apart = tools.told(texts, given)
+        if apart != texts:
+            with contextlib.suppress(ConfigError):
+                return tokenizer.encode_prompt(apart, **how)
+        return tokenizer.encode_prompt(texts, **how)
 
     def _logprobs(self, tokens: list[int], logps: list[float]) -> dict[str, Any]:
         decode, said = self.server.tokenizer.decode, {"bytes": None, "top_logprobs": []}

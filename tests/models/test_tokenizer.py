@@ -254,6 +254,41 @@ def test_what_a_tool_returns_has_an_id_of_nine_characters():
     assert raw(tokenizer, tokenizer.encode_answer(own, **how)) == answer.replace("call00000", "a1b2c3d4e")
 
 
+# As Mistral 7B v0.3's: turns alternate but for calls and their answers, and a call is JSON with its id.
+ALTERNATING = (
+    "{% set ns = namespace(i=0) %}{% for m in messages %}"
+    "{% if not (m.role == 'tool' or m.tool_calls is defined) %}"
+    "{% if (m.role == 'user') != (ns.i % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% set ns.i = ns.i + 1 %}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% elif m.tool_calls is defined %}[TOOL_CALLS] [{% for call in m.tool_calls %}{{ (call.function | tojson)[:-1] }}"
+    "{% if call.id | length != 9 %}{{ raise_exception('nine characters') }}{% endif %}"
+    ', "id": "{{ call.id }}"}{% endfor %}]</s>'
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]{% else %} {{ m.content }}</s>{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_calls_beside_a_text_are_written_as_the_template_writes_them():
+    how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}, "system_prompt": ""}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"to": "a</s>e"}}}
+    said = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "12"},
+        {"role": "assistant", "content": "12."},
+        {"role": "user", "content": "And?"},
+    ]
+    written = '[INST] ?[/INST][TOOL_CALLS] [{"name": "add", "arguments": {"to": "a</s>e"}, "id": "call00000"}]</s>'
+    written += "[TOOL_RESULTS] 12[/TOOL_RESULTS] 12.</s>[INST] And?[/INST]"
+    tokenizer = make(ALTERNATING)
+    ids = tokenizer.encode_prompt(said, **how)
+    assert raw(tokenizer, ids) == written
+    assert special_in(tokenizer, ids) == ["</s>", "</s>"]  # the ends of turns, not the one in a text
+    with pytest.raises(ConfigError, match=r"refuses the messages .*: it has no place for tool_calls"):
+        make(NINE.replace("tool_call_id", "id")).encode_prompt(said, **how)
+
+
 def test_a_template_that_knows_no_such_role_is_refused():
     template = (
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tool') }}{% endif %}{% endfor %}"

@@ -57,14 +57,16 @@ class Broken(Scripted):
 
 
 class Characters:
-    """A tokenizer of characters, whose template has a place for tools or has none."""
+    """A tokenizer of characters, whose template has a place for tools and for calls of them or has none."""
 
-    def __init__(self, takes_tools):
-        self.takes_tools, self.seen = takes_tools, []
+    def __init__(self, takes_tools, takes_calls=False):
+        self.takes_tools, self.takes_calls, self.seen = takes_tools, takes_calls, []
 
     def encode_prompt(self, messages, *, chat_template_kwargs, **how):
         if chat_template_kwargs and not self.takes_tools:
             raise ConfigError("no place for tools")
+        if any("tool_calls" in message for message in messages) and not self.takes_calls:
+            raise ConfigError("no place for calls")
         self.seen.append((messages, chat_template_kwargs))
         return [ord(x) for message in messages for x in message["content"]]
 
@@ -73,8 +75,8 @@ class Characters:
 
 
 @contextlib.contextmanager
-def scripted(text, takes_tools=True, *, kind=Scripted, host="127.0.0.1", token=""):
-    tokenizer = Characters(takes_tools)
+def scripted(text, takes_tools=True, takes_calls=False, *, kind=Scripted, host="127.0.0.1", token=""):
+    tokenizer = Characters(takes_tools, takes_calls)
     server = Server((host, 0), {"a/m": kind(text)}, tokenizer, 1.0, token)
     server.server_activate()
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
@@ -231,6 +233,31 @@ def test_an_assistants_calls_and_a_tools_answer_are_read_back():
         texts = [message["content"] for message in tokenizer.seen[-1][0]]
         assert texts == ["Rain?", CALL, "no"]
         assert tools.calls_in(texts[1])[1][0]["function"] == call["function"]
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": TOOLS}])
+def test_a_template_with_a_place_for_calls_gets_them_by_name(asked):
+    """Qwen3-Coder, Llama and Mistral write them otherwise, and Mistral's refused what followed a tool's answer."""
+    function = {"name": "weather", "arguments": '{"city": "Paris"}'}
+    messages = [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "1", "function": function}]},
+        {"role": "tool", "tool_call_id": "1", "content": "no"},
+    ]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    with scripted("No.", takes_calls=True) as (server, tokenizer):
+        assert ask(server, CHAT, {"messages": messages} | asked)[0] == 200
+        said = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
+        assert tokenizer.seen[-1][0] == [messages[0], said, {"role": "tool", "content": "no"}]
+        function["arguments"] = "Paris"  # no arguments by name
+        assert ask(server, CHAT, {"messages": messages} | asked)[0] == 200
+        assert tokenizer.seen[-1][0][1]["content"].startswith("I look.\n<tool_call>")
+    with scripted("No.", takes_tools=False, takes_calls=True) as (server, tokenizer):
+        function["arguments"] = "{}"
+        assert ask(server, CHAT, {"messages": messages, "tools": TOOLS})[0] == 200
+        assert (
+            "<tool_call>" in tokenizer.seen[-1][0][2]["content"]
+        )  # as its system's message says that calls are written
 
 
 def test_arguments_that_are_no_json_come_back_as_they_went():

@@ -27,7 +27,7 @@ from jaxrl_llm.runtime.stored import read_text, read_whole
 DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
 TURN = "(a turn of the assistant's)"
-CALL_ID = "call00000"  # of a tool's message: Mistral's templates refuse one without nine letters or digits
+CALL_ID = "call00000"  # of calls and their answers: Mistral's templates refuse one without nine letters or digits
 # What transformers' apply_chat_template takes for itself and no template sees, or what every prompt tells it.
 OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
 OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
@@ -48,7 +48,7 @@ def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) ->
         except (TypeError, ValueError):
             said = f"prompts.chat_template_kwargs.{DATE}={given[DATE]!r:.100}"
             raise ConfigError(f"{said} must be the day that the template prints, as '2026-11-26'") from None
-    return {key: _deep(hide, value) for key, value in given.items()}
+    return deep(hide, given)
 
 
 def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
@@ -110,18 +110,20 @@ def between_turns(
     return after[min(stops, default=0) :]
 
 
-def _deep(change: Callable[[str], str], value: Any) -> Any:
+def deep(change: Callable[[str], str], value: Any) -> Any:
+    """``change`` done to every text in nested lists and dicts but the keys."""
     if isinstance(value, dict):
-        return {key: _deep(change, x) for key, x in value.items()}
+        return {key: deep(change, x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_deep(change, x) for x in value]
+        return [deep(change, x) for x in value]
     return change(value) if isinstance(value, str) else value
 
 
-def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) -> str:
+def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
     """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time.
 
-    What tools return a template that knows no such role has from the user, in Qwen's form.
+    What tools return a template that knows no such role has from the user, in Qwen's form. One without a place for
+    ``tool_calls``, which would print nothing of them, is refused: ValueError.
     """
 
     def stop(*_: Any) -> None:
@@ -129,7 +131,9 @@ def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) ->
 
     if not re.search(r"\btool\b", str(fast.chat_template)):
         messages = _told_by_user(messages)
-    messages = [{"tool_call_id": CALL_ID, **one} if one["role"] == "tool" else one for one in messages]
+    if not re.search(r"\btool_calls\b", str(fast.chat_template)) and any("tool_calls" in one for one in messages):
+        raise ValueError("it has no place for tool_calls")
+    messages = [_identified(one) for one in messages]
     how = {"add_generation_prompt": True, "tokenize": False}
     if DATE in told:  # transformers hands no function on to a template
         told = dict(told)
@@ -143,6 +147,13 @@ def rendered(fast: Any, messages: list[dict[str, str]], told: dict[str, Any]) ->
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
+
+
+def _identified(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with an id of each call in it, and of the one that it answers."""
+    if calls := message.get("tool_calls"):
+        message = {**message, "tool_calls": [{"id": CALL_ID, **call} for call in calls]}
+    return {"tool_call_id": CALL_ID, **message} if message["role"] == "tool" else message
 
 
 def _told_by_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -94,7 +94,7 @@ class Tokenizer:
         """Token ids of prompts, ready for a completion each.
 
         Args:
-            prompts: texts, or messages with "role" and "content".
+            prompts: texts, or messages with "role" and "content", and "tool_calls" where the template has them.
             chat_template: True wraps text as a user's message and renders the template up to the assistant's
                 turn. False: the text is the prompt, with the special tokens the tokenizer puts at a start.
             system_prompt: a system message before prompts that have none of their own; "" leaves it to the template.
@@ -121,7 +121,7 @@ class Tokenizer:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if system_prompt and not any(message["role"] in ("system", "developer") for message in messages):
                 messages = [{"role": "system", "content": system_prompt}, *messages]
-            messages = [{key: hide(text) for key, text in message.items()} for message in messages]
+            messages = templates.deep(hide, messages)
             try:
                 texts.append(templates.rendered(self._fast, messages, told))
             except Exception as error:  # templates raise jinja's errors, of a package we need not know
