@@ -12,6 +12,7 @@ Owns: which table and figure there are. Does not know: how they are made (arms, 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import math
 import pathlib
@@ -19,6 +20,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +33,7 @@ from studies.design import COST_RATIO, RATE, SMOLLM2_THRESHOLD, SUMS, THRESHOLD,
 
 DOCS = pathlib.Path("docs")
 SMOLLM2_STUDIES = ("smollm2", "smollm2_products", "smollm2_arms")
+CLIP = "y 4, ring of 2 B"  # of SmolLM2's arms: with the clipped ratio; others of such a ring have more in their names
 MARK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -138,20 +141,30 @@ def stands(name: str) -> str:
     return f"By paired t tests of four seeds, corrected by Holm for {len(found)} arms, these savings hold: {listed}."
 
 
-def by_seeds() -> str:
-    """What the page says of its most quoted comparisons by draws, and paired t intervals of the four seeds."""
-    rows = []
+class Comparisons:
+    """A table of them: what draws say, and paired t intervals of the four seeds."""
 
-    def row(what: str, draws: Interval, of_seeds: seeds.Paired, form: str) -> None:
+    def __init__(self) -> None:
+        self._rows: list[list[str]] = []
+
+    def _row(self, what: str, draws: Interval, of_seeds: seeds.Paired, form: str) -> None:
         low, high = (format(x, form) for x in (of_seeds.low, of_seeds.high))
-        rows.append([what, draws.shown(form), f"{low} to {high}"])
+        self._rows.append([what, draws.shown(form), f"{low} to {high}"])
 
-    def cost(what: str, arm: Arm, base: Arm, way: Way = DECLARED, to: float = THRESHOLD) -> None:
-        row(what, arms.saved(arm, base, to, way), seeds.saved(arm, base, to, way), ".0%")
+    def cost(self, what: str, arm: Arm, base: Arm, way: Way = DECLARED, to: float = THRESHOLD) -> None:
+        self._row(what, arms.saved(arm, base, to, way), seeds.saved(arm, base, to, way), ".0%")
 
-    def end(what: str, arm: Arm, base: Arm) -> None:
-        row(what, arms.gained(arm, base), seeds.ends(arm, base), "+.2f")
+    def end(self, what: str, arm: Arm, base: Arm) -> None:
+        self._row(what, arms.gained(arm, base), seeds.ends(arm, base), "+.2f")
 
+    def shown(self) -> str:
+        return arms.markdown(["comparison", "95 % of draws", "t of four seeds"], self._rows)
+
+
+def by_seeds() -> str:
+    """The page's most quoted comparisons of the small model's arms."""
+    found = Comparisons()
+    cost, end = found.cost, found.end
     grid = pictures.grid_of(arms_of("e2"))
     for y, n in ((4, 8), (8, 8), (1, 8), (1, 4), (2, 8)):
         cost(f"saved, y {y}, N {n} B", grid[y, n], grid[1, 1])
@@ -164,10 +177,6 @@ def by_seeds() -> str:
         cost(f"seconds saved, sequences, y {y}, N 8 B", sequences[y, 8], sequences[1, 1], Arm.over_seconds)
     for y in (1, 2, 4, 8, 16):
         end(f"end, y {y}, N 8 B", grid[y, 8], grid[1, 1])
-    on_policy, *reusing = arms_of("smollm2_gpu")
-    for arm in reusing:
-        named = without_rate(arm.name).partition(": ")[2]
-        cost(f"seconds saved, GPU, {named}", arm, on_policy, Arm.over_seconds, SMOLLM2_THRESHOLD)
     e3, league = by_name("e3"), by_name("league")
     asymre = lambda delta, share: e3[f"AsymRE, delta_V {delta:g}, share {share:g}"]
     for share in (0, 0.2, 0.5):
@@ -181,7 +190,35 @@ def by_seeds() -> str:
     end("end, E6, ratio of sequences less of tokens", sequence, plain)
     for other in ("mssr", "ppo_ewma", "grpo"):
         end(f"end, league, replay_positive_bias less {other}", league["replay_positive_bias"], league[other])
-    return arms.markdown(["comparison", "95 % of draws", "t of four seeds"], rows)
+    return found.shown()
+
+
+def smollm2_by_seeds() -> str:
+    """The same of SmolLM2: rings, arms that share a ring of 2 B and four uses with the clip, and the GPU's."""
+    found = Comparisons()
+    for task in ("sums", "products"):
+        of = {without_rate(arm.name).removeprefix(f"{task}: "): arm for arm in pretrained_arms(task)}
+        base, clip = of["on-policy"], of[CLIP]
+        for y in (2, 4):
+            small, large = (of[f"y {y}, ring of {n} B"] for n in (2, 8))
+            found.end(f"end, {task}, y {y}, ring of 2 B less 8 B", small, large)
+        for name, arm in list(of.items())[1:]:
+            found.end(f"end, {task}, {name} less on-policy", arm, base)
+        for name, arm in of.items():
+            if name.startswith(f"{CLIP}, "):
+                found.end(f"end, {task}, {name} less the clip", arm, clip)
+    for to in (0.5, 0.6):  # on products, the last task
+        for name in ("y 2, ring of 2 B", "ring of 2 B, no reuse"):
+            found.cost(f"saved, products, {name}, to {to:.2f}", of[name], base, DECLARED, to)
+        for name, arm in of.items():
+            if name.startswith(f"{CLIP}, "):
+                found.cost(f"saved of the clip's cost, products, {name}, to {to:.2f}", arm, clip, DECLARED, to)
+    on_policy, *reusing = arms_of("smollm2_gpu")
+    for arm in reusing:
+        for to in (SMOLLM2_THRESHOLD, 0.4):
+            named = f"{without_rate(arm.name).partition(': ')[2]}, to {to:.2f}"
+            found.cost(f"seconds saved, GPU, {named}", arm, on_policy, Arm.over_seconds, to)
+    return found.shown()
 
 
 def lives(name: str) -> str:
@@ -344,6 +381,12 @@ def fit_of_noise(name: str) -> str:
     )
 
 
+def _machine(has: Mapping[str, Any]) -> str:
+    """By its accelerator, or its processor and how many cores of it were used."""
+    cpu = re.sub(r"\(R\)| Processor", "", has["cpu"])
+    return f"{cpu}, cores: {has['cores']}" if has["accelerator"] == "none" else has["accelerator"]
+
+
 def files() -> str:
     """What is on file: the runs of each sweep, and what made them."""
     rows, total = [], np.zeros(2, int)
@@ -351,8 +394,9 @@ def files() -> str:
         of = study(path.name.removesuffix(".json.xz"))
         made, sweep = of.made_with, pathlib.Path(of.config).name
         counts = np.array([len(of.runs), len(of.runs) - len(of.reported())])
-        machine = made.get("devices", "1 x cpu").replace("1 x cpu", f"CPU, cores: {made['machine']['cores']}")
-        rows.append([f"`{path.name}`", f"`{sweep}`", f"`{made['commit'][:7]}`", machine, *map(str, counts)])
+        kinds = collections.Counter(_machine(machine) for machine in of.machines.values()).most_common()
+        shown = kinds[0][0] + "".join(f"; {count} runs: {kind}" for kind, count in kinds[1:])
+        rows.append([f"`{path.name}`", f"`{sweep}`", f"`{made['commit'][:7]}`", shown, *map(str, counts)])
         total += counts
     head = ("in `docs/raw`", "in `configs/sweeps`", "commit", "machine", "runs", "that only chose rates")
     return arms.markdown(head, [*rows, ["all", "", "", "", *map(str, total)]])
@@ -385,6 +429,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2_unfilled": lambda: unfilled("e2"),
     "e2_small_batches": lambda: table_of("e2_small_batches", base_of="e4"),
     "by_seeds": by_seeds,
+    "smollm2_by_seeds": smollm2_by_seeds,
     "e2_fits": lambda: sigmoids("e2", "e4"),
     "e2_ring": lambda: against_ring("e2"),
     "e2_mu": lambda: otherwise("e2", {f"mu {mu:g}": (THRESHOLD, mu) for mu in (0.5, 1.0, 2.0, COST_RATIO, 10.0)}),
@@ -427,7 +472,7 @@ def figures(folder: pathlib.Path) -> None:
     over = in_batches(SUMS.batch)
     # The figure of the README.
     shown = {"on-policy": grid[1, 1], "ring of 8 B, no reuse": grid[1, 8], "each rollout used 4 times": grid[4, 8]}
-    pictures.curves(shown, folder / "replay_study.svg", over={over: DECLARED}, threshold=THRESHOLD)
+    pictures.curves({"": shown}, folder / "replay_study.svg", over={over: DECLARED}, threshold=THRESHOLD)
     pictures.accuracy(grid, folder / "replay_study_compute.svg", over=DECLARED, x_label=over)
     seconds = "seconds of generating and training"
     if all(arm.times for arm in grid.values()):
@@ -444,7 +489,11 @@ def figures(folder: pathlib.Path) -> None:
             over = {in_batches(found[0].batch): DECLARED}
             over |= {seconds: Arm.over_seconds} if found[0].times else {}
             path = folder / f"replay_study_smollm2_{called}.svg"
-            pictures.curves(shown, path, over=over, threshold=SMOLLM2_THRESHOLD)
+            clip = ("on-policy", CLIP)
+            others = {name: arm for name, arm in shown.items() if name in clip or name.startswith(f"{CLIP}, ")}
+            uses = {name: arm for name, arm in shown.items() if name in clip or name not in others}
+            families = {"uses and rings": uses, f"{CLIP}: methods": others} if len(others) > len(clip) else {"": uses}
+            pictures.curves(families, path, over=over, threshold=SMOLLM2_THRESHOLD)
 
 
 def page(text: str) -> str:

@@ -21,6 +21,7 @@ from studies.design import COST_RATIO
 
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
 COLUMNS = 3  # of panels
+COLOURS = [f"C{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # without grey, which is the threshold's
 Grid = Mapping[tuple[int, int], Arm]
 
 
@@ -37,12 +38,12 @@ def save(figure: Figure, out: pathlib.Path) -> None:
     figure.savefig(out, metadata={"Date": None})
 
 
-def _band(axes: Any, x: np.ndarray, curves: np.ndarray, **how: Any) -> None:
-    """The mean of seeds and questions, and 95 % of its draws."""
+def _band(axes: Any, x: np.ndarray, curves: np.ndarray, **how: Any) -> Any:
+    """The mean of seeds and questions, which is returned, and 95 % of its draws."""
     curves = intervals.smooth(curves)
     low, high = np.quantile(curves[1:], (0.025, 0.975), axis=0)
-    axes.plot(x[0], curves[0], linewidth=1.4, **how)
-    axes.fill_between(x[0], low, high, alpha=0.15, linewidth=0, color=how["color"])
+    axes.fill_between(x[0], low, high, alpha=0.1, linewidth=0, color=how["color"])
+    return axes.plot(x[0], curves[0], linewidth=1.4, **how)[0]
 
 
 def accuracy(grid: Grid, out: pathlib.Path, *, over: Way, x_label: str) -> None:
@@ -147,23 +148,30 @@ def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
         save(figure, out)
 
 
-def curves(shown: Mapping[str, Arm], out: pathlib.Path, *, over: Mapping[str, Way], threshold: float) -> None:
-    """Held-out pass rate over costs: a panel for each, a curve for each arm, the first dotted, and the threshold.
+def curves(
+    families: Mapping[str, Mapping[str, Arm]], out: pathlib.Path, *, over: Mapping[str, Way], threshold: float
+) -> None:
+    """Held-out pass rate over costs, and the threshold: a row for each family of arms, a panel for each cost.
 
-    Over seconds there is none of arms that were not timed.
+    The first arm of each is dotted; an arm has one colour everywhere. Over seconds there is none that was not timed.
     """
+    names = list(dict.fromkeys(name for shown in families.values() for name in shown))
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(1.6 + 3.8 * len(over), 3.2), layout="constrained")
-        panels = figure.subplots(1, len(over), sharey=True, squeeze=False)[0]
-        for axes, (x_label, way) in zip(panels, over.items(), strict=True):
-            for i, (name, arm) in enumerate(shown.items()):
-                how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": f"C{i - 1}"}
-                if way is Arm.over_seconds and not arm.times:
-                    continue
-                _band(axes, way(arm), arm.curves, label=name, **how)
-            axes.axhline(threshold, color="0.6", linewidth=0.8)
+        size = 1.6 + 3.8 * len(over), 2.8 * len(families) + 0.25 * -(-len(names) // len(over))
+        figure = Figure(figsize=size, layout="constrained")
+        rows, lines = figure.subplots(len(families), len(over), sharey=True, sharex="col", squeeze=False), {}
+        for panels, (family, shown) in zip(rows, families.items(), strict=True):
+            for axes, way in zip(panels, over.values(), strict=True):
+                timed = {name: arm for name, arm in shown.items() if arm.times or way is not Arm.over_seconds}
+                for name, arm in timed.items():
+                    i = names.index(name)
+                    how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": COLOURS[i - 1]}
+                    lines[name] = _band(axes, way(arm), arm.curves, label=name, **how)
+                axes.axhline(threshold, color="0.6", linewidth=0.8)
+                axes.set_title(family if len(timed) == len(shown) else f"{family}: those that were timed", fontsize=9)
+                axes.grid(alpha=0.3)
+            panels[0].set_ylabel("held-out pass rate")
+        for axes, x_label in zip(rows[-1], over, strict=True):
             axes.set_xlabel(x_label)
-            axes.grid(alpha=0.3)
-        panels[0].set_ylabel("held-out pass rate")
-        panels[0].legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend([lines[name] for name in names], names, frameon=False, loc="outside lower left", ncols=len(over))
         save(figure, out)

@@ -52,6 +52,7 @@ class Study(NamedTuple):
     samples_of: dict[str, int]  # by run: answers to each held-out question
     passed: dict[str, np.ndarray]  # by run: [evaluations, questions] answers that passed
     before: dict[str, np.ndarray]  # by run, where it is on file: [questions] answers that passed before training
+    machines: dict[str, dict[str, Any]]  # by run: what it ran on
 
     def reported(self) -> list[Run]:
         """Runs of seeds that chose no learning rate."""
@@ -175,7 +176,7 @@ def content_of(path: pathlib.Path) -> dict[str, Any]:
 
 def read(path: pathlib.Path) -> Study:
     content = content_of(path)
-    runs, labels, samples, passed, before = [], {}, {}, {}, {}
+    runs, labels, samples, passed, before, machines = [], {}, {}, {}, {}, {}
     for record in content["runs"]:
         columns = record["metrics"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
@@ -185,9 +186,10 @@ def read(path: pathlib.Path) -> Study:
         passed[record["name"]] = np.array(record["passed"])
         samples[record["name"]] = record["samples"]
         labels[record["name"]] = record["label"]
+        machines[record["name"]] = record.get("machine", content["made_with"]["machine"])
         if "before" in record:
             before[record["name"]] = np.array(record["before"])
-    return Study(content["config"], content["made_with"], runs, labels, samples, passed, before)
+    return Study(content["config"], content["made_with"], runs, labels, samples, passed, before, machines)
 
 
 def configs(study: Study, runs: Sequence[Run]) -> list[Config]:

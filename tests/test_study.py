@@ -141,7 +141,8 @@ def record(arm, seed, rate, passed, **more):
 
 
 def written(folder, records):
-    raw.write({"config": CONFIG, "made_with": {"commit": "abc"}, "runs": records}, folder / "raw.json.xz")
+    made_with = {"commit": "abc", "machine": {"cpu": "x"}}
+    raw.write({"config": CONFIG, "made_with": made_with, "runs": records}, folder / "raw.json.xz")
     return raw.read(folder / "raw.json.xz")
 
 
@@ -240,6 +241,7 @@ def test_seeds_of_an_arm_are_put_into_its_file_one_after_another(tmp_path):
     raw.write(raw.added(content_of([second], "b"), out), out)
     assert shown() == ["y 1, N 1 B, rate 0.0004", "y 4, N 8 B, rate 0.0002"]
     assert raw.content_of(out) == content_of([*whole, first, second | {"machine": {"cpu": "b"}}], "a")
+    assert [machine["cpu"] for machine in raw.read(out).machines.values()] == ["a", "a", "a", "b"]
     with pytest.raises(SystemExit, match=r"would have 'y 4, N 8 B' at two learning rates, 0.0002 and 0.0004"):
         raw.added(content_of([another], "a"), out)
 
