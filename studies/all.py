@@ -316,7 +316,7 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
     rows = []
     ways: list[tuple[str, float, Way]] = [("declared", COST_RATIO, DECLARED)]
     if all(arm.times for arm in grid.values()):
-        ways.append(("seconds", costs.marginal_mu([arm.times for arm in grid.values()]), Arm.over_seconds))
+        ways.append(("seconds", costs.line([arm.times for arm in grid.values()]).mu, Arm.over_seconds))
     fitted = noise(name).costs
     for called, mu, way in ways:
         to = {key: Interval.of(arm.to(THRESHOLD, way(arm))) for key, arm in grid.items()}
@@ -331,6 +331,20 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
             off = (f"{max(a / b, b / a):.1f}" for a, b in ((y, best[0]), (x / y, best[1])))
             row = (called, f"{mu:.2f}", its_noise, f"{y:.1f}", f"{x / y:.1f} B", measured, *off, nearest, more)
             rows.append((*row, alike if how == "declared" else "the same"))
+    return arms.markdown(head, rows)
+
+
+def cost_model(name: str) -> str:
+    """The line through seconds of an iteration over what it generates, beside what was measured."""
+    grid = filled(name)
+    fit = costs.line([arm.times for arm in grid.values()])
+    rows = []
+    for y in sorted({y for y, _ in grid}):
+        times = next(arm.times for (its, _), arm in grid.items() if its == y)
+        says = fit.fixed + fit.per_rollout * times.generated
+        cells = (f"{1000 * seconds:.1f}" for seconds in (times.generate_s, times.update_s, times.iteration_s, says))
+        rows.append([f"y {y}", f"{times.generated:.0f}", *cells, f"{says / times.iteration_s - 1:+.0%}"])
+    head = ("arm", "rollouts generated", "generating, ms", "training, ms", "iteration, ms", "the line, ms", "off")
     return arms.markdown(head, rows)
 
 
@@ -436,6 +450,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2_thresholds": lambda: otherwise("e2", {f"to {rate:.2f}": (rate, COST_RATIO) for rate in (0.35, 0.40, 0.45)}),
     "e2_equal": lambda: at_equal_rate("e2"),
     "plan": lambda: plan("e2"),
+    "cost_model": lambda: cost_model("e2"),
     "noise": lambda: fit_of_noise("e2"),
     "e2_sequence": lambda: table_of("e2_sequence"),
     "e2_sequence_rates": lambda: rates("e2_sequence"),

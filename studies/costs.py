@@ -71,9 +71,9 @@ def read_times(path: pathlib.Path) -> dict[str, Times]:
     return {name: Times(**times) for name, times in json.loads(path.read_text())["times"].items()}
 
 
-def marginal_mu(times: Sequence[Times]) -> float:
-    """mu of replay_plan's fit of seconds: what does not depend on how much is generated counts as training."""
-    return Seconds.of([(t.generated, t.iteration_s) for t in times], statistics.mean(t.trained for t in times)).mu
+def line(times: Sequence[Times]) -> Seconds:
+    """replay_plan's fit of the seconds of an iteration to the rollouts that it generates."""
+    return Seconds.of([(t.generated, t.iteration_s) for t in times], statistics.mean(t.trained for t in times))
 
 
 def compute(run: Run, extra: Forwards, mu: float = COST_RATIO) -> np.ndarray:

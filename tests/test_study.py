@@ -94,7 +94,7 @@ def test_seconds_grow_with_what_was_resampled():
 def test_the_marginal_mu_is_that_of_a_straight_line():
     """2 s + 0.1 s R at B = 20: 0.1 * 20 / 2."""
     times = [costs.Times(0.0, 0.0, 2 + 0.1 * r, r, 20.0) for r in (5.0, 10.0, 20.0)]
-    assert costs.marginal_mu(times) == pytest.approx(1.0)
+    assert costs.line(times).mu == pytest.approx(1.0)
 
 
 def test_noise_is_found_from_what_arms_cost():
