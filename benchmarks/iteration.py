@@ -104,7 +104,7 @@ class Iteration:
         else:
             params, version = self.sampler_params, self.put(np.int32(0))
         wanted = self.generator.prompts_wanted()
-        prompts = batch_of(self.encoded, range(wanted), self.index * wanted)
+        prompts = batch_of(self.encoded[:wanted], range(self.index * wanted, (self.index + 1) * wanted))
         groups = self.generator.generate(params, prompts, version=version, key=self.sample_key)
         del params
         release_freed()

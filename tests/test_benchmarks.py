@@ -400,6 +400,7 @@ def test_device_clock_sees_every_program_and_hides_none_of_its_attributes():
 @pytest.mark.parametrize(
     ("command", "arguments", "expected"),
     [
+        (micro.main, ["--only", "prefill"], [f"prefill/16x{micro.PROMPT}"]),
         (micro.main, ["--only", "publish"], ["publish/bfloat16", "publish/bfloat16/share_of_floor"]),
         (
             micro.main,
