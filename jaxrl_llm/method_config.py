@@ -186,8 +186,7 @@ class ReplayConfig:
     capacity_tokens: int = 0
     # Positive bias: share of the capacity for the newest evicted rollouts that were correct (rewards.pass_threshold).
     positive_fraction: Share = 0.0
-    # Admission to that share: "correct" rollouts, or "likely" ones, in mean log-prob a token no less than their
-    # successors.
+    # Admitted to that share: "correct" rollouts, or those as "likely" in mean log-prob a token as their successors.
     admission: Chosen = slot(ADMISSIONS, "evicted, rows, pass_threshold", "correct")
     # Draw weights, how likely a rollout is drawn: "uniform", "priority" (priority ** exponent) or "age"
     # (exp(-age / scale_iterations)).
@@ -300,9 +299,11 @@ class MethodFacts:
         if any(one and one.function is None for _, one in a.functions()):
             return  # a run of elsewhere, to be read and not to be run
         lone, in_groups = c.rollout.group_size == 1, r.unit == "group"
+        held = (c.ring_capacity - round(r.positive_fraction * c.ring_capacity)) // c.rows_per_iteration  # iterations
         for name, must, why in (
             ("replay.positive_fraction", in_groups, "but with replay.unit='rollout': rows are kept one by one"),
             ("replay.positive_fraction", r.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
+            ("replay.positive_fraction", 0 < r.max_age_steps < held, "with [replay.max_age_steps] below what the rest holds"),
             ("rollout.max_resample_rounds", lone, "for rollout.group_size=1, which is always tied"),
             ("rollout.max_resample_rounds", a.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
             ("rollout.max_lag_iterations", not c.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),
