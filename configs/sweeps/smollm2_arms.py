@@ -3,8 +3,7 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_arms.py --workdir=runs/smollm2_arms --workers=2
 
 What else may be done with four uses is done with a ring of two batches, which smollm2.py found better than one of
-eight; the correction is that of E6 which the seeds that chose rates liked best. Some eight hours on 2 cores; all
-are on file but, of the share for correct ones on products, two of four seeds (`studies.raw --only` adds them).
+eight; the correction is that of E6 which the seeds that chose rates liked best. Some eight hours on 2 cores.
 """
 
 import runpy
