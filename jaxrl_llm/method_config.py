@@ -303,7 +303,7 @@ class MethodFacts:
         for name, must, why in (
             ("replay.positive_fraction", in_groups, "but with replay.unit='rollout': rows are kept one by one"),
             ("replay.positive_fraction", r.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
-            ("replay.positive_fraction", 0 < r.max_age_steps < held, "with [replay.max_age_steps] below what the rest holds"),
+            ("replay.positive_fraction", 0 < r.max_age_steps < held, f"with [replay.max_age_steps] below {held}"),
             ("rollout.max_resample_rounds", lone, "for rollout.group_size=1, which is always tied"),
             ("rollout.max_resample_rounds", a.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
             ("rollout.max_lag_iterations", not c.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),

@@ -186,7 +186,7 @@ def test_the_defaults_are_a_config():
         ),
         (  # 256 rows for all, of 64 an iteration: when one of them is overwritten, it is 4 iterations old
             {"replay": {"capacity": 512, "positive_fraction": 0.5, "max_age_steps": 3, "unit": "rollout"}},
-            "replay.positive_fraction=0.5 must be 0 with replay.max_age_steps=3 below what the rest holds",
+            "replay.positive_fraction=0.5 must be 0 with replay.max_age_steps=3 below 4",
         ),
         ({"external": {"paths": ("a",)}}, "external.groups_per_iteration=0 and external.paths=('a',) need each other"),
         ({"external": {"groups_per_iteration": 1}}, "external.groups_per_iteration=1 and external.paths=() need each"),
