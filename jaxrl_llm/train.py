@@ -2,10 +2,9 @@
 
     python -m jaxrl_llm.train --config=configs/debug.py --workdir=runs/debug [--config.seed=1 ...]
 
-One iteration: publish the weights to the sampler, sample G completions for each of P prompts (their
-rewards are scored in other processes while the rest decodes), turn rewards into advantages, put the
-rollouts into the device ring, and take U optimizer steps on batches drawn from it. Rerun with the same
-workdir to resume: everything a run is made of is in one checkpoint.
+One iteration: publish the weights to the sampler, sample G completions for each of P prompts (their rewards are scored
+in other processes while the rest decodes), turn rewards into advantages, put the rollouts into the device ring, and
+take U optimizer steps on batches drawn from it. Rerun with the same workdir to resume: one checkpoint has all of a run.
 
 Owns: the order of things. Does not know: how any of them is done.
 """
@@ -74,7 +73,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     teacher.check_weights(run.learner.reference_model, mesh)
     external = External(run, tokenizer, train_set, held_out)
     checkpoints = Checkpointer(workdir, config.checkpoint)
-    examples = [row.example for row in train_set + held_out]
+    examples, scorer = [row.example for row in train_set + held_out], tasks.scorer(config.prompts)
     hosts.agree(config=(text := record(config, mesh)), questions=[(one.prompt, one.columns) for one in examples])
     check = lambda host: stream.check(host["stream"], allow_changes=allow_config_changes)
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
@@ -82,7 +81,6 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
         weights.begin(workdir, text)
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
-    scorer = tasks.scorer(config.prompts)
     with (
         StopRequest() as stop,
         RewardPool(config.rewards, task_scorer=scorer, examples=examples, check=stop.check) as pool,
@@ -115,10 +113,12 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
             metrics.restore({})
         else:
             host, arrays, iteration = restored.host_state, restored.device_state, restored.iteration
-            compute, values, final = host["compute"], host["values"], host.get("final", True) or not evaluation
+            compute, values, row = host["compute"], host["values"], host.get("row", {})
+            final = host.get("final", True) or not evaluation
             said = metrics.restore(host["metrics"], iteration, values) + actor.restore(host, arrays, restored.shapes)
-            if not (values or final) and iteration == config.num_iterations:  # stopped there: it lacks an evaluation
-                metrics.restore(metrics.state(), iteration, values := host.get("row", {}))
+            is_told = final and hosts.exchange(metrics.state())[0]["metrics.jsonl"]  # none on a new machine
+            if not (values or is_told) and iteration == config.num_iterations:  # or it lacks an evaluation there
+                metrics.restore(metrics.state(), iteration, values := row)
             learner.restore(host, arrays["train"], arrays["ring"])
             progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 

@@ -433,6 +433,28 @@ def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, 
     assert pass_rates(tmp_path / "checkpoints")[2] == 0.5  # what keep_best goes by
 
 
+@pytest.mark.parametrize("num_prompts", [0, 2])
+def test_a_run_that_has_ended_on_another_machine_ends_here_too(num_prompts, tmp_path, monkeypatch, capfd):
+    """A job that is started again after its last checkpoint in a bucket, on a disk that has nothing of it."""
+    ghosts.haunt(monkeypatch)
+    monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: EVALUATED)
+    settings = SETTINGS | {"eval.num_prompts": num_prompts, "num_iterations": 2}
+    run = lambda: train_module.train(freeze(building.settings_of(CONFIG, settings)), tmp_path)
+    timeless = lambda row: {name: x for name, x in row.items() if not name.startswith(NOT_COMPARED)}
+    assert run() == 0
+    last = read_metrics(tmp_path)[-1]
+    for path in tmp_path.iterdir():
+        if path.is_file():
+            path.unlink()
+    capfd.readouterr()
+    assert run() == 0 and f"report      {tmp_path / 'report.html'}" in capfd.readouterr().out
+    (row,) = rows = read_metrics(tmp_path)
+    assert (row["iteration"], timeless(row)) == (2, timeless(last))
+    assert (tmp_path / "eval_after.json").exists() == (num_prompts > 0) and (tmp_path / "report.html").exists()
+    assert run() == 0 and read_metrics(tmp_path) == rows
+    assert "lost lines" not in "".join(capfd.readouterr())
+
+
 @pytest.mark.slow  # in the plain suite one is killed, above
 @pytest.mark.parametrize(
     ("chance", "changes"),
