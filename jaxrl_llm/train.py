@@ -119,7 +119,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
             is_told = final and hosts.exchange(metrics.state())[0]["metrics.jsonl"]  # none on a new machine
             if not (values or is_told) and iteration == config.num_iterations:  # or it lacks an evaluation there
                 metrics.restore(metrics.state(), iteration, values := row)
-            learner.restore(host, arrays["train"], arrays["ring"])
+            learner.restore(host, arrays["train"], arrays["ring"], teacher.is_merged)
             progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 
         def save(is_inside: bool = False) -> None:

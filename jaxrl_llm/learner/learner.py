@@ -294,9 +294,9 @@ class Learner:
         if self.config.model.lora.path and "reference" in self.state.others:  # the base's, as where none is reset
             self.state = self.state.replace(others={**self.state.others, "reference": self._new_adapters()})
 
-    def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState) -> None:
-        """As ``host_state()``, ``state`` and ``ring`` were; ConfigError where weights that stay are others now."""
-        lora.check_frozen(host_state, self._identity, self.config.model.path)
+    def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState, is_merged: bool = False) -> None:
+        """As ``host_state()``, ``state`` and ``ring`` were; ConfigError as ``lora.check_frozen``."""
+        lora.check_frozen(host_state, self._identity, self.config.model.path, is_merged)
         self.memory.restore(host_state["memory"])
         self.faults.restore(host_state["faults"])
         self.state, self.ring = state, ring

@@ -151,12 +151,14 @@ def identity(
     return found | {"reference": {name: sums("reference", reference)}}
 
 
-def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
+def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str, is_merged: bool = False) -> None:
     """Raise a ``ConfigError`` where adapters were saved over another base than that of ``model.path``, or a run with
     another reference than the same setting names now.
 
     Args:
         saved, own: ``identity``, among others.
+        is_merged: whether adapters were merged into the reference as it was loaded: on another mesh the same files have
+            other last bits, so they are not compared.
     """
     if ("base" in saved) != ("base" in own):
         raise ConfigError(
@@ -165,7 +167,7 @@ def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str) ->
     if saved.get("base") != own.get("base"):
         raise ConfigError(f"model.path={path!r:.200} holds other weights than the base that the adapters learned on")
     for setting, sums in own.get("reference", {}).items():
-        if saved.get("reference", {}).get(setting, sums) != sums:
+        if not is_merged and saved.get("reference", {}).get(setting, sums) != sums:
             raise ConfigError(f"{setting} holds other weights than the reference of the checkpoint")
 
 

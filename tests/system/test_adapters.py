@@ -224,6 +224,18 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path,
     assert without_eval(metrics) == without_eval(metrics_2)
 
 
+def test_a_run_goes_on_with_a_teacher_of_merged_adapters_whose_bits_are_others(base, trained, tmp_path, monkeypatch):
+    """As on another mesh, where the same files are merged with other roundings."""
+    export.export(str(trained[0]), "", str(tmp_path / "adapters"))
+    monkeypatch.setattr(train_module, "compile_all", building.compile_once({}))
+    model = {"model.reference_path": str(tmp_path / "adapters"), "eval.num_prompts": 0}
+    run = lambda n: train_module.train(config_of(base, num_iterations=n, **model), tmp_path / "run")
+    assert run(1) == 0
+    merge = lora.merge
+    monkeypatch.setattr(lora, "merge", lambda *of: jax.tree.map(lambda x: x * (1 + 2**-23), merge(*of)))
+    assert run(2) == 0
+
+
 @pytest.mark.slow
 def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
     other = shutil.copytree(base, tmp_path / "base")

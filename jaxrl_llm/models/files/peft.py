@@ -175,7 +175,7 @@ def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[A
         adapted = of(model)
         return lora.merge(load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
 
-    return base.architecture, base.tokenizer, check_both, load_both, base.folder, base.trained_by
+    return base.architecture, base.tokenizer, check_both, load_both, base.folder, base.trained_by, True
 
 
 def names_of(model: Model) -> dict[str, str]:

@@ -46,6 +46,7 @@ class Source:
         load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
         folder: the Hugging Face folder, whose like an export is; None where it is none.
         trained_by: settings of the run that has trained it, and of those which that was begun from.
+        is_merged: whether adapters are merged into the weights as these are loaded: their last bits are the mesh's.
     """
 
     architecture: Callable[[], Architecture]
@@ -54,6 +55,7 @@ class Source:
     load_params: Callable[..., Params]
     folder: str | None = None
     trained_by: tuple[Config, ...] = ()
+    is_merged: bool = False
 
 
 def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Source:
@@ -111,9 +113,7 @@ def weights(
     """
     load = functools.partial(source.load_params, model.base, mesh, seed=seed)
     base, is_same = load() if model.lora.rank else None, teacher is source
-    frozen = base if reference and is_same else None
-    if reference and frozen is None:
-        frozen = teacher.load_params(reference, mesh, seed=seed)
+    frozen = reference and ((is_same and base) or teacher.load_params(reference, mesh, seed=seed))
     if base is not None:
         return base, frozen, lambda: peft.begin(model, mesh, base, seed=seed)
     return base, frozen, lambda: jax.tree.map(jnp.copy, frozen) if frozen and is_same else load()

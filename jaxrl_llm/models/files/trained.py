@@ -98,4 +98,5 @@ def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any
         return jax.tree.map(lambda x: x.astype(model.param_dtype), whole)
 
     tokenizer = lambda: base.tokenizer().ending_at(config.sampling.stop_tokens)
-    return base.architecture, tokenizer, check, load, base.folder, (config, *base.trained_by)
+    trained_by = (config, *base.trained_by)
+    return base.architecture, tokenizer, check, load, base.folder, trained_by, bool(adapters.rank)
