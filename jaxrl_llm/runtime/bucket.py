@@ -97,7 +97,8 @@ def check(workdir: pathlib.Path, setting: str) -> None:
         )
     root, rows = place(setting or workdir / "checkpoints"), workdir / "metrics.jsonl"
     has_report = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
-    if has_report and not (root.is_dir() and any(root.iterdir())) and not _is_cut(workdir):
+    is_empty = not (root.is_dir() and any(path.name != WRITER for path in root.iterdir()))  # but for this run's sign
+    if has_report and is_empty and not _is_cut(workdir):
         raise ConfigError(
             f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: it would begin anew and "
             "lose its metrics. Use another workdir, or remove report.html"

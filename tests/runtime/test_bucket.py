@@ -254,6 +254,18 @@ def test_a_run_that_has_ended_loses_no_metrics_with_its_checkpoints(tmp_path):
     Checkpointer(tmp_path, CheckpointConfig()).close()
 
 
+def test_nor_with_those_in_a_bucket_where_its_own_sign_stands(objects, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    (tmp_path / "report.html").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"num_iterations": 1, "checkpoint": {"bucket": FOLDER}}))
+    with claim(tmp_path, FOLDER):
+        assert "process" in writer(objects)
+        with pytest.raises(ConfigError, match=rf"--workdir={tmp_path} has a run that has ended .* of it in {FOLDER}:"):
+            Checkpointer(tmp_path, CheckpointConfig(bucket=FOLDER))
+        write(bucket.place(FOLDER) / "1", "a checkpoint")
+        bucket.check(tmp_path, FOLDER)
+
+
 def last_lines(workdir):
     """Of the metrics, without times, and of the samples."""
     rows = [json.loads((workdir / f"{name}.jsonl").read_text().splitlines()[-1]) for name in ("metrics", "samples")]
