@@ -21,6 +21,7 @@ TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 BEGIN, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
+THOUGHT = "</think>"  # ends what the model thinks, whose beginning may stand in the prompt
 
 Kinds = Mapping[str, Collection[str]]  # JSON schema's types of what a tool takes, by parameter
 
@@ -139,13 +140,24 @@ def calls_in(text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str | Non
 
 
 def apart(text: str) -> tuple[str, list[str]]:
-    """What is said beside calls, and the bodies of these, which ``read`` reads, be they right or wrong."""
-    if bodies := TOOL_CALL.findall(text):
-        return TOOL_CALL.sub("", text), bodies
-    beside, mark, body = text.partition(MISTRAL)
+    """What is said beside calls, and the bodies of these, which ``read`` reads, be they right or wrong.
+
+    A call that stands in what the model thinks is none.
+    """
+    thought, answer = after_thinking(text)
+    if bodies := TOOL_CALL.findall(answer):
+        return thought + TOOL_CALL.sub("", answer), bodies
+    beside, mark, body = answer.partition(MISTRAL)
     if mark:
-        return beside, [body]
-    return ("", [text]) if _is_call(text) else (text, [])
+        return thought + beside, [body]
+    return (thought, [answer]) if _is_call(answer) else (text, [])
+
+
+def after_thinking(text: str) -> tuple[str, str]:
+    """What the model thinks, with its end, and what follows; together the text."""
+    place = text.rfind(THOUGHT)
+    end = place + len(THOUGHT) if place >= 0 else 0
+    return text[:end], text[end:]
 
 
 def may_become_call(text: str) -> bool:

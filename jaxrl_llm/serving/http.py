@@ -197,8 +197,9 @@ class Handler(openai_api.Handler):
             if calls:
                 text = tools.apart(whole)[0]
             elif not why:  # what may be a call is not told as text
-                is_held = given and tools.may_become_call(whole)
-                text = "" if is_held else _before(whole, held, is_whole=False)
+                thought, answer = tools.after_thinking(whole)
+                is_held = given and tools.may_become_call(answer)
+                text = thought + ("" if is_held else _before(answer, held, is_whole=False))
             if len(text) > len(said):  # what was said stays said, if later bytes make of its last character another
                 delta({"content": text[len(said) :]})
                 said = text

@@ -142,6 +142,8 @@ def test_calls_are_read_as_the_families_of_models_write_them():
         "<tool_call>\n<function=add>\n<parameter=number>\n1\n</parameter>\n</function>\n</tool_call>": "total 7",
         '<tool_call>[{"name": "add", "arguments": {"number": 1}}, {"name": "add", "arguments": {"number": 1}}]'
         "</tool_call>": "total 8\ntotal 9",  # SmolLM2
+        '<think>Or <tool_call>{"name": "add", "arguments": {"number": 5}}</tool_call>?</think>\n\n'
+        '{"name": "add", "parameters": {"number": 1}}': "total 10",  # what is thought is no call
         '{"total": 9}': None,
     }
     with Environment(config("Counter"), [ONE]) as environment:

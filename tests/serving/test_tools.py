@@ -26,6 +26,7 @@ OTHERS = {
     "qwen3.5": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>",
 }
 CHAT = "/v1/chat/completions"
+THINKING = f"I could begin with {CALL}, or with {CALL.replace('Paris', 'Rome')}.</think>"
 DEEP = f"<tool_call>{'[' * 3000}</tool_call>"  # deeper than JSON is read
 
 
@@ -103,6 +104,9 @@ def scripted(text, takes_tools=True, takes_calls=False, *, kind=Scripted, host="
         ("<tool_call>3</tool_call>", "<tool_call>3</tool_call>", []),
         ('<tool_call>{"name": "a", "arguments": 3}</tool_call>',) * 2 + ([],),
         (f"{CALL} <tool_call>", "<tool_call>", [("weather", {"city": "Paris"})]),
+        (THINKING + CALL, THINKING, [("weather", {"city": "Paris"})]),
+        (THINKING + OTHERS["llama"], THINKING, [("weather", {"city": "Paris"})]),
+        (f"{THINKING}No.", f"{THINKING}No.", []),
         *((text, None, [("weather", {"city": "Paris"})]) for text in OTHERS.values()),
         (f"I look. {OTHERS['mistral']}", "I look.", [("weather", {"city": "Paris"})]),
         (
@@ -154,6 +158,9 @@ def test_a_parameter_that_is_a_text_by_its_schema_stays_one():
         ("No <tool_cal at all", "No <tool_cal at all", False),
         *((text, None, True) for text in OTHERS.values()),
         (f"I look {OTHERS['mistral']}", "I look", True),
+        (f"{THINKING}\n\nI look\n{CALL}", f"{THINKING}\n\nI look", True),
+        (f"{THINKING}\n\n{OTHERS['llama']}", THINKING, True),
+        (f"{THINKING} No.", f"{THINKING} No.", False),
         ('{"rain": "no"}', '{"rain": "no"}', False),
     ],
 )
