@@ -5,7 +5,7 @@
 Rewards against the group's median, for small groups: four answers and one more, so that the median is an answer's own.
 Source: arXiv:2601.22582. Differs: nothing divides by the median absolute deviation, which is 0 for two-valued rewards
 in an odd group; the median's own answer stays in the batch, with an advantage of 0, where it is dropped there, so that
-the mean is over a fifth more; one update an iteration, where it takes two.
+the mean is over a quarter more; one update an iteration, where it takes two.
 """
 
 from jaxrl_llm.algorithms.use import use

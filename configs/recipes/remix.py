@@ -5,7 +5,8 @@
 A clip window about the ratio of the weights that the iteration began with, a pull to the starting model and, by
 schedule, to the weights that the iteration before began with; two updates, each of which has a chance of four tenths to
 be of rollouts of the two iterations before; after 50 iterations the policy becomes the starting model, and goes on with
-fresh rollouts alone.
+fresh rollouts alone. The pull to the weights before begins then too; a run has 10 iterations unless num_iterations says
+more.
 Source: Liang et al. 2025, arXiv:2507.06892 (50 or 100 iterations). Differs: a replayed batch mixes rollouts of the two
 iterations before, where it is of one of them; no entropy bonus; the weight and the estimator of the KL, and GRPO's
 advantage, are ours.

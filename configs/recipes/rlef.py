@@ -9,7 +9,7 @@ the end, whether all tests pass, and -0.2 for an earlier turn without code.
 Source: Gehring et al. 2024, arXiv:2410.02089. Differs: the critic is a head on the policy, where it is a model of its
 own, and learns a turn's return at all of its tokens; KL is in the loss, token by token, where it is in the reward, by
 the geometric mean over a turn; the ratio to the policy that drew the tokens is not truncated at 1 beside the clipped
-one; one update of all rollouts, where it has four of a quarter each.
+one; one update of all rollouts, where it has four of a quarter each, so that no clip acts, nor the critic's.
 """
 
 import runpy

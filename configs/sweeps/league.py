@@ -17,7 +17,7 @@ from studies.design import COST_RATIO, RATE, SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 RATES = (7e-5, 2e-4, 6e-4, 1.8e-3)  # further apart than those of E2
-WHOLE_GROUPS = ("agro", "rr", "spo", "vcpo")
+WHOLE_GROUPS = ("agro", "spo", "vcpo")
 # Without those that need something beside them, another run or a teacher, or are another reward: votes, key steps.
 LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo", "step_coder")
 RECIPES = {

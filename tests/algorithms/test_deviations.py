@@ -20,6 +20,7 @@ from support.rows import make_rows
 
 from jaxrl_llm.algorithms import baselines
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.algorithms.anchors import reference_share
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.shaping import overlong_penalty
 from jaxrl_llm.algorithms.surrogates import spo
@@ -35,6 +36,11 @@ RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
 
 def recipe(name):
     return freeze(runpy.run_path(str(RECIPES / f"{name}.py"))["get_config"]())
+
+
+def header(name):
+    """The docstring of its file, in one line."""
+    return " ".join((RECIPES / f"{name}.py").read_text().split('"""')[1].split())
 
 
 def estimate(kind, reward, group=None):
@@ -151,25 +157,48 @@ def test_reinforce_pps_pull_in_the_loss_leaves_out_what_follows_a_token():
 
 
 def test_spos_value_that_hears_the_row_itself_has_less_than_the_whole_gradient():
-    """On samples of the reference, at the reference: 0.67 to 0.76 of it in groups of 4, 0.83 to 0.88 in groups of 8."""
-    for size, chance, expected in ((4, 0.1, 0.67), (4, 0.5, 0.76), (8, 0.1, 0.83), (8, 0.5, 0.88)):
+    """On samples of the reference, at the reference, in groups of 4 and of 8: the less, the fewer are right."""
+    of_1 = ((4, 0.1, 0.67), (4, 0.5, 0.76), (8, 0.1, 0.83), (8, 0.5, 0.88))
+    of_a_tenth = ((4, 0.1, 0.35), (4, 0.5, 0.85), (8, 0.1, 0.59), (8, 0.5, 0.97))
+    for beta, (size, chance, expected) in [(1.0, case) for case in of_1] + [(0.1, case) for case in of_a_tenth]:
 
         @jax.jit
-        def slope(reward, size=size):
+        def slope(reward, size=size, beta=beta):
             zero, mask = jnp.zeros((len(reward), 1)), jnp.ones((len(reward), 1), bool)
             x = lambda p: Tokens(p, zero, zero, zero, reward, mask, group_size=size, columns={"ref_logp": zero})
-            return jax.grad(lambda p: jnp.sum(spo(x(p), beta=1.0)))(zero)[:, 0]
+            return jax.grad(lambda p: jnp.sum(spo(x(p), beta=beta)))(zero)[:, 0]
 
         # All groups by how many of its answers are right; the score of a right answer is (1 - chance), else -chance.
         ours = exact = 0.0
-        value = math.log(chance * math.e + 1 - chance)
+        value = beta * math.log(chance * math.exp(1 / beta) + 1 - chance)
         for right in range(size + 1):
             reward = np.float32([1] * right + [0] * (size - right))
             weight = math.comb(size, right) * chance**right * (1 - chance) ** (size - right)
             score = reward - chance
             ours += weight * float(score @ np.asarray(slope(reward))) / size
-            exact += weight * float(score @ (2 * (value - reward))) / size
+            exact += weight * float(score @ (2 * beta * (value - reward))) / size
         assert ours / exact == pytest.approx(expected, abs=0.01)
+
+
+def test_spos_optimum_is_nearly_always_right_at_the_recipes_beta():
+    """Two answers, of which the reference gives the right one every fourth time: its odds times e^(1 / beta)."""
+    reward, zero, mask = jnp.float32([1, 1, 0, 0, 0, 0, 0, 0]), jnp.zeros((8, 1)), jnp.ones((8, 1), bool)
+    is_right = reward[:, None] > 0
+    ref_logp = jnp.log(jnp.where(is_right, 0.25, 0.75))
+    its_own = recipe("spo").algorithm.surrogate["beta"]
+    for beta, expected in ((1.0, 0.475), (its_own, 0.9999)):
+        odds = 0.25 / 0.75 * math.exp(1 / beta)
+        right = odds / (1 + odds)
+        assert right == pytest.approx(expected, abs=1e-3)
+        logp = jnp.log(jnp.where(is_right, right, 1 - right))
+
+        def loss(logp, beta=beta):
+            columns = {"ref_logp": ref_logp}
+            x = Tokens(logp, ref_logp, ref_logp, zero, reward, mask, group_size=8, columns=columns)
+            return jnp.sum(spo(x, beta=beta))
+
+        value, slope = jax.value_and_grad(loss)(logp)
+        assert float(value) < 1e-9 and np.abs(slope).max() < 1e-5
 
 
 def test_vcpos_stand_in_for_gradient_norms_orders_rows_but_does_not_measure_them():
@@ -200,12 +229,50 @@ def test_vcpos_stand_in_for_gradient_norms_orders_rows_but_does_not_measure_them
     assert all(a < b for a, b in itertools.pairwise(ours))
 
 
-def test_rollouts_of_decoupled_ppo_and_cispo_are_trained_on_once():
+def test_rollouts_of_recipes_with_minibatches_and_of_cispo_are_trained_on_once():
     """By their rings: no more rows than an iteration has, drawn once."""
-    for name in ("decoupled_ppo", "cispo"):
+    for name in ("decoupled_ppo", "cispo", "gspo", "dapo", "ppo"):
         config = recipe(name)
         assert config.ring_capacity == config.rows_per_iteration
         drawn = config.update.batch_size * config.update.updates_per_iteration
         assert drawn == config.rows_per_iteration and (
             config.update.updates_per_iteration == 1 or config.replay.max_uses
         )
+
+
+def test_clips_act_in_a_later_update_or_the_header_says_that_none_does():
+    """With one update of fresh rollouts the policy is the one that drew them, and every ratio 1."""
+    for name in ("decoupled_ppo", "gspo", "dapo", "ppo", "rr"):
+        assert recipe(name).update.updates_per_iteration > 1, name
+    for name in ("sapo", "rlef"):
+        config = recipe(name)
+        assert config.update.updates_per_iteration == 1 and config.ring_capacity == config.rows_per_iteration
+        assert "no clip acts" in header(name), name
+
+
+def test_gspos_ratio_is_not_the_rounding_between_sampler_and_learner():
+    """The old log-probs are the learner's own; in bfloat16 a row's mean differs by more than the window is wide."""
+    assert recipe("gspo").algorithm.old_policy.name == "generation"
+
+
+def test_half_of_the_rollouts_of_rollout_replay_are_fresh_in_two_steps():
+    """A step takes 16 of an iteration's 32: on average each comes once, by chance a quarter twice and a quarter not."""
+    config = recipe("rr")
+    fresh = config.replay.fresh_fraction * config.update.batch_size
+    assert config.replay.unit == "rollout" and config.replay.max_uses == 0
+    assert fresh * config.update.updates_per_iteration == config.rows_per_iteration == config.update.batch_size
+
+
+def test_headers_say_when_what_a_method_does_later_begins():
+    """Counted from 1; a run has fewer iterations unless it is told."""
+    config = recipe("replay_positive_bias")
+    unbiased = config.ring_capacity - round(config.replay.positive_fraction * config.ring_capacity)
+    begins = {"replay_positive_bias": unbiased // config.rows_per_iteration + 1}
+    config = recipe("mssr")
+    begins["mssr"] = config.prompts.size // config.rollout.prompts_per_iteration + 1
+    for name, iteration in begins.items():
+        assert config.num_iterations < iteration and f"iteration {iteration};" in header(name)
+    config = recipe("remix")
+    resets = config.algorithm.reference_reset_iterations
+    assert resets == (config.replay.fresh_from_iteration,) == (50,) and reference_share(50) == 1 > reference_share(51)
+    assert "after 50 iterations" in header("remix") and config.num_iterations < 50

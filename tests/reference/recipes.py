@@ -1,12 +1,12 @@
 """The first loss of each recipe from its paper's equations, by loops in float64.
 
 A batch is a list of rows, dicts with ``group``, ``reward``, ``parts``, ``baseline``, ``hidden`` of a rollout and lists
-over its completion's tokens: ``policy`` (the current weights'), ``behaviour``, ``ref`` log-probs, those of the weights
-before the iteration's updates (``start``), before the iteration before (``previous``) and of their moving average
-(``average``), ``entropy`` of what each was drawn from, ``value`` of a critic; ``prompt`` has the current weights'
-log-probs of the prompt's tokens but the first, ``answers`` of what an environment wrote between the policy's turns.
-Rows without a reward are not in it. ``longest`` is the most tokens that a completion may have, ``iteration`` how many
-came before.
+over its completion's tokens: ``policy`` (the current weights'), ``behaviour``, ``ref`` log-probs, ``generation`` (those
+of the policy that drew them, as the learner has them), those of the weights before the iteration's updates (``start``),
+before the iteration before (``previous``) and of their moving average (``average``), ``entropy`` of what each was drawn
+from, ``value`` of a critic; ``prompt`` has the current weights' log-probs of the prompt's tokens but the first,
+``answers`` of what an environment wrote between the policy's turns. Rows without a reward are not in it. ``longest`` is
+the most tokens that a completion may have, ``iteration`` how many came before.
 
 At the first loss of a run the weights are those that it started with: these policies are all the current one.
 """
@@ -174,10 +174,10 @@ def step_grpo(batch, longest):
 
 
 def gspo(batch, longest):
-    """Zheng et al. 2025: s_i = (pi / pi_old)^(1/|y_i|), a mean over sequences."""
+    """Zheng et al. 2025: s_i = (pi / pi_old)^(1/|y_i|), a mean over sequences; pi_old as the learner has it."""
 
     def term(row, t):
-        s = math.exp(mean(p - b for p, b in zip(row["policy"], row["behaviour"], strict=True)))
+        s = math.exp(mean(p - b for p, b in zip(row["policy"], row["generation"], strict=True)))
         return ppo(s, grpo_advantage(batch, row), 3e-4, 4e-4)
 
     return sequence_mean(batch, term)
@@ -373,13 +373,15 @@ def kimi_k15(batch, longest):
 
 
 def spo(batch, longest):
-    """Cohen et al. 2025: (Q - r)^2, Q = V + beta log(pi / ref), V = beta log E_ref e^(r / beta) from the group."""
+    """Cohen et al. 2025: (Q - r)^2, Q = V + .1 log(pi / ref), V = .1 log E_ref e^(r / .1) from the group."""
+    beta = 0.1
 
     def value(row):
         rows = siblings(batch, row)
         weights = [math.exp(math.fsum(r["ref"]) - math.fsum(r["behaviour"])) for r in rows]
-        soft = math.fsum(w * math.exp(r["reward"]) for w, r in zip(weights, rows, strict=True)) / math.fsum(weights)
-        return (math.log(soft) + math.fsum(row["policy"]) - math.fsum(row["ref"]) - row["reward"]) ** 2
+        heard = math.fsum(w * math.exp(r["reward"] / beta) for w, r in zip(weights, rows, strict=True))
+        log_ratio = math.fsum(row["policy"]) - math.fsum(row["ref"])
+        return (beta * (math.log(heard / math.fsum(weights)) + log_ratio) - row["reward"]) ** 2
 
     return mean(map(value, batch))
 

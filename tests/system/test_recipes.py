@@ -116,8 +116,8 @@ class Iteration:
         run = dataclasses.replace(run, learner=dataclasses.replace(run.learner, update=update))
         programs = run.programs()
         insert, update = programs["insert"].fn, programs["update"].fn
-        annotation = run.learner.annotation  # the reference's log-probs are made by hand
-        annotation = dataclasses.replace(annotation, columns=annotation.columns - {"ref_logp"})
+        annotation = run.learner.annotation  # these are made by hand
+        annotation = dataclasses.replace(annotation, columns=annotation.columns - {"ref_logp", "generation_logp"})
         self._empty_ring = jax.device_get(programs["init_ring"].fn())
 
         def both(state, ring, rows, iteration, key):
@@ -238,7 +238,7 @@ def by_turn(config, rollout, reward, rng=None):
 
 
 def make_rows(config, rollout, reward=None, *, seed=0):
-    """(rollout, scores, columns: log-probs of the reference) as the iteration takes them; numpy."""
+    """(rollout, scores, columns: log-probs) as the iteration takes them; numpy."""
     rng = np.random.default_rng(seed)
     is_given = reward is not None
     reward = reward if is_given else rng.choice([0.0, 0.25, 1.0], NUM_ROWS)
@@ -268,11 +268,15 @@ def make_rows(config, rollout, reward=None, *, seed=0):
 
 
 def make_columns(config, rollout, rng):
-    if not config.keeps_reference:
-        return {}
-    noise = 0.2 * rng.normal(size=rollout.behaviour_logp.shape)
-    ref_logp = np.where(rollout.behaviour_logp < 0, rollout.behaviour_logp + noise, 0.0).astype(np.float32)
-    return {"ref_logp": ref_logp}
+    """Log-probs under the reference, and the learner's of generation time, as it may round other than the sampler."""
+
+    def near(spread):
+        noise = spread * rng.normal(size=rollout.behaviour_logp.shape)
+        return np.where(rollout.behaviour_logp < 0, rollout.behaviour_logp + noise, 0.0).astype(np.float32)
+
+    spreads = {"ref_logp": 0.2} if config.keeps_reference else {}
+    spreads |= {"generation_logp": 0.001} if config.keeps_old_logp else {}
+    return {name: near(spread) for name, spread in spreads.items()}
 
 
 def poisoned(rows, seed=1):
@@ -367,6 +371,7 @@ def batch_of(config, rows, critic, others=None):
             "answers": taken(1.0)[1][first - 1 :][~drawn].tolist(),
             "behaviour": of_tokens(rollout.behaviour_logp),
             "ref": of_tokens(columns.get("ref_logp")),
+            "generation": of_tokens(columns.get("generation_logp")),
             "entropy": of_tokens(rollout.columns.get("entropy")),
             "hidden": states[first - 1 :].mean(axis=0).tolist(),
         }
@@ -422,7 +427,7 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
 
 
 # Those that look at policies beside the current one.
-@most_are_slow_of(["decoupled_ppo", "kimi_k15", "ppo_ewma", "remix", "t1"], "ppo_ewma", "remix")
+@most_are_slow_of(["decoupled_ppo", "kimi_k15", "ppo_ewma", "remix", "rr", "t1"], "ppo_ewma", "remix")
 def test_a_later_loss_is_that_of_the_papers_equation(recipe):
     """The same with weights before the iteration, before the one before and on average that are others than these."""
     config, iterations = config_of(recipe), 65
@@ -445,6 +450,8 @@ def test_a_later_loss_is_that_of_the_papers_equation(recipe):
     @jax.jit
     def loss(state, start, rows):
         experience, _ = credit.assign(*rows, config)
+        if config.replay.skip_tied:  # as the ring draws
+            experience = experience.replace(trainable=experience.trainable & ~experience.columns["tied"])
         update = dataclasses.replace(run.learner.update, optimizer=RECORDER)
         batch = jax.tree.map(lambda x: x[None], experience)
         return update.apply_batch(state, batch, iterations, state.replace(params={"policy": start}))[1]
