@@ -162,7 +162,8 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
         made_with = _object(path).get("made_with", {}) if rows else {}
         after = {column: afters[name].get(column) for column in columns}
         status, stage = status if rows or name in failed else "", FIRST if name in first else THEN
-        runs.append(Run(name, point, status, rows, made_with, after, stage=stage))
+        lost = rows[-1]["iteration"] - len(rows) if rows else 0
+        runs.append(Run(name, point, status, rows, made_with, after, stage=stage, lost_rows=lost))
     return runs
 
 

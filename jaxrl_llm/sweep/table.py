@@ -17,6 +17,7 @@ import io
 import itertools
 import math
 import pathlib
+import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -45,6 +46,7 @@ class Run:
     after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # what the sweep's ``after`` returned
     before: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # for the page: before any training
     stage: str = FIRST
+    lost_rows: int = 0  # of its iterations, which another machine's disk has: it went on from a bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,7 @@ def curve(run: Run, metric: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
-    """{column: number} of a run; None where the run has none."""
+    """{column: number} of a run; None where the run has none, or a threshold may have been reached in lost rows."""
     found: dict[str, float | None] = {}
     for metric in sweep.named_metrics():
         _, y = curve(run, metric, ITERATION)
@@ -79,7 +81,8 @@ def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
     for metric, threshold in sweep.thresholds.items():
         x, y = curve(run, metric, sweep.x_axis)
         reached = y <= threshold if metric in sweep.lower_is_better else y >= threshold
-        found[f"{sweep.x_axis} to {metric} {threshold:g}"] = float(x[reached][0]) if reached.any() else None
+        is_known = reached.any() and not run.lost_rows
+        found[f"{sweep.x_axis} to {metric} {threshold:g}"] = float(x[reached][0]) if is_known else None
     return found | dict(run.after)
 
 
@@ -96,20 +99,25 @@ def best_points(runs: Sequence[Run], field: str, metric: str) -> list[Point]:
     """Of every experiment, runs that differ in ``field`` and the seed alone, the point of its best value, without seed.
 
     Best is the largest mean over its runs of the mean of the metric over a run, the area under its curve: a value that
-    learns fast and falls back does not win. Of values that are alike the first.
+    learns fast and falls back does not win. Of values that are alike the first. Runs that have lost rows, whose mean
+    is of their end alone, are left out, with a warning; a value that has no others wins only where none has.
 
     Raises:
         ValueError: no run has the field, or the metric.
     """
     if not any(field in run.point for run in runs) or not any(len(curve(run, metric, ITERATION)[1]) for run in runs):
         raise ValueError(f"field={field!r} and metric={metric!r} must each be in some run")
-    scores: dict[tuple, list[tuple[float, Point]]] = {}
+    if lost := [run.name for run in runs if run.lost_rows]:
+        said = f"{len(lost)} runs have lost rows, and choose no {field} where others can: {', '.join(lost)}"
+        print(f"warning: {said}", file=sys.stderr)
+    scores: dict[tuple, list[tuple[tuple[bool, float], Point]]] = {}
     for members in groups(runs).values():
         point = {k: v for k, v in members[0].point.items() if k != SEED}
         rest = tuple((k, _hashable(v)) for k, v in sorted(point.items()) if k != field)
-        values = [curve(run, metric, ITERATION)[1] for run in members]
+        whole = [run for run in members if not run.lost_rows]
+        values = [curve(run, metric, ITERATION)[1] for run in whole or members]
         score = np.mean([np.mean(y) if len(y) else -np.inf for y in values])
-        scores.setdefault(rest, []).append((float(score), point))
+        scores.setdefault(rest, []).append(((bool(whole), float(score)), point))
     return [max(found, key=lambda scored: scored[0])[1] for found in scores.values()]
 
 
@@ -231,6 +239,7 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
         settings = {field: run.point.get(field) for field in fields}
         done = run.rows[-1][ITERATION] if run.rows else 0
         about = {"point": run.name, "label": sweep.called(run.point), "status": run.status, "iterations": done}
+        about |= {"lost_rows": run.lost_rows} if any(run.lost_rows for run in runs) else {}
         line = about | ({"stage": run.stage} if sweep.then else {}) | settings | figures(run, sweep)
         lines.append({column: _no_formula(value) for column, value in line.items()})
     writer = csv.DictWriter(text := io.StringIO(), list(lines[0]))
@@ -252,6 +261,8 @@ def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Map
     begun, ended = [run for run in runs if run.rows], [run for run in runs if run.status == "finished"]
     counts = {status: sum(run.status == status for run in runs) for status in ("finished", "unfinished", "failed")}
     note = f"{len(runs)} points: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    if lost := sum(run.lost_rows > 0 for run in runs):
+        note += f"; {lost} without rows that another machine's disk has: see their status"
     title = path.resolve().parent.name
     sections = [
         page.header(title, note),
@@ -357,7 +368,8 @@ def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
     for run in runs:
         settings = [page.text(run.point.get(field, "")) for field in sweep.fields()]
         numbers = [_number(value) for value in figures(run, sweep).values()]
-        rows.append(page.row(f"<code>{page.text(run.name)}</code>", run.status, *settings, *numbers))
+        status = run.status + (f", {run.lost_rows} rows lost" if run.lost_rows else "")
+        rows.append(page.row(f"<code>{page.text(run.name)}</code>", status, *settings, *numbers))
     return page.folded(f"{len(runs)} points", page.table([page.text(h) for h in head], rows))
 
 
