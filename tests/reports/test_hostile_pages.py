@@ -2,6 +2,7 @@
 
 import csv
 import json
+import pathlib
 import re
 import shlex
 import subprocess
@@ -23,6 +24,8 @@ from jaxrl_llm.sweep import table as sweep_report
 from jaxrl_llm.sweep.points import Sweep, freeze_points, point_name
 from jaxrl_llm.sweep.table import Run
 from jaxrl_llm.types import OUTCOME_ERROR, Rewards
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 # Markup, an end of script, quotes, an entity; a turn of the direction, an escape code, a bell, half a character.
 MARKUP = '</script></pre></td></title><script>alert(1)</script><img src=x onerror="a" \'>&lt;{{title}}{{body}}$\\frac{'
@@ -177,13 +180,17 @@ def test_folders_of_points_lie_in_the_sweeps_folder_are_legal_and_each_its_own(t
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """``python`` writes what it was given to argv.jsonl, ``sbatch`` hands its --wrap to a shell, as Slurm does."""
+    """``python`` writes what it was given to argv.jsonl.
+
+    As with Slurm ``sbatch`` hands its --wrap to a shell, and ``srun`` runs its words without one.
+    """
     folder = tmp_path / "bin"
     folder.mkdir()
     keep = "import json, sys; print(json.dumps(sys.argv[1:]), file=open(sys.argv[1] + '/argv.jsonl', 'a'))"
     for name, body in {
         "python": f'exec {shlex.quote(sys.executable)} -c {shlex.quote(keep)} {shlex.quote(str(tmp_path))} "$@"',
         "sbatch": 'for word; do case "$word" in --wrap=*) exec sh -c "${word#--wrap=}";; esac; done',
+        "srun": '[ -z "$JAXRL_DISTRIBUTED" ] && exec "$@"',
     }.items():
         (folder / name).write_text(f"#!/bin/sh\n{body}\n")
         (folder / name).chmod(0o755)
@@ -199,7 +206,12 @@ def stand_ins(tmp_path, monkeypatch):
     return given
 
 
-@pytest.mark.parametrize("template", ["print", "sbatch --job-name={name} --wrap={command}", "sh -c {command}"])
+(OF_SEVERAL,) = re.findall("--launch='(.*srun.*)'`", (ROOT / "docs/running.md").read_text())
+
+
+@pytest.mark.parametrize(
+    "template", ["print", "sbatch --job-name={name} --wrap={command}", "sh -c {command}", OF_SEVERAL]
+)
 def test_a_shell_runs_exactly_the_command_of_each_point(template, stand_ins, tmp_path, monkeypatch, capfd):
     file = tmp_path / "it's a $sweep; file.py"
     file.write_text(
@@ -211,6 +223,7 @@ def test_a_shell_runs_exactly_the_command_of_each_point(template, stand_ins, tmp
     points += [{"prompts.arguments.text": SHELL}, {"sampling.stop_strings": (SHELL, "\n")}, {"rewards.weights": (0.5,)}]
     points += [{"prompts.arguments.number": -5, "optimizer.learning_rate": 1e-7}]
     frozen = freeze_points(base, points)
+    monkeypatch.setenv("JAXRL_DISTRIBUTED", "0")
     folder = tmp_path / "my runs; $(touch pwned)"
     commands = {
         name: sweep_module.train_command(str(file), freeze(base), config, folder / name)
