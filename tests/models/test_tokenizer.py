@@ -285,8 +285,40 @@ def test_calls_beside_a_text_are_written_as_the_template_writes_them():
     ids = tokenizer.encode_prompt(said, **how)
     assert raw(tokenizer, ids) == written
     assert special_in(tokenizer, ids) == ["</s>", "</s>"]  # the ends of turns, not the one in a text
-    with pytest.raises(ConfigError, match=r"refuses the messages .* 'it has no place for tool_calls'"):
-        make(NINE.replace("tool_call_id", "id")).encode_prompt(said, **how)
+    with pytest.raises(ConfigError, match=r"refuses the messages .* 'it has no place for these tool_calls'"):
+        make(NINE).encode_prompt(said, **how)
+
+
+def test_a_template_that_leaves_out_calls_is_refused():
+    """They were gone from the prompt without a word."""
+    how = {"chat_template": True, "special_tokens": False, "system_prompt": ""}
+    call = lambda name: {"type": "function", "function": {"name": name, "arguments": {}}}
+    one = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call("add")]}]
+    two = [one[0], one[1] | {"tool_calls": [call("add"), call("add")]}]
+    result = [{"role": "tool", "content": "12"}]
+    write = "{# tool #}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    write += "{% for c in m.tool_calls CUT %} {{ c.function.name }}{% endfor %};{% endfor %}"
+    every, first = write.replace("CUT", ""), write.replace("m.tool_calls CUT", "(m.tool_calls or [])[:1]")  # GPT-OSS
+    plain = "{# tool_calls of a tool #}{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    where_none = every.replace("m.tool_calls ", "m.tool_calls if m.content is none ")  # DeepSeek-R1-Distill
+    several = {"default": plain.replace(" tool ", " t "), "tool_use": every + "{% if tools %}{{ tools }}{% endif %}"}
+    for template, told, messages, written in (
+        (every, {}, two + result, "user: ?;assistant:  add add;tool: 12;"),
+        (first, {}, one, "user: ?;assistant:  add;"),
+        (first, {}, two, None),
+        (plain, {}, one, None),
+        (where_none, {}, one, None),
+        (several, {"tools": []}, one + result, "user: ?;assistant:  add;tool: 12;"),
+        (several, {}, one, None),
+        # What the tool returned is the user's where the template that is taken knows no tools (Hermes 2 Pro and 3).
+        (several, {}, result, "user: <tool_response>\n12\n</tool_response>;"),
+    ):
+        tokenizer = make(template)
+        if written is None:
+            with pytest.raises(ConfigError, match="it has no place for these tool_calls"):
+                tokenizer.encode_prompt(messages, chat_template_kwargs=told, **how)
+        else:
+            assert raw(tokenizer, tokenizer.encode_prompt(messages, chat_template_kwargs=told, **how)) == written
 
 
 def test_a_template_that_knows_no_such_role_is_refused():

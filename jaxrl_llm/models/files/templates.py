@@ -122,23 +122,29 @@ def deep(change: Callable[[str], str], value: Any) -> Any:
 def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
     """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time.
 
-    What tools return a template that knows no such role has from the user, in Qwen's form. One without a place for
-    ``tool_calls``, which would print nothing of them, is refused: ValueError.
+    What tools return a template that knows no such role has from the user, in Qwen's form. One that leaves out any of
+    the ``tool_calls`` is refused: ValueError.
     """
+    template = fast.get_chat_template(tools=told.get("tools"))  # of several, the one that is taken
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
 
-    if not re.search(r"\btool\b", str(fast.chat_template)):
+    if not re.search(r"\btool\b", template):
         messages = _told_by_user(messages)
-    if not re.search(r"\btool_calls\b", str(fast.chat_template)) and any("tool_calls" in one for one in messages):
-        raise ValueError("it has no place for tool_calls")
     messages = [_identified(one) for one in messages]
     how = {"add_generation_prompt": True, "tokenize": False}
     if DATE in told:  # transformers hands no function on to a template
         told = dict(told)
-        how["chat_template"] = _on_day(fast.get_chat_template(tools=told.get("tools")), told.pop(DATE))
-    render = functools.partial(fast.apply_chat_template, messages, **told, **how)
+        how["chat_template"] = _on_day(template, told.pop(DATE))
+    say = functools.partial(fast.apply_chat_template, **told, **how)
+
+    def render() -> str:
+        marked, marks = _marked(messages)
+        if marks and not all(map(say(marked).__contains__, marks)):
+            raise ValueError("it has no place for these tool_calls")
+        return say(messages)
+
     if threading.current_thread() is not threading.main_thread():  # which alone has signals
         return render()
     handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
@@ -154,6 +160,18 @@ def _identified(message: dict[str, Any]) -> dict[str, Any]:
     if calls := message.get("tool_calls"):
         message = {**message, "tool_calls": [{"id": CALL_ID, **call} for call in calls]}
     return {"tool_call_id": CALL_ID, **message} if message["role"] == "tool" else message
+
+
+def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Messages with a mark in place of the name of each function that is called, and the marks."""
+    marks, marked = [], []
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls", ()):
+            marks.append(f"name_of_call_{len(marks):05}")
+            calls.append({**call, "function": {**call["function"], "name": marks[-1]}})
+        marked.append({**message, "tool_calls": calls} if calls else message)
+    return marked, marks
 
 
 def _told_by_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:
