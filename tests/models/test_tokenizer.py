@@ -271,7 +271,7 @@ ALTERNATING = (
 
 def test_calls_beside_a_text_are_written_as_the_template_writes_them():
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}, "system_prompt": ""}
-    call = {"type": "function", "function": {"name": "add", "arguments": {"to": "a</s>e"}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"to</s>": "a</s>e"}}}
     said = [
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -279,14 +279,17 @@ def test_calls_beside_a_text_are_written_as_the_template_writes_them():
         {"role": "assistant", "content": "12."},
         {"role": "user", "content": "And?"},
     ]
-    written = '[INST] ?[/INST][TOOL_CALLS] [{"name": "add", "arguments": {"to": "a</s>e"}, "id": "call00000"}]</s>'
+    written = '[INST] ?[/INST][TOOL_CALLS] [{"name": "add", "arguments": {"to</s>": "a</s>e"}, "id": "call00000"}]</s>'
     written += "[TOOL_RESULTS] 12[/TOOL_RESULTS] 12.</s>[INST] And?[/INST]"
     tokenizer = make(ALTERNATING)
     ids = tokenizer.encode_prompt(said, **how)
     assert raw(tokenizer, ids) == written
-    assert special_in(tokenizer, ids) == ["</s>", "</s>"]  # the ends of turns, not the one in a text
+    assert special_in(tokenizer, ids) == ["</s>", "</s>"]  # the ends of turns, not those in texts and names
     with pytest.raises(ConfigError, match=r"refuses the messages .* 'it has no place for these tool_calls'"):
         make(NINE).encode_prompt(said, **how)
+    call["function"]["arguments"] = {"\ud83d": 1}
+    with pytest.raises(ConfigError, match="has half a surrogate pair"):
+        tokenizer.encode_prompt(said, **how)
 
 
 def test_a_template_that_leaves_out_calls_is_refused():

@@ -34,7 +34,7 @@ OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", 
 
 
 def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) -> dict[str, Any]:
-    """``prompts.chat_template_kwargs`` for a template; ``hide`` is done to every text in them but the keys.
+    """``prompts.chat_template_kwargs`` for a template; ``hide`` is done to every text in them.
 
     Raises:
         ConfigError: one that the template does not name: it would change nothing; a date that is none.
@@ -111,9 +111,9 @@ def between_turns(
 
 
 def deep(change: Callable[[str], str], value: Any) -> Any:
-    """``change`` done to every text in nested lists and dicts but the keys."""
+    """``change`` done to every text in nested lists and dicts, keys too."""
     if isinstance(value, dict):
-        return {key: deep(change, x) for key, x in value.items()}
+        return {deep(change, key): deep(change, x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
         return [deep(change, x) for x in value]
     return change(value) if isinstance(value, str) else value
