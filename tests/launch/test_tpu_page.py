@@ -9,6 +9,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -157,6 +158,10 @@ def test_clusters_get_the_command(typist):
         gcluster = "--mount=filestore://my-share/vol;/shared;rw"
         assert mounted == ["--mount-point=/shared" if program == "xpk" else gcluster]
         assert any(word in words for word in (f"--image={image}", f"--docker-image={image}"))
+        (codes,) = (word.partition("=")[2] for word in words if word.startswith("--restart-on-exit-codes="))
+        # xpk adds 127 to 255 itself. Bad input, 2, fails for good.
+        ends = {128 + number for number in (signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)}
+        assert set(map(int, codes.split(","))) == {1} | (ends if program == "gcluster" else set())
     assert {"SHARE=10.0.0.2", f"TRAIN={train}"} <= set(typist.calls("sky")[0][0])
     ((words, _),) = typist.calls("sbatch")
     assert words[-4:] == ["launch/slurm.sh", "--config=pod.py", "--workdir=/shared/my-run", "--config.mesh.fsdp=16"]
