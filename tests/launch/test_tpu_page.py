@@ -175,15 +175,18 @@ def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printe
     typist.exports = [command for command in COMMANDS if command.startswith("export ")]
     own = {"gcloud": "tpu_pod.sh", "kubectl": "kubectl", "sky": "sky jobs", "sbatch": "sbatch"}[program]
     command = COMMANDS[index_of("jaxrl_llm.sweep", own)]
-    (folder,) = re.findall(r"--workdir=(sweeps/\w+) ", command)
+    (folder,) = re.findall(r"--workdir=(runs/sweeps/\w+) ", command)
     share = "" if program == "sbatch" else "/shared/"  # Slurm's disk is shared
     typist.type(COMMANDS[index_of("filestore instances create")])
+    fetched = typist.root / folder / "a point of before"
+    fetched.mkdir(parents=True)
     wanted = {tuple(word.replace("=DIR/", f"={share}{folder}/") for word in words) for words in printed}
     typist.type(command)
     if program == "gcloud":
         # Detached: the runs have begun.
         wait_for(lambda: sum("jaxrl_llm.train" in line for line in typist.log) == 4)
         given = {tuple(["python", *line.split()]) for line in typist.log if "jaxrl_llm.train" in line}
+        assert not list(typist.cloud.glob(f"tpus/**/{fetched.name}"))
     elif program == "kubectl":
         jobs = [yaml.safe_load(text) for _, text in typist.calls("kubectl")]
         assert len({job["metadata"]["name"] for job in jobs}) == 4
@@ -214,15 +217,22 @@ def has_the_tpu_and_the_share(typist):
 
 
 def test_the_sweep_is_fetched_and_shown(typist):
-    typist.type("mkdir -p sweeps")
+    typist.type("mkdir -p runs/sweeps")
     has_the_tpu_and_the_share(typist)
-    typist.folder("/shared/sweeps/one").mkdir(parents=True)
-    fetch = index_of("my-tpu:/shared/sweeps/one sweeps/")
+    shared = '#!/bin/bash\nexec TAR "${@/#--directory=\\/shared/--directory=$HOME/shared}"\n'
+    typist.stand_in("tar", shared.replace("TAR", shutil.which("tar")))
+    point = typist.folder("/shared/runs/sweeps/one/a_point")
+    for name in ("checkpoints/1/state", "hf/model.safetensors", "eval_after.json"):
+        (point / name).parent.mkdir(parents=True, exist_ok=True)
+        (point / name).write_text("{}")
+    fetch = index_of("ssh my-tpu", "/shared", "runs/sweeps/one")
     mount = shlex.quote(f"--command={MOUNT}")
     typist.type(f"gcloud compute tpus tpu-vm ssh my-tpu --zone=us-east5-b --worker=all {mount}")
-    for command in COMMANDS[fetch : fetch + 2]:
+    for command in COMMANDS[fetch : fetch + 3]:
         typist.type(command)
-    assert (typist.root / "sweeps/one/table.csv").exists()
+    folder = typist.root / "runs/sweeps/one"
+    assert (folder / "table.csv").exists()
+    assert [path.name for path in (folder / "a_point").iterdir()] == ["eval_after.json"]
 
 
 def test_a_profile_is_made_and_fetched(typist):
