@@ -58,7 +58,8 @@ def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
     A content that is a list of parts is their texts, a line break between.
 
     Args:
-        apart: calls stay beside the text, as chat templates take them: arguments by name. Those of others are in it.
+        apart: calls stay beside the text, as chat templates take them: arguments by name, and ids that are texts, in
+            tools' answers too. Those of others are in it.
 
     Raises:
         ValueError: there is none, or one is no message, or has a part that is no text.
@@ -76,12 +77,21 @@ def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
         if not isinstance(role, str) or not (isinstance(content, str) or (functions and content is None)):
             raise ValueError(f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
         if apart and functions and all(isinstance(function["arguments"], dict) for function in functions):
-            calls = [{"type": "function", "function": function} for function in functions]
-            said.append({"role": role, "content": content or "", "tool_calls": calls})
+            named = [
+                {"type": "function", "function": function} | _texts("id", call)
+                for call, function in zip(calls, functions, strict=True)
+            ]
+            said.append({"role": role, "content": content or "", "tool_calls": named})
         else:
             written = [f"{BEGIN}\n{_json(function)}\n</tool_call>" for function in functions]
-            said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])})
+            answered = _texts("tool_call_id", message) if apart else {}
+            said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])} | answered)
     return said
+
+
+def _texts(key: str, given: dict[str, Any]) -> dict[str, str]:
+    """The key with what is given for it, where that is a text."""
+    return {key: given[key]} if isinstance(given.get(key), str) else {}
 
 
 def _text_of_part(part: Any) -> str:

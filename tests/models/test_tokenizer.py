@@ -292,6 +292,36 @@ def test_calls_beside_a_text_are_written_as_the_template_writes_them():
         tokenizer.encode_prompt(said, **how)
 
 
+def test_calls_have_ids_that_their_answers_have_in_any_order():
+    """All of a message had one."""
+    how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}, "system_prompt": ""}
+    template = "{% for m in messages %}{{ m.content if m.role == 'assistant' }}"
+    template += "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.id }};{% endfor %}"
+    tokenizer = make(template + "{% if m.role == 'tool' %}{{ m.content }} {{ m.tool_call_id }};{% endif %}{% endfor %}")
+    call = lambda name, **more: {"type": "function", "function": {"name": name, "arguments": {}}, **more}
+    turn = lambda *calls: {"role": "assistant", "content": "", "tool_calls": [*calls]}
+    result = lambda said, **more: {"role": "tool", "content": said, **more}
+    a, b = call("a", id="call_x"), call("b", id="call_y")
+    for messages, written in (
+        (
+            [turn(a, b), result("B", tool_call_id="call_y"), result("A", tool_call_id="call_x")],
+            "a call00000;b call00001;B call00001;A call00000;",
+        ),
+        ([turn(a, b), result("A"), result("B")], "a call00000;b call00001;A call00000;B call00001;"),
+        (  # each turn's anew, by ids of its own
+            [turn(a), result("A", tool_call_id="call_x"), turn(b), result("B", tool_call_id="call_y")],
+            "a call00000;A call00000;b call00000;B call00000;",
+        ),
+        (
+            [turn(call("a"), call("b", id="a1b2c3d4e")), result("B", tool_call_id="a1b2c3d4e")],
+            "a call00000;b call00001;B call00001;",
+        ),
+    ):
+        assert raw(tokenizer, tokenizer.encode_prompt(messages, **how)) == written
+    two = [result("A"), result("B")]
+    assert raw(tokenizer, tokenizer.encode_answer(two, **how)) == "A call00000;B call00001;"
+
+
 def test_a_template_that_leaves_out_calls_is_refused():
     """They were gone from the prompt without a word."""
     how = {"chat_template": True, "special_tokens": False, "system_prompt": ""}

@@ -251,11 +251,11 @@ def test_a_template_with_a_place_for_calls_gets_them_by_name(asked):
         {"role": "assistant", "content": "I look.", "tool_calls": [{"id": "1", "function": function}]},
         {"role": "tool", "tool_call_id": "1", "content": "no"},
     ]
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}, "id": "1"}
     with scripted("No.", takes_calls=True) as (server, tokenizer):
         assert ask(server, CHAT, {"messages": messages} | asked)[0] == 200
         said = {"role": "assistant", "content": "I look.", "tool_calls": [call]}
-        assert tokenizer.seen[-1][0] == [messages[0], said, {"role": "tool", "content": "no"}]
+        assert tokenizer.seen[-1][0] == [messages[0], said, messages[2]]
         function["arguments"] = "Paris"  # no arguments by name
         assert ask(server, CHAT, {"messages": messages} | asked)[0] == 200
         assert tokenizer.seen[-1][0][1]["content"].startswith("I look.\n<tool_call>")

@@ -27,7 +27,7 @@ from jaxrl_llm.runtime.stored import read_text, read_whole
 DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 TEMPLATE_SECONDS = 10.0  # that a prompt may take
 TURN = "(a turn of the assistant's)"
-CALL_ID = "call00000"  # of calls and their answers: Mistral's templates refuse one without nine letters or digits
+CALL_ID = "call{:05}"  # of calls and their answers: Mistral's templates refuse one without nine letters or digits
 # What transformers' apply_chat_template takes for itself and no template sees, or what every prompt tells it.
 OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
 OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
@@ -132,7 +132,7 @@ def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) ->
 
     if not re.search(r"\btool\b", template):
         messages = _told_by_user(messages)
-    messages = [_identified(one) for one in messages]
+    messages = _identified(messages)
     how = {"add_generation_prompt": True, "tokenize": False}
     if DATE in told:  # transformers hands no function on to a template
         told = dict(told)
@@ -155,11 +155,24 @@ def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) ->
         signal.signal(signal.SIGALRM, handler)
 
 
-def _identified(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with an id of each call in it, and of the one that it answers."""
-    if calls := message.get("tool_calls"):
-        message = {**message, "tool_calls": [{"id": CALL_ID, **call} for call in calls]}
-    return {"tool_call_id": CALL_ID, **message} if message["role"] == "tool" else message
+def _identified(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with an id of each call, and of the call that a tool's message answers: by the ids given, or in order.
+
+    Each turn's begin anew: what a run's tools return is rendered without the turns before.
+    """
+    said, known, place = [], {}, 0
+    for message in messages:
+        place = place + 1 if message["role"] == "tool" else -1
+        if calls := message.get("tool_calls"):
+            ids = [CALL_ID.format(i) for i in range(len(calls))]
+            known = {call["id"]: own for call, own in zip(calls, ids, strict=True) if "id" in call}
+            message = {**message, "tool_calls": [{**call, "id": own} for call, own in zip(calls, ids, strict=True)]}
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            own = given if re.fullmatch(r"[A-Za-z0-9]{9}", str(given)) else CALL_ID.format(place)
+            message = {**message, "tool_call_id": known.get(given, own)}
+        said.append(message)
+    return said
 
 
 def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
