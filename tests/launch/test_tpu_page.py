@@ -264,3 +264,14 @@ def test_the_page_names_statuses_messages_and_files_that_are_there():
         assert re.sub(r"\$\w+.*", "", text) in PAGE
     for name in re.findall(r"`(launch/[\w.]+)`", PAGE):
         assert (REPOSITORY / name).exists(), name
+
+
+def test_the_model_of_a_run_without_a_share_comes_from_its_bucket():
+    """The disk that its metrics, report and exported model lie on goes with the pod of a job that ends well too."""
+    (section,) = re.findall(r"^## Without a share\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
+    assert "are lost with it" in section
+    (command,) = re.findall(r"`python -m jaxrl_llm\.export ([^`]*)`", section)
+    given = dict(word.removeprefix("--").split("=") for word in command.split())
+    assert given["checkpoint"] == re.findall(r"--config\.checkpoint\.bucket=([^`]*)`", section)[0]
+    source = (REPOSITORY / "jaxrl_llm/export.py").read_text()
+    assert set(given) <= set(re.findall(r'flags\.DEFINE_\w+\("(\w+)"', source))
