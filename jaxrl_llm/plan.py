@@ -32,7 +32,7 @@ from ml_collections import config_flags
 
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.planning import chips, cost, page, presets, verdict
-from jaxrl_llm.planning.compiled import Row, compile_rows, save_all
+from jaxrl_llm.planning.compiled import Row, compile_one, compile_rows, save_all
 from jaxrl_llm.planning.search import search
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.run import Run, assemble
@@ -85,7 +85,7 @@ def plan(
         print(f"{row.name:<16}" + ("".join(f"{n / 2**20:11.1f}" for n in sizes) or f"  {row.refused}"), flush=True)
 
     found |= memory_of(run, rows, chip)
-    found |= costs_of(run, rows, chip, price)
+    found |= costs_of(run, taken(run, rows, chip), chip, price)
     found["compile_s"] = time.monotonic() - started
     print(f"compiled in {found['compile_s']:.0f} s")
     fits = conclude(run, rows, found)
@@ -161,6 +161,20 @@ def memory_of(run: Run, rows: list[Row], chip: chips.Chip) -> dict[str, Any]:
     }
     bytes_between = {"resident_bytes": resident, "on_host_bytes": on_host, "ring_capacity_that_fits": ring}
     return {"programs": memory, "does_not_fit": over, **bytes_between}
+
+
+def taken(run: Run, rows: list[Row], chip: chips.Chip) -> list[Row]:
+    """The programs that ``train`` takes, as ``executables.keep_what_fits`` chooses: what they cost is a bound."""
+    if run.config.model.remat != "auto" or not all(row.memory for row in rows):
+        return rows
+    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
+    programs = dataclasses.replace(run.learner, update=update).programs()
+    kept = compile_one(run, "update", programs["update"].lower(run.mesh))
+    memories = {row.name: row.memory for row in rows} | {"update": kept.memory}
+    if not kept.memory or in_use_bytes(memories, **run.beside)["update"] > chip.hbm_gib * 2**30:
+        return rows
+    print(f"update      keeps the MLPs, in {kept.memory.peak / 2**20:.1f} MiB a chip: it fits (model.remat=auto)")
+    return [kept if row.name == "update" else row for row in rows]
 
 
 def costs_of(run: Run, rows: list[Row], chip: chips.Chip, price: float) -> dict[str, Any]:

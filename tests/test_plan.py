@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from support.building import needs_cuda_compiler, needs_libtpu
+from support.building import ONE, TINY, mesh_of, needs_cuda_compiler, needs_libtpu
 from support.command_line import DEBUG_CONFIG, run_command
 
 from jaxrl_llm import plan
@@ -256,6 +256,32 @@ def test_a_plan_prints_and_writes_the_time_and_price_of_an_iteration(eight_chips
     assert found["programs"]["update"]["in_use_bytes"] > 0 and found["ring_capacity_that_fits"] > 32
     page = (tmp_path / "p.html").read_text()
     assert page.count("<svg") == 3 and "random:debug on v5litepod-8" in page and "<script" not in page
+
+
+@pytest.mark.parametrize(
+    ("remat", "hbm", "expected"),
+    [("auto", 300, "kept"), ("auto", 299, "all"), ("auto", None, "all"), ("full", 300, "all")],
+)
+def test_what_is_bounded_is_the_update_that_train_takes(remat, hbm, expected, monkeypatch):
+    """The one that recomputes all takes longer than a run does: "at least" was no bound."""
+    run = assemble(freeze({"model": {"remat": remat}}), TINY, (5,), mesh_of(ONE))
+    state, update = (compiled.Row(name, Memory(100, 100, 50, 100), "") for name in ("init_state", "update"))
+    kept = compiled.Row("update", Memory(100, 100, 200, 100) if hbm else None, "" if hbm else "out of memory")
+    monkeypatch.setattr(plan, "compile_one", lambda run, name, lowered: kept)
+    chip = dataclasses.replace(chips.CHIPS["v5e"], hbm_gib=(hbm or 300) / 2**30)
+    found = plan.taken(run, [state, update], chip)
+    assert found[0] is state and found[1] is {"kept": kept, "all": update}[expected]
+
+
+@needs_libtpu
+def test_with_remat_auto_an_iteration_is_counted_with_what_the_update_keeps(eight_chips, monkeypatch, tmp_path, capsys):
+    config = small_config(8)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="auto"))
+    monkeypatch.setattr(plan, "compile_rows", compiled_already(eight_chips))
+    assert plan.plan(config, "v5e:2x4", json_path=str(tmp_path / "p.json")) == 0
+    assert "update      keeps the MLPs, in " in capsys.readouterr().out
+    found = json.loads((tmp_path / "p.json").read_text())
+    assert found["costs"]["update"]["flops"] < eight_chips["update"].counts.total("flops")
 
 
 @needs_libtpu
