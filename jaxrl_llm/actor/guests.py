@@ -248,7 +248,7 @@ class _Reader:
     config: Config
     tokenizer: Any
     vocab_size: int
-    held_out: frozenset[tuple[int, ...]]  # token ids of prompts
+    held_out: frozenset[tuple[int, ...]] = frozenset()  # token ids of prompts
 
     def group(self, line: bytes, origin: str) -> Group:
         """
