@@ -31,6 +31,11 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def short_cpu(model: str) -> str:
+    """What ``hardware`` calls a CPU, as figures and tables show it."""
+    return model.replace("(R)", "").replace(" Processor", "")
+
+
 def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -16,7 +16,7 @@ import json
 import pathlib
 from typing import Any
 
-from benchmarks.machine import ROOT
+from benchmarks.machine import ROOT, short_cpu
 from benchmarks.race import TARGET, WINDOW
 
 RECORDS = [ROOT / "benchmarks" / "baselines" / f"{name}_race.json" for name in ("2026-11-23_epyc", "2026-11-22_2cpu")]
@@ -52,7 +52,7 @@ def draw(records: list[dict[str, Any]], out: pathlib.Path) -> None:
                     (line,) = axes.plot(minutes, recent, color=color, label=None if seed else label)
                     line.set_gid(f"{system} seed {seed} {day}")
             axes.axhline(TARGET, color="black", linestyle=":", linewidth=0.8)
-            axes.set_title(f"{cores} cores, {cpu.replace('(R)', '').replace(' Processor', '')}, {day}", fontsize=9)
+            axes.set_title(f"{cores} cores, {short_cpu(cpu)}, {day}", fontsize=9)
             axes.set_ylim(0, 1)
             axes.grid(alpha=0.3)
             axes.legend(frameon=False, loc="lower right")

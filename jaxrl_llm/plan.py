@@ -37,7 +37,7 @@ from jaxrl_llm.planning.search import search
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.run import Run, assemble
 from jaxrl_llm.runtime import cli, sharding
-from jaxrl_llm.runtime.executables import saved_in
+from jaxrl_llm.runtime.executables import keeping_update, saved_in
 from jaxrl_llm.runtime.programs import in_use_bytes, resident_bytes
 
 
@@ -167,9 +167,7 @@ def taken(run: Run, rows: list[Row], chip: chips.Chip) -> list[Row]:
     """The programs that ``train`` takes, as ``executables.keep_what_fits`` chooses: what they cost is a bound."""
     if run.config.model.remat != "auto" or not all(row.memory for row in rows):
         return rows
-    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
-    programs = dataclasses.replace(run.learner, update=update).programs()
-    kept = compile_one(run, "update", programs["update"].lower(run.mesh))
+    kept = compile_one(run, "update", keeping_update(run).lower(run.mesh))
     memories = {row.name: row.memory for row in rows} | {"update": kept.memory}
     if not kept.memory or in_use_bytes(memories, **run.beside)["update"] > chip.hbm_gib * 2**30:
         return rows

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.machine import short_cpu
 from jaxrl_llm.replay_plan import Costs
 from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.intervals import Interval
@@ -67,6 +68,16 @@ def pretrained_arms(task: str) -> list[Arm]:
     names = [name for name in SMOLLM2_STUDIES if study(name)]
     found = [arm for name in names for arm in arms_of(name) if arm.name.startswith(f"{task}: ")]
     return sorted(found, key=lambda arm: not arm.name.startswith(f"{task}: on-policy"))
+
+
+def without_task(found: Sequence[Arm]) -> dict[str, Arm]:
+    """Arms of one of those tasks by what they are called beside it, without their rates."""
+    return {without_rate(arm.name.partition(": ")[2]): arm for arm in found}
+
+
+def methods(found: Mapping[str, Arm]) -> dict[str, Arm]:
+    """Those that have the clip's ring and uses, and a method of their own."""
+    return {name: arm for name, arm in found.items() if name.startswith(f"{CLIP}, ")}
 
 
 def pretrained(task: str) -> str:
@@ -196,28 +207,26 @@ def by_seeds() -> str:
 def smollm2_by_seeds() -> str:
     """The same of SmolLM2: rings, arms that share a ring of 2 B and four uses with the clip, and the GPU's."""
     found = Comparisons()
-    for task in ("sums", "products"):
-        of = {without_rate(arm.name).removeprefix(f"{task}: "): arm for arm in pretrained_arms(task)}
+    tasks = {task: without_task(pretrained_arms(task)) for task in ("sums", "products")}
+    for task, of in tasks.items():
         base, clip = of["on-policy"], of[CLIP]
         for y in (2, 4):
             small, large = (of[f"y {y}, ring of {n} B"] for n in (2, 8))
             found.end(f"end, {task}, y {y}, ring of 2 B less 8 B", small, large)
         for name, arm in list(of.items())[1:]:
             found.end(f"end, {task}, {name} less on-policy", arm, base)
-        for name, arm in of.items():
-            if name.startswith(f"{CLIP}, "):
-                found.end(f"end, {task}, {name} less the clip", arm, clip)
-    for to in (0.5, 0.6):  # on products, the last task
+        for name, arm in methods(of).items():
+            found.end(f"end, {task}, {name} less the clip", arm, clip)
+    of = tasks["products"]
+    for to in (0.5, 0.6):
         for name in ("y 2, ring of 2 B", "ring of 2 B, no reuse"):
-            found.cost(f"saved, products, {name}, to {to:.2f}", of[name], base, DECLARED, to)
-        for name, arm in of.items():
-            if name.startswith(f"{CLIP}, "):
-                found.cost(f"saved of the clip's cost, products, {name}, to {to:.2f}", arm, clip, DECLARED, to)
-    on_policy, *reusing = arms_of("smollm2_gpu")
-    for arm in reusing:
+            found.cost(f"saved, products, {name}, to {to:.2f}", of[name], of["on-policy"], DECLARED, to)
+        for name, arm in methods(of).items():
+            found.cost(f"saved of the clip's cost, products, {name}, to {to:.2f}", arm, of[CLIP], DECLARED, to)
+    (_, on_policy), *reusing = without_task(arms_of("smollm2_gpu")).items()
+    for name, arm in reusing:
         for to in (SMOLLM2_THRESHOLD, 0.4):
-            named = f"{without_rate(arm.name).partition(': ')[2]}, to {to:.2f}"
-            found.cost(f"seconds saved, GPU, {named}", arm, on_policy, Arm.over_seconds, to)
+            found.cost(f"seconds saved, GPU, {name}, to {to:.2f}", arm, on_policy, Arm.over_seconds, to)
     return found.shown()
 
 
@@ -397,8 +406,8 @@ def fit_of_noise(name: str) -> str:
 
 def _machine(has: Mapping[str, Any]) -> str:
     """By its accelerator, or its processor and how many cores of it were used."""
-    cpu = re.sub(r"\(R\)| Processor", "", has["cpu"])
-    return f"{cpu}, cores: {has['cores']}" if has["accelerator"] == "none" else has["accelerator"]
+    cpu = f"{short_cpu(has['cpu'])}, cores: {has['cores']}"
+    return cpu if has["accelerator"] == "none" else has["accelerator"]
 
 
 def files() -> str:
@@ -500,14 +509,15 @@ def figures(folder: pathlib.Path) -> None:
     smollm2["gpu"] = arms_of("smollm2_gpu") if study("smollm2_gpu") else ()
     for called, found in smollm2.items():
         if found:
-            shown = {without_rate(arm.name.partition(": ")[2]): arm for arm in found}
+            shown = without_task(found)
             over = {in_batches(found[0].batch): DECLARED}
             over |= {seconds: Arm.over_seconds} if found[0].times else {}
             path = folder / f"replay_study_smollm2_{called}.svg"
-            clip = ("on-policy", CLIP)
-            others = {name: arm for name, arm in shown.items() if name in clip or name.startswith(f"{CLIP}, ")}
-            uses = {name: arm for name, arm in shown.items() if name in clip or name not in others}
-            families = {"uses and rings": uses, f"{CLIP}: methods": others} if len(others) > len(clip) else {"": uses}
+            families = {"": shown}
+            if own := methods(shown):
+                uses = {name: arm for name, arm in shown.items() if name not in own}
+                beside = {name: shown[name] for name in ("on-policy", CLIP)}
+                families = {"uses and rings": uses, f"{CLIP}: methods": beside | own}
             pictures.curves(families, path, over=over, threshold=SMOLLM2_THRESHOLD)
 
 

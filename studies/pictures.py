@@ -166,7 +166,7 @@ def curves(
                 for name, arm in timed.items():
                     i = names.index(name)
                     how = {"color": "black", "linestyle": ":"} if i == 0 else {"color": COLOURS[i - 1]}
-                    lines[name] = _band(axes, way(arm), arm.curves, label=name, **how)
+                    lines[name] = _band(axes, way(arm), arm.curves, **how)
                 axes.axhline(threshold, color="0.6", linewidth=0.8)
                 axes.set_title(family if len(timed) == len(shown) else f"{family}: those that were timed", fontsize=9)
                 axes.grid(alpha=0.3)

@@ -165,9 +165,8 @@ def apart(text: str) -> tuple[str, list[str]]:
 
 def after_thinking(text: str) -> tuple[str, str]:
     """What the model thinks, with its end, and what follows; together the text."""
-    place = text.rfind(THOUGHT)
-    end = place + len(THOUGHT) if place >= 0 else 0
-    return text[:end], text[end:]
+    thought, end, answer = text.rpartition(THOUGHT)
+    return thought + end, answer
 
 
 def may_become_call(text: str) -> bool:

@@ -51,6 +51,13 @@ def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[s
     return loaded
 
 
+def keeping_update(run: Any) -> Program:
+    """The run's update that keeps the MLPs for the backward pass."""
+    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
+    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
+    return dataclasses.replace(run.learner, update=update).programs()["update"]
+
+
 def keep_what_fits(
     run: Any, compiled: dict[str, jax.stages.Compiled], limit: int | None
 ) -> dict[str, jax.stages.Compiled]:
@@ -62,10 +69,8 @@ def keep_what_fits(
     """
     if run.config.model.remat != "auto" or limit is None:
         return compiled
-    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
-    update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
     try:
-        update = dataclasses.replace(run.learner, update=update).programs()["update"].lower(run.mesh).compile()
+        update = keeping_update(run).lower(run.mesh).compile()
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):
             raise

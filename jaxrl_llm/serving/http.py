@@ -160,16 +160,14 @@ class Handler(openai_api.Handler):
         Where its template has no place for tools, the system's message has them, and the assistant's messages its
         earlier calls, where it has none for these.
         """
-        tokenizer, texts = self.server.tokenizer, tools.texts_of(messages)
-        apart = tools.texts_of(messages, apart=True)
-        if given and has_place_for_tools(tokenizer, how):
+        tokenizer = self.server.tokenizer
+        if given and not has_place_for_tools(tokenizer, how):
+            return tokenizer.encode_prompt(tools.told(tools.texts_of(messages), given), **how)
+        if given:
             how = how | {"chat_template_kwargs": {**how["chat_template_kwargs"], "tools": given}}
-        elif given:
-            texts = apart = tools.told(texts, given)
-        if apart != texts:
-            with contextlib.suppress(ConfigError):
-                return tokenizer.encode_prompt(apart, **how)
-        return tokenizer.encode_prompt(texts, **how)
+        with contextlib.suppress(ConfigError):
+            return tokenizer.encode_prompt(tools.texts_of(messages, apart=True), **how)
+        return tokenizer.encode_prompt(tools.texts_of(messages), **how)
 
     def _logprobs(self, tokens: list[int], logps: list[float]) -> dict[str, Any]:
         decode, said = self.server.tokenizer.decode, {"bytes": None, "top_logprobs": []}
