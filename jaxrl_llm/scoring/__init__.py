@@ -1,0 +1,1 @@
+"""How answers are scored: the rules that find the answer in a text."""
