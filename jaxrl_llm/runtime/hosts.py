@@ -34,7 +34,10 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src import distributed  # its client, for which jax has no public name; orbax too takes it from there
+
+# jax has no public names for its job's client (orbax takes it from there too) and for how a CPU client is made.
+from jax._src import distributed, xla_bridge
+from jax._src.lib import _jax
 
 from jaxrl_llm.config import ConfigError, versions
 
@@ -89,6 +92,8 @@ def initialize(*, alone: bool = False) -> None:
     # Programs that meet others of the same host on few cores would wait for them without end.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
+    if address and _is_loopback(address) and not _has_address(socket.gethostname()):
+        _meet_on_loopback()
     try:
         jax.distributed.initialize(**given, initialization_timeout=JOIN_S)
     except (RuntimeError, ValueError) as error:  # ValueError: nothing names a job
@@ -100,6 +105,37 @@ def initialize(*, alone: bool = False) -> None:
         threading.Thread(target=_watch, args=(_service(),), daemon=True).start()
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
+
+
+def _is_loopback(address: str) -> bool:
+    """Return whether HOST:PORT names this machine, so that all processes of the job run on it."""
+    host = address.rpartition(":")[0]
+    return host in ("127.0.0.1", "localhost", "[::1]")
+
+
+def _has_address(host: str) -> bool:
+    """Return whether a host name can be resolved. In a bare container the machine's own name often cannot."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror:
+        return False
+    return True
+
+
+def _meet_on_loopback() -> None:
+    """Let CPU processes of one machine reach each other at 127.0.0.1.
+
+    Gloo, which carries jax's collectives between CPU processes, otherwise looks up the machine's own name and fails if
+    the name has no address.
+    """
+
+    def make_cpu_client() -> Any:
+        collectives = _jax.make_gloo_tcp_collectives(
+            distributed_client=distributed.global_state.client, hostname="127.0.0.1"
+        )
+        return xla_bridge.make_cpu_client(collectives=collectives)
+
+    xla_bridge.register_backend_factory("cpu", make_cpu_client, priority=0, fail_quietly=False)
 
 
 _ended: list[int] = []  # the status that this process is ending with
