@@ -95,7 +95,9 @@ def test_steps_count_up_to_the_first_wrong_one_and_only_with_an_answer(monkeypat
     texts = [f"x\n\ny |{name}|\n<answer>4</answer>" for name in said]
     monkeypatch.setattr(judges, "asked", lambda text, temperature: asked.append(text) or said[text.split("|")[1]])
     assert judges.stepwise(["2+2"] * 5, [*texts, "x\ny |a|\n4"]) == [1.0, pytest.approx(1 / 3), 0.0, None, 0.0]
-    assert len(asked) == 4 and "Step 1: x\nStep 2: y |a|\nStep 3: <answer>4</answer>" in asked[0]
+    # The judge is asked concurrently, so the order of its requests is open.
+    assert len(asked) == 4
+    assert "Step 1: x\nStep 2: y |a|\nStep 3: <answer>4</answer>" in min(asked)
 
 
 @pytest.mark.parametrize(
