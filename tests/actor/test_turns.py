@@ -341,9 +341,10 @@ def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
         how = {"sampling": talking.sampler.sampling, "completion_width": WIDTH, "chunk_positions": 3}
         learner, support = jax.jit(functools.partial(row_logp, model, **how)), rollout.columns.get("support")
         logp = learner(talking.params, *rows, support).logp
-        # A state of float32 gathers the rounding of all tokens before: 1.4e-5 measured on a Xeon with AVX-512.
+        # A float32 state accumulates the rounding of all earlier tokens. Measured: 1.4e-5 with jax 0.10.2 on a Xeon
+        # with AVX-512, 2.05e-5 with jax 0.12.0.1.
         gap = np.where(drawn, rollout.behaviour_logp - logp, 0.0)
-        np.testing.assert_allclose(gap, 0.0, atol=2e-5 if settings is states else 1e-5)
+        np.testing.assert_allclose(gap, 0.0, atol=3e-5 if settings is states else 1e-5)
         if "experts" not in rollout.columns:
             continue
         np.testing.assert_array_equal(np.ptp(support[said], axis=1), 0)
