@@ -59,6 +59,10 @@ class SandboxError(Exception):
     """The sandbox itself failed: nothing is known of the program."""
 
 
+class SandboxWarning(UserWarning):
+    """A sandbox was opened that does not enforce everything. Filter this category to silence the warning."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What a program may use.
@@ -156,13 +160,13 @@ class Sandbox(contextlib.AbstractContextManager):
             raise SandboxError("sandbox.required, and there is none here: " * required + "; ".join(reasons))
         self._workers.append(first)
         self.not_enforced = (*(LACKING[name] for name in first.lacks), *NOT_ENFORCED[self.isolation])
-        if self.isolation == "rlimits" or first.lacks:
-            why = f" ({'; '.join(reasons)})" if reasons else ""
-            said = f"the sandbox is of {self.isolation}{why}; not enforced: {'; '.join(self.not_enforced)}"
-            warnings.warn(said, stacklevel=2)
         try:
+            if self.isolation == "rlimits" or first.lacks:
+                why = f" ({'; '.join(reasons)})" if reasons else ""
+                said = f"the sandbox is of {self.isolation}{why}; not enforced: {'; '.join(self.not_enforced)}"
+                warnings.warn(said, SandboxWarning, stacklevel=2)
             self._workers += [_Worker(self.isolation) for _ in range(num_workers - 1)]
-        except SandboxError:
+        except (SandboxError, SandboxWarning):  # the latter where a filter makes it an error
             self.close()
             raise
         for worker in self._workers:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import textwrap
-import warnings
 
 import pytest
 
@@ -37,9 +36,7 @@ def closing():
 def score(function, row, *completions):
     prompt, columns = question(row, SETTINGS)
     several = {key: [value] * len(completions) for key, value in columns.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where there are no namespaces
-        return function(prompts=[prompt] * len(completions), completions=list(completions), **several)
+    return function(prompts=[prompt] * len(completions), completions=list(completions), **several)
 
 
 RIGHT = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nUse it so:\n```python\nprint(double(3))\n```"
@@ -80,11 +77,7 @@ def test_the_end_of_a_program_does_not_take_its_test_in(end):
     row = HUMAN_EVAL | {"test": "def check(candidate):\n    assert candidate([]) == 0\n"}
     assert score(passed, row, f"def total(xs):\n    return 1\n{end}") == [0]
     _, columns = question(MBPP, SETTINGS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        assert "failed: SyntaxError" in feedback(mbpp, **columns) or "failed: IndentationError" in feedback(
-            mbpp, **columns
-        )
+    assert "failed: SyntaxError" in feedback(mbpp, **columns) or "failed: IndentationError" in feedback(mbpp, **columns)
 
 
 def test_imports_from_the_future_stand_before_a_question_s_own():
@@ -126,9 +119,7 @@ def test_turns_without_a_program_cost_a_fifth_and_the_last_one_decides():
     several = {key: [value] * len(rows) for key, value in columns.items()}
     said = lambda turn: [{"role": "assistant", "content": turn}, {"role": "user", "content": "x x x"}]
     several["messages"] = [[message for turn in row for message in said(turn)][:-1] for row in rows]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where there are no namespaces
-        got = code_tests.by_turn([prompt] * len(rows), [row[-1] for row in rows], **several)
+    got = code_tests.by_turn([prompt] * len(rows), [row[-1] for row in rows], **several)
     assert got == [[1], [-0.2, 0, 1], [-0.2, 0, -1], [-1]]
 
 
@@ -155,9 +146,7 @@ def test_what_the_author_is_told_of_the_tests_that_are_shown():
     _, columns = question(MBPP, SETTINGS | {"shown_tests": 2})
     told = {}
     for name, completion in TIMES.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            told[name] = feedback(completion, **columns)
+        told[name] = feedback(completion, **columns)
     second = "assert double(-1) == -2\nfailed: "
     assert told["right"] == told["main"] == ""
     assert told["square"] == second + "double(-1) gives 1"
@@ -168,17 +157,13 @@ def test_what_the_author_is_told_of_the_tests_that_are_shown():
 
 def test_its_environment_tells_it_so_and_ends_where_no_test_that_is_shown_fails():
     text, columns = question(MBPP, SETTINGS | {"shown_tests": 2})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        said = answer(text, [TIMES["right"], TIMES["square"]], **columns)
-        assert said == "assert double(-1) == -2\nfailed: double(-1) gives 1\n\nTry again."
-        assert answer(text, [TIMES["square"], TIMES["right"]], **columns) is None
+    said = answer(text, [TIMES["right"], TIMES["square"]], **columns)
+    assert said == "assert double(-1) == -2\nfailed: double(-1) gives 1\n\nTry again."
+    assert answer(text, [TIMES["square"], TIMES["right"]], **columns) is None
 
 
 def test_a_sandbox_that_fails_is_no_score(monkeypatch):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pool = code_tests._sandbox()
+    pool = code_tests._sandbox()
     monkeypatch.setattr("jaxrl_llm.environments.sandbox.GRACE_S", 0.0)
     worker = pool._workers[0]
     monkeypatch.setattr(worker, "_hear", lambda *_: {"error": "no process starts"})

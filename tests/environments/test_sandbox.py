@@ -26,7 +26,7 @@ import pytest
 from jaxrl_llm.actor import rewards
 from jaxrl_llm.environments import sandbox as sandbox_module
 from jaxrl_llm.environments import sandbox_walls
-from jaxrl_llm.environments.sandbox import ISOLATIONS, LACKING, Limits, Sandbox, SandboxError
+from jaxrl_llm.environments.sandbox import ISOLATIONS, LACKING, Limits, Sandbox, SandboxError, SandboxWarning
 
 LIMITS = Limits(seconds=5.0, memory_mb=256, processes=8, output_kb=16, disk_mb=4, open_files=32)
 SHORT = dataclasses.replace(LIMITS, seconds=0.4)
@@ -36,9 +36,7 @@ SHORT = dataclasses.replace(LIMITS, seconds=0.4)
 def opened(isolation):
     """A pool that all tests share, or why there is none."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return Sandbox(LIMITS, isolation=isolation)
+        return Sandbox(LIMITS, isolation=isolation)
     except SandboxError as error:
         return str(error)
 
@@ -464,10 +462,8 @@ def test_all_ends_when_the_parent_is_killed(sandbox):
 def test_its_processes_have_the_mark_of_who_started_them(monkeypatch):
     """By which a reward's process that ends takes along what outlived a worker of the sandbox."""
     monkeypatch.setenv(rewards.MARK, "1.2")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Sandbox(SHORT, isolation="rlimits") as pool:
-            assert pool.run(f"import os\nos.environ[{rewards.MARK!r}]").value == "'1.2'"
+    with Sandbox(SHORT, isolation="rlimits") as pool:
+        assert pool.run(f"import os\nos.environ[{rewards.MARK!r}]").value == "'1.2'"
 
 
 def test_workers_run_programs_at_once_each_its_own():
@@ -479,7 +475,7 @@ def test_workers_run_programs_at_once_each_its_own():
 def test_where_there_are_no_namespaces_it_is_said_or_refused(monkeypatch):
     with pytest.raises(SandboxError, match=r"sandbox.required"):
         Sandbox(isolation="rlimits", required=True)
-    with pytest.warns(UserWarning, match="not enforced: .*disk_mb in all, but only of each file"):
+    with pytest.warns(SandboxWarning, match="not enforced: .*disk_mb in all, but only of each file"):
         pool = Sandbox(isolation="rlimits")
     pool.close()
     monkeypatch.setattr(sandbox_module.shutil, "which", lambda name: None)
@@ -488,8 +484,22 @@ def test_where_there_are_no_namespaces_it_is_said_or_refused(monkeypatch):
     monkeypatch.setattr(sandbox_module, "ISOLATIONS", ("bubblewrap", "rlimits"))
     with pytest.raises(SandboxError, match=r"sandbox.required, and there is none here: bubblewrap: bwrap is not"):
         Sandbox(required=True)
-    with pytest.warns(UserWarning, match=r"is of rlimits \(bubblewrap: bwrap is not installed\)"), Sandbox() as pool:
+    with pytest.warns(SandboxWarning, match=r"is of rlimits \(bubblewrap: bwrap is not installed\)"), Sandbox() as pool:
         assert pool.isolation == "rlimits" and pool.not_enforced
+
+
+def test_the_warning_of_a_sandbox_has_a_category_of_its_own_that_fails_no_test():
+    """Where namespaces are not permitted, every test that opens a sandbox gets this warning."""
+    with Sandbox(LIMITS, isolation="rlimits") as pool:
+        left = pool.processes()
+    wait_until_gone(left)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SandboxWarning)
+        with pytest.raises(SandboxWarning):
+            Sandbox(LIMITS, isolation="rlimits")
+    left = [child for child in psutil.Process().children() if "sandbox_worker" in " ".join(child.cmdline())]
+    own = {worker.process.pid for name in ISOLATIONS for worker in getattr(opened(name), "_workers", ())}
+    assert {child.pid for child in left} <= own
 
 
 WITHOUT = """

@@ -1,7 +1,6 @@
 """Rows with tests in MBPP's and HumanEval's forms, and how a bad one is refused."""
 
 import json
-import warnings
 
 import pytest
 
@@ -144,12 +143,8 @@ def test_bad_arguments_are_refused_by_name(loaded, arguments, words):
 
 def test_solutions_are_checked_where_that_is_asked_for(loaded):
     both = [ROW, HUMAN | {"canonical_solution": "    return x\n"}]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # where there are no namespaces
-        assert len(loaded(*both, check_solutions=True).examples) == 2
-        skipped = loaded(
-            ROW, HUMAN, SANITISED, ROW | {"code": "f = str"}, check_solutions=True, bad_row="skip"
-        ).bad_rows
+    assert len(loaded(*both, check_solutions=True).examples) == 2
+    skipped = loaded(ROW, HUMAN, SANITISED, ROW | {"code": "f = str"}, check_solutions=True, bad_row="skip").bad_rows
     assert not code.code_tests._SANDBOXES
     words = [
         "2: its own solution passes 0% of its tests",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 
 import grain  # noqa: F401, whose flags outlive a command
 import jax
@@ -38,29 +37,25 @@ def run(lines, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh)
 
     def call(*settings):
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "the sandbox is of rlimits")
-            return run_command(
-                "train",
-                f"--config={DEBUG_CONFIG}",
-                f"--workdir={tmp_path / 'run'}",
-                "--config.prompts.source=code",
-                f"--config.prompts.name={lines}",
-                *("--config.num_iterations=2", "--config.eval.num_prompts=0", "--config.checkpoint.export=False"),
-                *("--config.metrics.tensorboard=False", "--config.replay.capacity=128"),
-                *(f"--config.{setting}" for setting in settings),
-                monkeypatch=monkeypatch,
-                capfd=capfd,
-            )
+        return run_command(
+            "train",
+            f"--config={DEBUG_CONFIG}",
+            f"--workdir={tmp_path / 'run'}",
+            "--config.prompts.source=code",
+            f"--config.prompts.name={lines}",
+            *("--config.num_iterations=2", "--config.eval.num_prompts=0", "--config.checkpoint.export=False"),
+            *("--config.metrics.tensorboard=False", "--config.replay.capacity=128"),
+            *(f"--config.{setting}" for setting in settings),
+            monkeypatch=monkeypatch,
+            capfd=capfd,
+        )
 
     return call
 
 
 def test_the_run_s_reward_pool_tells_a_failed_test_from_a_failed_sandbox(lines, monkeypatch):
     config = PromptsConfig(source="code", name=str(lines), arguments={"sandbox": {"seconds": 0.3}})
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "the sandbox is of rlimits")
-        examples = tasks.load(config, seed=0).examples
+    examples = tasks.load(config, seed=0).examples
     rewards = RewardsConfig(num_workers=1)
     with RewardPool(rewards, task_scorer=tasks.scorer(config), examples=examples) as pool:
         answers = ["right", "\n    return 1 / 0", "\n    while True: pass", "\n    [0] * 10**10"]
