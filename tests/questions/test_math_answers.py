@@ -1,5 +1,7 @@
 """The reward `math`: numbers as JSON and people write them, and answers that are none."""
 
+import time
+
 import pytest
 
 math_answers = pytest.importorskip("jaxrl_llm.questions.tasks.math_answers")
@@ -77,5 +79,49 @@ def test_of_a_completion_with_tags_what_is_inside_is_read(inside, label, score):
 )
 def test_a_minus_and_prices_as_people_write_them(answer, right, wrong):
     """Prose had neither of them, and a price was no label."""
+    got = math([], right + wrong, answer=[answer] * len(right + wrong))
+    assert got == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+BOMBS = [
+    *(r"\boxed{9^{9^{9}}}", r"\boxed{(10^9)!}", r"\boxed{10^{10^{10}}}", r"\boxed{2^{2^{2^{40}}}}"),
+    *(r"\boxed{1e999999999}", r"\boxed{9^{9^9}", r"$\boxed{9^{9^9}}$", r"\boxed{4+0\cdot 9^{9^9}}"),
+    *(r"$9^{9^9}$", r"$$9^{9^9}$$", r"\[9^{9^9}\]", r"\(9^{9^9}\)", r"so [9^{9^9}] "),
+    *("The answer is 9^9^9^9.", "The answer is 9**9**9**9", "9 ^ 9 ^ 9 ^ 9", "(9)^(9)^(9)^(9)"),
+    *("-9^9^9^9", "1e999999999", "9^" * 3000 + "9", "9" * 100_000),
+    *("<answer>9^{9^9}</answer>", "<answer>9**9**9</answer>", "<answer>(10^9)!</answer>"),
+    *(r"\boxed{\prod_{i=1}^{10^{9}} i}", r"\boxed{\binom{10^9}{5\cdot 10^8}}"),
+    *(r"\boxed{" + r"\frac{1}{" * 1000 + "4" + "}" * 1001, r"\boxed{" + "{" * 30 + "2" + "}" * 31),
+    *(r"\boxed{" + "9" * 100_000 + "}", r"\boxed{" + "(" * 100_000, r"\boxed{" * 2000),
+    r"\boxed{\begin{pmatrix}" + "1&" * 5000 + r"1\end{pmatrix}}",
+]
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda bomb: bomb[:24])
+def test_formulas_that_cannot_be_computed_are_worth_nothing_at_once(bomb):
+    began = time.monotonic()
+    assert math([], [bomb, "4"], answer=["4"] * 2) == [0.0, 1.0]
+    assert math([], [bomb], answer=["9"]) == [0.0]
+    assert time.monotonic() - began < 3.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("4", [r"$9^{9^9}$ is large. The answer is 4.", r"not \(9^{9^9}\), but \boxed{4}"], ["5"]),
+        ("2^{100}", [r"\boxed{2^{100}}", r"\boxed{1267650600228229401496703205376}"], [r"\boxed{2^{99}}"]),
+        ("100!", [r"\boxed{100!}", r"\boxed{99!\cdot 100}"], [r"\boxed{99!}"]),
+        ("10^{100}", [r"\boxed{10^{100}}"], [r"\boxed{10^{99}}"]),
+        (
+            r"\binom{100}{50}",
+            [r"\boxed{\binom{100}{50}}", "100891344545564193334812497256"],
+            [r"\boxed{\binom{100}{49}}"],
+        ),
+        # Labels that cannot be computed are compared by their text.
+        ("2024!", [r"\boxed{2024!}"], [r"\boxed{2023!}", "2024"]),
+        ("9^{9^{9}}", [r"\boxed{9^{9^{9}}}", "$9^{ 9^{9} }$"], [r"\boxed{9^{9^{8}}}", r"\boxed{10^{10^{10}}}", "9"]),
+    ],
+)
+def test_large_labels_and_large_numbers_on_the_way_still_compare(answer, right, wrong):
     got = math([], right + wrong, answer=[answer] * len(right + wrong))
     assert got == [1.0] * len(right) + [0.0] * len(wrong)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm.questions.tasks.scores import MINUS, TAGGED
 from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.scoring.formula_size import is_computable, name_of
 
 try:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -25,10 +26,21 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 # The last \boxed{} wins over "the answer is ...", and that over any other formula or number.
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+\.?\d*|\.\d+)[eE]([+-]?\d{1,3})(?!\w|\.\d)")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d++(?:\.\d*+)?|\.\d++)[eE]([+-]?\d{1,3})(?!\w|\.\d)")
 _TINY = re.compile(r"(?<![\d.])0?\.(0{6,})[1-9]")  # 0 when rounded as math_verify does
 _DECIMALS = 6  # to which it rounds
 _DOLLAR = re.compile(r"(?<!\\)\\\$")  # of a price; after the two backslashes that end a line, a formula's
+
+# Where math_verify reads formulas besides boxes: between dollars and brackets, and numbers with operators in prose.
+_FORMULAS = [
+    re.compile(r"(\$\$)([^$]+)(\$\$)"),
+    re.compile(r"(?<!\$)(\$)([^$\n]+)(\$)(?!\$)"),
+    re.compile(r"(\\\[)((?:(?!\\[\[\]]).)+)(\\\])", re.DOTALL),
+    re.compile(r"(\\\()((?:(?!\\[()]).)+)(\\\))"),
+    re.compile(r"(\s\[)([^\n\[\]]+)(\]\s)"),
+    re.compile(r"()((?:[\d.,\s+\-*\u00d7/^()\u00f7!]|(?<=\d)[eE](?=[+-]?\d)){3,}+)()"),
+]
+_BOX = r"\boxed{"
 
 # Words that math_verify would take for products of one-letter symbols, which "ab" and "abcd" may be.
 _WORDS = re.compile(r"N/A|(?i:none|null|nan|true|false)|(?=.*[A-Za-z]{3})[A-Za-z ]{5,}")
@@ -116,4 +128,36 @@ def _digits(text: str) -> str:
 
 
 def _parse(text: str) -> list:
-    return parse(text, extraction_config=_EXTRACTION, parsing_timeout=None)
+    return parse(_without_large_formulas(text), extraction_config=_EXTRACTION, parsing_timeout=None)
+
+
+def _without_large_formulas(text: str) -> str:
+    r"""Replace each formula that cannot be computed by a name, ``\text{too large 3f..}``.
+
+    math_verify computes what it reads. The name equals no number, and equals the name of a label of the same text.
+    """
+    for pattern in _FORMULAS:
+        text = pattern.sub(lambda found: found[1] + _named_if_large(found[2]) + found[3], text)
+    before, *boxes = text.split(_BOX)
+    parts = [before]
+    while boxes:
+        inside = _BOX.join(boxes)
+        end = _end_of_braces(inside)
+        parts.append(_named_if_large(inside[:end]))
+        boxes = inside[end:].split(_BOX)
+        parts[-1] += boxes.pop(0)
+    return _BOX.join(parts)
+
+
+def _named_if_large(formula: str) -> str:
+    return formula if is_computable(formula) else rf"\text{{{name_of(formula)}}}"
+
+
+def _end_of_braces(text: str) -> int:
+    """Return the index of the brace that closes one before the text, or the length of the text."""
+    depth = 1
+    for i, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0:
+            return i
+    return len(text)
