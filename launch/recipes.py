@@ -1,9 +1,9 @@
-"""Prints the part of docs/methods.md that is of the recipes: what each sets that is not a default, and its source.
+"""Print the part of docs/methods.md about the recipes: what each sets that is not a default, its source, its clip.
 
     python launch/recipes.py                  prints it
     python launch/recipes.py --write          puts it into docs/methods.md
 
-Owns: the table's form. Does not know: what the settings mean.
+Owns: the table's form, when a clip cannot act. Does not know: what the other settings mean.
 """
 
 import argparse
@@ -12,6 +12,10 @@ import importlib.util
 import pathlib
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.views import Tokens
 from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.runtime.nested import differences
 
@@ -19,6 +23,10 @@ REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "configs" / "recipes"
 PAGE = REPOSITORY / "docs" / "methods.md"
 BEGIN, END = "<!-- printed by python launch/recipes.py -->\n", "<!-- end -->"
+NO_CLIP = (
+    "Its clip cannot act: the one update of an iteration trains the weights that drew the rollouts, so every ratio is "
+    "1. How to set minibatches: [Names in TRL and verl](#names-in-trl-and-verl)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Recipe:
     settings: str
     source: str
     differs: str
+    clip: str
 
 
 def read(path: pathlib.Path) -> Recipe:
@@ -42,11 +51,54 @@ def read(path: pathlib.Path) -> Recipe:
     tail = " ".join(line.strip() for line in tail.splitlines() if not line.startswith("    "))
     about, _, source = tail.partition("Source: ")
     source, _, differs = source.partition("Differs: ")
-    changed = differences(Config(), freeze(module.get_config()), whole=True)
+    config = freeze(module.get_config())
+    changed = differences(Config(), config, whole=True)
     settings = ", ".join(f"`{name}={shown(value)}`" for name, (_, value) in changed.items())
     return Recipe(
-        path.stem, head.rstrip("."), about.strip(), settings, source.strip().rstrip("."), differs.strip().rstrip(".")
+        file=path.stem,
+        method=head.rstrip("."),
+        about=about.strip(),
+        settings=settings,
+        source=source.strip().rstrip("."),
+        differs=differs.strip().rstrip("."),
+        clip=NO_CLIP if has_clip(config) and not clip_can_act(config) else "",
     )
+
+
+def has_clip(config: Config) -> bool:
+    """Return whether the surrogate bounds a ratio, or the critic how far a value moves."""
+    algorithm, rows = config.algorithm, config.rollout.group_size
+    zeros = jnp.zeros((rows, 1))
+    tokens = Tokens(
+        *(zeros, zeros, zeros, zeros),
+        reward=jnp.zeros(rows),
+        mask=jnp.ones((rows, 1), bool),
+        group_size=rows,
+        columns=dict.fromkeys(algorithm.surrogate.needs.columns, zeros),
+    )
+    terms = jax.eval_shape(lambda: algorithm.surrogate(tokens))
+    return isinstance(terms, tuple) or (config.has_critic and algorithm.critic.clip > 0)
+
+
+def clip_can_act(config: Config) -> bool:
+    """Return whether an update can meet a token whose ratio to the old policy is not 1.
+
+    Micro-batches are one update. Two or more updates of an iteration move the weights in between. In a single update
+    the ratio is 1 if the old policy is the current one: "start" always is; "behaviour", "generation" and "interpolated"
+    are for rollouts that the current weights drew. Ratios to the sampler's own log-probs also differ from 1 by rounding
+    if sampler and learner round differently.
+    """
+    replay, old_policy = config.replay, config.algorithm.old_policy.name
+    if config.update.updates_per_iteration > 1:
+        return True
+    if old_policy == "start":
+        return False
+    if old_policy not in ("behaviour", "generation", "interpolated"):
+        return True
+    has_older_rollouts = config.ring_capacity > config.rows_per_iteration and replay.fresh_fraction < 1
+    spans_versions = config.rollout.lookahead_prompts > 0
+    rounds = config.model.compute_dtype != "float32" or config.rollout.weights != "compute"
+    return has_older_rollouts or spans_versions or (rounds and old_policy != "generation")
 
 
 def shown(value: Any) -> str:
@@ -62,6 +114,8 @@ def page() -> str:
     for recipe in recipes:
         lines.append(f"- **{recipe.method}** (`{recipe.file}`). {recipe.about}")
         lines.append(f"  - Differs: {recipe.differs}." if recipe.differs else "  - Differs: its recipe names nothing.")
+        if recipe.clip:
+            lines.append(f"  - {recipe.clip}")
     return "\n".join(lines) + "\n"
 
 

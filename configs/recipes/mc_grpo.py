@@ -3,9 +3,10 @@
     python -m jaxrl_llm.train --config=configs/recipes/mc_grpo.py --workdir=runs/mc_grpo
 
 Rewards against the group's median, for small groups: four answers and one more, so that the median is an answer's own.
+Two updates of the whole batch, as in released configs: the clip can act in the second.
 Source: arXiv:2601.22582. Differs: nothing divides by the median absolute deviation, which is 0 for two-valued rewards
 in an odd group; the median's own answer stays in the batch, with an advantage of 0, where it is dropped there, so that
-the mean is over a quarter more; one update an iteration, where it takes two.
+the mean is over a quarter more.
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -21,4 +22,5 @@ def get_config():
     config.rollout.group_size = 5
     config.update.batch_size = 80
     config.update.micro_batch_size = 16
+    config.update.updates_per_iteration = 2
     return config

@@ -2,9 +2,12 @@
 
     python -m jaxrl_llm.train --config=configs/recipes/reinforce_pp.py --workdir=runs/reinforce_pp
 
-Advantages whitened over the whole batch, a clipped ratio, a small pull to the starting model.
+Advantages whitened over the whole batch, a clipped ratio, a small pull to the starting model. Each rollout is trained
+on once, in one of four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an
+iteration's rollouts.
 Source: Hu 2025, arXiv:2501.03262. Differs: the pull is a term of the loss, where it is one of the reward: a token is
-held for its own divergence, not for that of the tokens after it.
+held for its own divergence, not for that of the tokens after it; four minibatches instead of the eight of released
+scripts (1,024 rollouts in steps of 128).
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -16,4 +19,8 @@ def get_config():
     config.algorithm.advantage = use("reinforce_pp")
     config.algorithm.aggregation = use("token_mean")
     config.algorithm.divergence = use("reference", coefficient=0.01, estimator="k2")
+    config.replay.unit = "rollout"
+    config.replay.max_uses = 1
+    config.update.batch_size = 16
+    config.update.updates_per_iteration = 4
     return config

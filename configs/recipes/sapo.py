@@ -8,7 +8,7 @@
 Two or more runs side by side, each with half its groups its own and half those of others, under its own log-probs; no
 tied groups, a higher upper clip, no KL. A run whose others have not written yet goes on with its own.
 Source: arXiv:2509.08721. Differs: of the others' groups the newest are taken, where it draws among those whose rewards
-differ; one update of fresh rollouts, in which every ratio is 1 and no clip acts.
+differ.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -3,12 +3,14 @@
     python -m jaxrl_llm.train --config=configs/recipes/ttrl.py --workdir=runs/ttrl
 
 GRPO without labels: what most of 64 answers to a question say is taken for right, and half of them are trained on, with
-the KL to the starting model that released scripts have. Where a label is known, a second reward function of weight 0
-tells in samples.jsonl how good the votes are. The run's own held-out pass rate is 1 of every single answer, for it goes
-by these rewards too: measure with `evaluate --config.rewards.functions='("task",)' --config.rewards.weights='(1.0,)'`.
-Source: Zuo et al. 2025, arXiv:2504.16084. Differs: which half is drawn at random over the batch, where it is 32 of each
-question; an advantage compares with all 64 answers, where it is with the 32; an answer is the label where both are the
-same text or number, where a grader of mathematics says so; its temperature and lengths are the run's.
+the KL to the starting model that released scripts have. There are as many minibatches as questions, 32 rollouts each,
+and the clip can act from the second on. Where a label is known, a second reward function of weight 0 tells in
+samples.jsonl how good the votes are. The run's own held-out pass rate is 1 of every single answer, for it goes by these
+rewards too: measure with `evaluate --config.rewards.functions='("task",)' --config.rewards.weights='(1.0,)'`.
+Source: Zuo et al. 2025, arXiv:2504.16084. Differs: which half is drawn at random over the batch, and in which
+minibatch, where it is 32 of each question in one of its own; an advantage compares with all 64 answers, where it is
+with the 32; an answer is the label where both are the same text or number, where a grader of mathematics says so; its
+temperature and lengths are the run's.
 """
 
 from jaxrl_llm.algorithms.use import use
@@ -23,5 +25,7 @@ def get_config():
     config.rollout.prompts_per_iteration = 2
     config.rollout.group_size = 64
     config.replay.unit = "rollout"
-    config.update.batch_size = 64
+    config.replay.max_uses = 1
+    config.update.batch_size = 32
+    config.update.updates_per_iteration = 2
     return config

@@ -4,6 +4,7 @@ Numbers from the papers' equations by hand or in float64; the package's own wher
 """
 
 import functools
+import importlib.util
 import itertools
 import math
 import pathlib
@@ -229,25 +230,129 @@ def test_vcpos_stand_in_for_gradient_norms_orders_rows_but_does_not_measure_them
     assert all(a < b for a, b in itertools.pairwise(ours))
 
 
+# Updates of an iteration in the papers, or in released code where these say nothing: how many minibatches, or passes
+# over the whole batch. 1: a paper that takes one (DeepSeekMath, section 4.2: "a single update following each
+# exploration stage"), or that trains by imitation or preferences and has no ratio, or whose number was not found.
+UPDATES = {
+    "grpo": 1,
+    "mc_grpo": 2,  # num_iterations: 2
+    "mt_grpo": 2,  # num_iterations 2
+    "step_search": 2,  # 16 prompts in steps of 8
+    "gdpo": 4,  # 512 prompts in steps of 128
+    "rlef": 4,  # quarters
+    "ui_s1": 4,  # fixed_num_mini_batches
+    "dr_grpo": 8,  # 1,024 rollouts in steps of 128
+    "reinforce_pp": 8,  # 1,024 rollouts in steps of 128
+    "dapo": 16,
+    "mssr": 16,  # 2,048 rollouts in steps of 128
+}
+PASSES = ("mc_grpo", "mt_grpo")
+MINIBATCHES = (
+    *("dapo", "decoupled_ppo", "dr_grpo", "gdpo", "gigpo", "gspo", "mssr", "ppo", "reinforce_pp", "rlef"),
+    *("step_coder", "step_search", "ui_s1"),
+)
+
+
 def test_rollouts_of_recipes_with_minibatches_and_of_cispo_are_trained_on_once():
     """By their rings: no more rows than an iteration has, drawn once."""
-    for name in ("decoupled_ppo", "cispo", "gspo", "dapo", "ppo"):
+    for name in (*MINIBATCHES, "cispo"):
         config = recipe(name)
-        assert config.ring_capacity == config.rows_per_iteration
+        assert config.ring_capacity == config.rows_per_iteration, name
         drawn = config.update.batch_size * config.update.updates_per_iteration
-        assert drawn == config.rows_per_iteration and (
-            config.update.updates_per_iteration == 1 or config.replay.max_uses
-        )
+        assert drawn == config.rows_per_iteration, name
+        assert config.update.updates_per_iteration == 1 or config.replay.max_uses == 1, name
 
 
-def test_clips_act_in_a_later_update_or_the_header_says_that_none_does():
-    """With one update of fresh rollouts the policy is the one that drew them, and every ratio 1."""
-    for name in ("decoupled_ppo", "gspo", "dapo", "ppo", "rr"):
-        assert recipe(name).update.updates_per_iteration > 1, name
-    for name in ("sapo", "rlef"):
+def test_recipes_with_several_passes_take_the_whole_batch_each_time():
+    for name in PASSES:
         config = recipe(name)
-        assert config.update.updates_per_iteration == 1 and config.ring_capacity == config.rows_per_iteration
-        assert "no clip acts" in header(name), name
+        assert config.ring_capacity == config.rows_per_iteration == config.update.batch_size
+        assert config.replay.max_uses == 0 and config.update.updates_per_iteration == UPDATES[name]
+
+
+def test_ttrl_trains_on_half_of_its_votes_in_a_minibatch_for_each_question():
+    config = recipe("ttrl")
+    assert config.update.updates_per_iteration == config.rollout.prompts_per_iteration
+    assert config.update.batch_size == config.rollout.group_size // 2 and config.replay.max_uses == 1
+
+
+def test_updates_of_an_iteration_are_the_papers_or_the_header_says_how_many_these_are():
+    words = {8: "eight", 16: "16"}
+    for name, updates in UPDATES.items():
+        own = recipe(name).update.updates_per_iteration
+        if own != updates:
+            differs = header(name).partition("Differs:")[2]
+            assert "four minibatches" in differs and words[updates] in differs and own == 4, name
+
+
+def ratios_move(config, iterations=12):
+    """Whether an update meets a rollout whose old policy is another than the weights, by versions of these alone.
+
+    An iteration begins with the weights of its first version; each update makes the next.
+    """
+    version, ring = 0, []
+    kept = config.ring_capacity // config.rows_per_iteration
+    for iteration in range(iterations):
+        start = version
+        drawn_by = {start}
+        if config.rollout.lookahead_prompts and iteration:
+            drawn_by.add(start - config.update.updates_per_iteration)  # begun before the last updates
+        ring = [*ring, drawn_by][-kept:]
+        usable = ring[-1:] if config.replay.fresh_fraction == 1 else ring
+        for _ in range(config.update.updates_per_iteration):
+            for sampler in set().union(*usable):
+                old = {"behaviour": sampler, "generation": sampler, "start": start, "interpolated": sampler}
+                if old.get(config.algorithm.old_policy.name, "an average") != version:
+                    return True
+            version += 1
+    return False
+
+
+def test_the_page_says_that_a_clip_cannot_act_exactly_where_it_cannot():
+    page = (RECIPES.parents[1] / "docs" / "methods.md").read_text()
+    shown = dict(re.findall(r"^- \*\*[^*]+\*\* \(`(\w+)`\)(.*?)(?=^- |^<!-- end)", page, re.MULTILINE | re.DOTALL))
+    clipped = ("clipped", "sequence_clipped", "gspo", "cispo", "remix_centred", "vcpo")  # their equations have a bound
+    names = {path.stem for path in RECIPES.glob("*.py")}
+    assert shown.keys() == names
+    for name in sorted(names):
+        config = recipe(name)
+        has_clip = config.algorithm.surrogate.name in clipped or config.algorithm.critic.clip > 0
+        assert ("clip cannot act" in shown[name]) == (has_clip and not ratios_move(config)), name
+
+
+@pytest.mark.parametrize(
+    ("changes", "acts"),
+    [
+        ({}, False),
+        ({"update.micro_batch_size": 8}, False),
+        ({"update.updates_per_iteration": 2}, True),
+        ({"replay.capacity": 128}, True),
+        ({"replay.capacity": 128, "replay.fresh_fraction": 1.0}, False),
+        ({"rollout.lookahead_prompts": 8}, True),
+        ({"algorithm.old_policy": {"name": "start"}}, False),
+        ({"algorithm.old_policy": {"name": "start"}, "replay.capacity": 128}, False),
+        ({"algorithm.old_policy": {"name": "start"}, "update.updates_per_iteration": 2}, True),
+        ({"algorithm.old_policy": {"name": "interpolated"}}, False),
+        ({"algorithm.old_policy": {"name": "interpolated"}, "replay.capacity": 128}, True),
+        ({"algorithm.old_policy": {"name": "ewma"}}, True),
+        ({"model.compute_dtype": "bfloat16"}, True),  # by the rounding between sampler and learner
+        ({"model.compute_dtype": "bfloat16", "algorithm.old_policy": {"name": "generation"}}, False),
+        ({"rollout.weights": "int8"}, True),
+    ],
+    ids=str,
+)
+def test_when_a_clip_can_act_follows_from_a_configs_numbers(changes, acts):
+    spec = importlib.util.spec_from_file_location("launch_recipes", RECIPES.parents[1] / "launch" / "recipes.py")
+    launch = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(launch)
+    nested = {}
+    for path, value in changes.items():
+        section, name = path.split(".")
+        nested.setdefault(section, {})[name] = value
+    config = freeze(nested)
+    assert launch.has_clip(config) and launch.clip_can_act(config) == acts
+    is_rounded = config.model.compute_dtype != "float32" or config.rollout.weights != "compute"
+    assert is_rounded or ratios_move(config) == acts
 
 
 def test_gspos_ratio_is_not_the_rounding_between_sampler_and_learner():
