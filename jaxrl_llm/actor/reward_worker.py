@@ -104,7 +104,7 @@ def number(value: Any, reasons: list[str]) -> float | None:
 
 def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
     """Serve calls ``(spec, *given, more)`` from the socket until it closes: ``call(function, *given, **more)``."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent answers them: a launcher may signal every process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles signals to the whole group
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # Linux alone has it: out of memory, it kills us and not the run
         Path("/proc/self/oom_score_adj").write_text("1000")

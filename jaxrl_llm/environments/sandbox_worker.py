@@ -59,7 +59,7 @@ def main(descriptor: int, isolation: str) -> None:
         isolation: "namespaces"; "jail", where something else has put this process in namespaces and it is process 1;
             or "rlimits".
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # the parent answers them: a launcher may signal every process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles signals to the whole group
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # out of memory, the kernel kills this and not the run

@@ -61,7 +61,7 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
             found = {str(name): float(value) for name, value in resolve(after)(config, workdir).items()}
             # Whole or not at all: that it is there says that the point is finished.
             bucket.write_whole(workdir / AFTER, json.dumps(found))
-        return status in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT)
+        return status in (0, *(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
     except (ConfigError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
     except (Exception, SystemExit):  # a user's own function may call sys.exit

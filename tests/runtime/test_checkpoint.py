@@ -32,7 +32,6 @@ from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import checkpoint, hosts, stored
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.runtime.hosts import MachineError
-from jaxrl_llm.runtime.stop import Stopped, StopRequest
 from jaxrl_llm.runtime.stored import digest
 from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.types import TrainState
@@ -785,22 +784,3 @@ def test_params_of_a_directory_without_checkpoints_are_an_error_that_names_it(tm
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match=f"no .*checkpoint in .*{name}"):
         restore_params(tmp_path / name)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_only_asks_and_the_handlers_come_back(number):
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with StopRequest() as stop:
-        stop.check()
-        signal.raise_signal(number)
-        assert stop.requested == number.name
-        with pytest.raises(Stopped):
-            stop.check()
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
-
-
-def test_an_interrupt_after_a_request_is_immediate():
-    with pytest.raises(KeyboardInterrupt), StopRequest():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
