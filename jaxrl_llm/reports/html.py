@@ -23,8 +23,10 @@ from jaxrl_llm.reports import page
 from jaxrl_llm.reports.charts import CHARTS, Chart
 from jaxrl_llm.reports.metrics import METRICS, read_metrics
 from jaxrl_llm.reports.page import SERIES
-from jaxrl_llm.runtime.json_lines import read_json, read_log
+from jaxrl_llm.reports.records import ANSWER_FIELDS, read_evaluation, read_made_with, read_samples
+from jaxrl_llm.runtime.json_lines import read_json
 from jaxrl_llm.runtime.nested import function_defaults
+from jaxrl_llm.runtime.stored import step_of
 
 Rows = list[dict[str, Any]]
 # Stands below the iterations: those that reuse rollouts are cheaper than those that do not.
@@ -41,11 +43,13 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     metrics = read_metrics(workdir)
     if not metrics:
         raise ConfigError(f"{workdir / 'metrics.jsonl'} is empty: no iteration was finished")
-    files = (workdir / name for name in ("config.json", "eval_before.json", "eval_after.json"))
-    settings, before, after = (read_json(path) if path.is_file() else None for path in files)
-    samples = read_log(workdir / "samples.jsonl") if (workdir / "samples.jsonl").is_file() else []
-    newest = max((int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit()), default=0)
-    made_with = (settings or {}).pop("made_with", {})
+    settings = read_json(workdir / "config.json") if (workdir / "config.json").is_file() else None
+    before = read_evaluation(workdir / "eval_before.json")
+    after = read_evaluation(workdir / "eval_after.json")
+    samples = read_samples(workdir / "samples.jsonl")
+    steps = (step_of(path.name) for path in workdir.glob("checkpoints/*"))
+    newest = max((step for step in steps if step is not None), default=0)
+    made_with = read_made_with(settings or {}, workdir / "config.json")
     try:
         config = freeze(settings) if settings is not None else None
     except ConfigError as error:
@@ -170,9 +174,8 @@ def _draw_lines(axes: Any, series: list, width: dict[int, float]) -> None:
 
 
 def _draw_stack(axes: Any, series: list) -> None:
-    """Steps one upon the other: each iteration is a whole that is divided."""
-    seen = [x for _, values in series for x, _ in values]
-    iterations = np.arange(min(seen), max(seen) + 1)
+    """Draw series one upon the other: each iteration is a whole that is divided."""
+    iterations = np.unique([x for _, values in series for x, _ in values])
     floor = np.zeros(len(iterations))
     for colour, values in series:
         known = dict(values)
@@ -243,9 +246,10 @@ def _settings(config: Config) -> str:
 
 def print_samples(workdir: pathlib.Path) -> None:
     """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
-    path = workdir / "eval_after.json"
-    evaluation = read_json(path) if path.is_file() else None
+    evaluation = read_evaluation(workdir / "eval_after.json")
     rows = evaluation["samples"][:: evaluation["num_samples"]][:3] if evaluation else None
-    for row in read_log(workdir / "samples.jsonl")[-3:] if rows is None else rows:
+    if rows is None:
+        rows = read_samples(workdir / "samples.jsonl", ANSWER_FIELDS)[-3:]
+    for row in rows:
         prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
         print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")

@@ -25,6 +25,7 @@ from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
+from jaxrl_llm.reports import records
 from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, function_values, turn_values
 from jaxrl_llm.runtime import hosts, json_lines
 from jaxrl_llm.types import (
@@ -253,15 +254,15 @@ def _finite(value: Any) -> Any:
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The objects of ``workdir/metrics.jsonl``, one per iteration.
+    """Return the rows of ``workdir/metrics.jsonl``, one per iteration.
 
     Raises:
-        ConfigError: no such file, or a line that is not JSON, or of no iteration.
+        ConfigError: there is no such file, or a row is damaged (``records.read_metric_rows``).
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
     if not os.path.isfile(path):  # False too for a name that no file can have
         raise ConfigError(f"no metrics.jsonl in {workdir}")
-    return json_lines.read_log(path, field="iteration")
+    return records.read_metric_rows(path)
 
 
 class Progress:

@@ -62,22 +62,20 @@ def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, A
     return rows
 
 
-def read_log(path: Path, field: str = "") -> list[dict[str, Any]]:
-    """The objects of a file that a run writes. A last line without its newline was cut short by a kill and is left out.
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a file that a run writes. A last line without a newline was cut by a kill and is left out.
 
     Raises:
-        ConfigError: a line that is not a JSON object, or has no such field, a whole number.
+        ConfigError: a line is not a JSON object.
     """
     rows = []
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}:{number}: not JSON: {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}:{number}: not a JSON object")
-        if field and not isinstance(row.get(field), int):
-            raise ConfigError(f"{path}:{number}: no `{field}`, which all lines of a run have")
         rows.append(row)
     return rows
 
@@ -86,7 +84,7 @@ def is_whole(line: bytes) -> bool:
     """Whether a line of such a file is one that was written to its end."""
     try:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -89,11 +89,17 @@ def _reading(path: pathlib.Path, part: str) -> Iterator[None]:
         raise DamagedError(f"{part}: {said}") from error
 
 
+def step_of(name: str) -> int | None:
+    """Return the iteration that a checkpoint folder is named after, or None for a folder of another name."""
+    is_number = name.isascii() and name.isdigit()  # "²" is a digit to Python, and no number
+    return int(name) if is_number and len(name) < 20 else None
+
+
 def steps_in(directory: pathlib.Path) -> list[int]:
-    """Iterations whose checkpoints are finished, the newest first."""
+    """Return the iterations whose checkpoints are finished, the newest first."""
     # Not ``is_dir``, which says no of a bucket that does not answer: the run would begin anew.
     with contextlib.suppress(*MISSING), _asking(f"the list of checkpoints in {directory}"):
-        whole = (int(x.name) for x in directory.iterdir() if x.name.isdigit() and bucket.is_whole(x))
+        whole = (step_of(x.name) for x in directory.iterdir() if step_of(x.name) is not None and bucket.is_whole(x))
         return sorted(whole, reverse=True)
     return []
 

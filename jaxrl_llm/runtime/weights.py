@@ -29,6 +29,7 @@ from jaxrl_llm.runtime.stored import (
     read_arrays,
     read_text,
     read_whole,
+    step_of,
     steps_in,
 )
 
@@ -47,7 +48,7 @@ def is_run(path: str) -> bool:
     folder = os.path.realpath(path)
     name = os.path.basename(folder)
     has = lambda name: os.path.exists(os.path.join(folder, name))
-    if name.isdigit() and has("state"):
+    if step_of(name) is not None and has("state"):
         return True
     is_one = name == "checkpoints" or has("checkpoints") or has("metrics.jsonl")
     return is_one and not any(pathlib.Path(folder).glob("*.safetensors"))  # else a model's
@@ -59,7 +60,7 @@ def check_workdir(folder: pathlib.Path) -> None:
     A run writes config.json before all others; one that was killed may have left it cut short.
     """
     names, settings = [], {"made_with": ""}
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, RecursionError):
         names = sorted(os.listdir(folder))
         settings = json.loads((folder / "config.json").read_bytes())
     others = [name for name in names if name.endswith(".safetensors") or name == "adapter_config.json"]
@@ -85,8 +86,9 @@ def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
     if is_best := path.name == BEST and not path.is_dir():
         path = path.parent
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    if not is_best and path.name.isdigit() and (path / "state").is_dir():
-        return path.parent, int(path.name)
+    step = step_of(path.name)
+    if not is_best and step is not None and (path / "state").is_dir():
+        return path.parent, step
     if not (steps := steps_in(root)):
         raise ConfigError(f"no finished checkpoint in {path}")
     if not is_best:

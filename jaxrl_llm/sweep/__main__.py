@@ -44,9 +44,9 @@ from ml_collections import config_flags
 
 from jaxrl_llm.config import Config, ConfigError, freeze, to_json
 from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
+from jaxrl_llm.reports.records import NUMBER, read_metric_rows
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.functions import resolve
-from jaxrl_llm.runtime.json_lines import read_log
 from jaxrl_llm.runtime.nested import differences, flatten, visible
 from jaxrl_llm.runtime.stop import StopRequest
 from jaxrl_llm.runtime.stored import changed_files, changed_settings, listed
@@ -111,9 +111,9 @@ def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path, override
 
 
 def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Rows of a run's metrics.jsonl, none where it has not begun."""
+    """Return the rows of a run's metrics.jsonl; none before the run has begun."""
     path = workdir / "metrics.jsonl"
-    return read_log(path, field="iteration") if path.is_file() else []
+    return read_metric_rows(path) if path.is_file() else []
 
 
 def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config, sweep: Sweep) -> float:
@@ -140,7 +140,8 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
         if rows[-1]["iteration"] > config.num_iterations:
             said = f"{rows[-1]['iteration']} iterations, more than num_iterations={config.num_iterations}"
             raise ConfigError(f"{folder / name} was run for {said}. Use another workdir")
-        made_of = stored.pop("made_with", {}).get("files", {})
+        made_of = _made_with(stored).get("files", {})
+        stored.pop("made_with", None)
         try:
             before = freeze(stored)
         except ValueError as error:
@@ -151,7 +152,11 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
 
 def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[str, str]) -> list[Run]:
     """Every point, and what is on disk of it."""
-    runs, afters = [], {name: _object(folder / name / AFTER) for name in points}
+    runs = []
+    afters = {}
+    for name in points:
+        after = _object(folder / name / AFTER)
+        afters[name] = {column: value for column, value in after.items() if NUMBER.accepts(value)}
     columns = dict.fromkeys(column for after in afters.values() for column in after)
     first = {point_name(plain(point)) for point in sweep.points}
     for name, (point, config) in points.items():
@@ -159,7 +164,7 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
         finished = share_done(folder / name, rows, config, sweep) == 1
         status = "finished" if finished else "failed" if name in failed else "unfinished"
         path = folder / name / "config.json"
-        made_with = _object(path).get("made_with", {}) if rows else {}
+        made_with = _made_with(_object(path)) if rows else {}
         after = {column: afters[name].get(column) for column in columns}
         status, stage = status if rows or name in failed else "", FIRST if name in first else THEN
         lost = rows[-1]["iteration"] - len(rows) if rows else 0
@@ -168,18 +173,27 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
 
 
 def before(workdir: pathlib.Path) -> dict[str, float | None]:
-    """What a run's policy was found to be before it trained, by metric; nothing where that is not on file."""
-    found = _object(workdir / "eval_before.json")
-    return evaluation_values(found) if found else {}
+    """Return the metrics of a run's evaluation before training; none if its file is missing or damaged."""
+    try:
+        values = evaluation_values(_object(workdir / "eval_before.json"))
+    except (LookupError, TypeError):
+        return {}
+    return values if all(map(NUMBER.accepts, values.values())) else {}
 
 
 def _object(path: pathlib.Path) -> dict[str, Any]:
-    """What a JSON file holds; nothing where it is not there, or a power cut has left half of it."""
+    """Return the object of a JSON file; an empty one if there is no such file, or a power cut has left half of it."""
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _made_with(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions, commit and files that a config.json records; none if it is damaged."""
+    made_with = settings.get("made_with", {})
+    return made_with if isinstance(made_with, dict) else {}
 
 
 def write_results(

@@ -102,9 +102,9 @@ def test_no_element_or_attribute_of_a_sweeps_page_comes_from_data(tmp_path):
 
 
 def test_what_is_printed_moves_no_cursor(tmp_path, monkeypatch, capfd):
-    (tmp_path / "eval_after.json").write_text(
-        json.dumps({"num_samples": 1, "samples": [{"prompt": EVIL, "completion": EVIL, "reward": 1.0}]})
-    )
+    sample = {"prompt": EVIL, "completion": EVIL, "reward": 1.0}
+    evaluation = {"pass_rate": 1.0, "num_samples": 1, "samples": [sample]}
+    (tmp_path / "eval_after.json").write_text(json.dumps(evaluation))
     report.print_samples(tmp_path)
     samples = capfd.readouterr().out
     assert "\\x1b[31m" in samples and not RAW.search(samples)

@@ -821,3 +821,11 @@ def test_of_fewer_than_three_runs_no_interval_is_told(tmp_path):
     assert effect == pytest.approx(0.9 - 0.7 / 3) and math.isnan(low) and math.isnan(high)
     text = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
     assert text.count("<small>too few runs</small>") == 3 and "nan" not in text
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{", '{"pass_rate": "x"}', '{"made_with": 7}', '{"a": "x"}'])
+def test_damaged_files_of_a_run_are_left_out_of_the_table(text, tmp_path):
+    for name in ("eval_before.json", "config.json"):
+        (tmp_path / name).write_text(text)
+    assert sweep_module.before(tmp_path) == {}
+    assert sweep_module._made_with(sweep_module._object(tmp_path / "config.json")) == {}

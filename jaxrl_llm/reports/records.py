@@ -1,0 +1,146 @@
+"""Rows of a run's files, read and checked: metrics.jsonl, samples.jsonl, eval_*.json.
+
+A file can be damaged by a disk or edited by hand. Its rows are checked once, here, so that nothing that reads them
+later meets a value of another type.
+
+Owns: which fields a row has and of which type. Does not know: who reads them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxrl_llm.runtime.json_lines import read_json, read_log
+from jaxrl_llm.runtime.nested import ConfigError
+
+LARGEST_NUMBER = 1e300  # a chart computes with sums and differences of its values
+LARGEST_COUNT = 10**12
+
+
+class Kind(NamedTuple):
+    """What a field holds: a test of its value, and the words for it in an error."""
+
+    accepts: Callable[[Any], bool]
+    words: str
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER and math.isfinite(value))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+
+
+def _is_prompt(value: Any) -> bool:
+    is_conversation = isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
+    return isinstance(value, str) or is_conversation
+
+
+def _is_parts(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_number, value.values()))
+
+
+NUMBER = Kind(_is_number, f"a number of at most {LARGEST_NUMBER:g}, or null")
+COUNT = Kind(_is_count, f"a whole number from 0 to {LARGEST_COUNT:,}")
+SIZE = Kind(lambda value: _is_count(value) and value > 0, f"a whole number from 1 to {LARGEST_COUNT:,}")
+TEXT = Kind(lambda value: isinstance(value, str), "text")
+PROMPT = Kind(_is_prompt, "text, or a list of messages with role and content")
+PARTS = Kind(_is_parts, "an object of numbers")
+LIST = Kind(lambda value: isinstance(value, list), "a list")
+
+SAMPLE_FIELDS = {
+    "iteration": COUNT,
+    "prompt": PROMPT,
+    "completion": TEXT,
+    "reward": NUMBER,
+    "parts": PARTS,
+    "stop_reason": TEXT,
+    "policy_version": NUMBER,
+    "age": NUMBER,
+}
+ANSWER_FIELDS = {"prompt": PROMPT, "completion": TEXT, "reward": NUMBER}
+EVALUATION_FIELDS = {"pass_rate": NUMBER, "num_samples": SIZE, "samples": LIST}
+
+
+def read_metric_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics.jsonl, one per iteration: ``iteration`` and a number or None for each metric.
+
+    Raises:
+        ConfigError: a line is not a JSON object, or a value has another type. It names file, line, field and value.
+    """
+    rows = read_log(path)
+    for number, row in enumerate(rows, start=1):
+        _check_row(row, {"iteration": COUNT} | dict.fromkeys(row.keys() - {"iteration"}, NUMBER), f"{path}:{number}")
+    return rows
+
+
+def read_samples(path: Path, fields: Mapping[str, Kind] = SAMPLE_FIELDS) -> list[dict[str, Any]]:
+    """Return the rows of a samples.jsonl; none if there is no such file.
+
+    Args:
+        fields: those that the caller reads.
+
+    Raises:
+        ConfigError: a line is not a JSON object, or one of the fields is missing or has another type.
+    """
+    if not path.is_file():
+        return []
+    rows = read_log(path)
+    for number, row in enumerate(rows, start=1):
+        _check_row(row, fields, f"{path}:{number}")
+    return rows
+
+
+def read_evaluation(path: Path) -> dict[str, Any] | None:
+    """Return an eval_*.json: ``pass_rate``, ``num_samples`` per question, ``samples``; None if there is no such file.
+
+    Raises:
+        ConfigError: the file is not a JSON object, or a value has another type.
+    """
+    if not path.is_file():
+        return None
+    evaluation = read_json(path)
+    _check_row(evaluation, EVALUATION_FIELDS, str(path))
+    for number, sample in enumerate(evaluation["samples"], start=1):
+        where = f"{path}: samples[{number - 1}]"
+        if not isinstance(sample, dict):
+            raise ConfigError(f"{where}={sample!r:.60} must be an object")
+        _check_row(sample, ANSWER_FIELDS, where)
+    return evaluation
+
+
+def read_made_with(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Take ``made_with`` out of the settings of config.json: ``versions``, ``commit``, ``devices``, ``files``.
+
+    Raises:
+        ConfigError: it has another type.
+    """
+    made_with = settings.pop("made_with", {})
+    is_mapping = isinstance(made_with, dict) and isinstance(made_with.get("versions", {}), dict)
+    if not is_mapping:
+        raise ConfigError(f"{path}: made_with={_shortened(made_with)} must be an object; the file is damaged")
+    return made_with
+
+
+def _check_row(row: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
+    for name, kind in fields.items():
+        if name not in row:
+            raise ConfigError(f"{where}: no `{name}`, which must be {kind.words}; the file is damaged")
+        if not kind.accepts(row[name]):
+            value = _shortened(row[name])
+            raise ConfigError(f"{where}: {name}={value} must be {kind.words}; the file is damaged")
+
+
+def _shortened(value: Any) -> str:
+    try:
+        return f"{value!r:.60}"
+    except ValueError:  # a whole number of more digits than Python prints
+        return f"a {type(value).__name__} that is too large to print"
