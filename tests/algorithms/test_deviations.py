@@ -3,6 +3,7 @@
 Numbers from the papers' equations by hand or in float64; the package's own where it is the one that differs.
 """
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -24,7 +25,7 @@ from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.anchors import reference_share
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.shaping import overlong_penalty
-from jaxrl_llm.algorithms.surrogates import spo
+from jaxrl_llm.algorithms.surrogates import spo, spo_cross_entropy
 from jaxrl_llm.algorithms.views import Sizes, Tokens
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.transformer import Model
@@ -157,49 +158,106 @@ def test_reinforce_pps_pull_in_the_loss_leaves_out_what_follows_a_token():
     np.testing.assert_allclose(slope[0], in_the_loss, rtol=1e-6)
 
 
-def test_spos_value_that_hears_the_row_itself_has_less_than_the_whole_gradient():
-    """On samples of the reference, at the reference, in groups of 4 and of 8: the less, the fewer are right."""
-    of_1 = ((4, 0.1, 0.67), (4, 0.5, 0.76), (8, 0.1, 0.83), (8, 0.5, 0.88))
-    of_a_tenth = ((4, 0.1, 0.35), (4, 0.5, 0.85), (8, 0.1, 0.59), (8, 0.5, 0.97))
-    for beta, (size, chance, expected) in [(1.0, case) for case in of_1] + [(0.1, case) for case in of_a_tenth]:
+def sampled_groups(size, chance):
+    """Every group by how many of its answers are right: rewards [size], and how likely so many are."""
+    for right in range(size + 1):
+        likely = math.comb(size, right) * chance**right * (1 - chance) ** (size - right)
+        yield np.float32([1] * right + [0] * (size - right)), likely
 
-        @jax.jit
-        def slope(reward, size=size, beta=beta):
-            zero, mask = jnp.zeros((len(reward), 1)), jnp.ones((len(reward), 1), bool)
-            x = lambda p: Tokens(p, zero, zero, zero, reward, mask, group_size=size, columns={"ref_logp": zero})
-            return jax.grad(lambda p: jnp.sum(spo(x(p), beta=beta)))(zero)[:, 0]
 
-        # All groups by how many of its answers are right; the score of a right answer is (1 - chance), else -chance.
-        ours = exact = 0.0
-        value = beta * math.log(chance * math.exp(1 / beta) + 1 - chance)
-        for right in range(size + 1):
-            reward = np.float32([1] * right + [0] * (size - right))
-            weight = math.comb(size, right) * chance**right * (1 - chance) ** (size - right)
-            score = reward - chance
-            ours += weight * float(score @ np.asarray(slope(reward))) / size
-            exact += weight * float(score @ (2 * beta * (value - reward))) / size
-        assert ours / exact == pytest.approx(expected, abs=0.01)
+REFERENCE = 0.25  # of two answers the reference gives the right one so often
+
+
+@functools.cache
+def slope_of_spo(size, beta, surrogate=spo, shift=0.0):
+    """(log-odds of a right answer, rewards [size], rate of right answers in the data) -> gradient by the log-odds.
+
+    ``shift`` is added to rewards of 0 and 1.
+    """
+
+    def loss(log_odds, reward, sampled):
+        of = lambda rate: jnp.log(jnp.where(reward > 0, rate, 1 - rate))[:, None]
+        zero, mask = jnp.zeros((size, 1)), jnp.ones((size, 1), bool)
+        logp, columns = of(jax.nn.sigmoid(log_odds)), {"ref_logp": of(REFERENCE)}
+        x = Tokens(logp, logp, of(sampled), zero, reward + shift, mask, group_size=size, columns=columns)
+        return jnp.mean(surrogate(x, beta=beta))
+
+    return jax.jit(jax.grad(loss))
+
+
+def expected_slope(size, beta, rate, sampled, **which):
+    """Over all groups of so many answers, of which the share ``sampled`` is right on average."""
+    slope, log_odds = slope_of_spo(size, beta, **which), math.log(rate / (1 - rate))
+    return sum(likely * float(slope(log_odds, reward, sampled)) for reward, likely in sampled_groups(size, sampled))
+
+
+def settles_at(size, beta, sampled=None, **which):
+    """The rate of right answers at which the gradient over sampled groups is 0; None: of the policy's own samples."""
+    low, high = 0.05, 0.9999999
+    for _ in range(40):
+        rate = (low + high) / 2
+        rises = expected_slope(size, beta, rate, rate if sampled is None else sampled, **which) < 0
+        low, high = (rate, high) if rises else (low, rate)
+    return low
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_spo_settles_at_its_optimum_on_sampled_groups_of_the_policys_own(size):
+    """Rewards of 0 and 1 at a beta of 1: the odds of the reference times e. With the row in its estimate, 8: .447."""
+    odds = REFERENCE / (1 - REFERENCE) * math.e
+    assert odds / (1 + odds) == pytest.approx(0.4754, abs=1e-4)
+    assert settles_at(size, 1.0) == pytest.approx(odds / (1 + odds), abs=1e-4)
+
+
+def biased_optimum(size, sampled):
+    """Where SPO settles on others' samples at a beta of 1, by hand: Q0 is the mean over the other size - 1 rows.
+
+    With l the log-ratio of each answer and q the policy's rate, the gradient by the log-odds is
+    2 [s (V + l_1 - 1) (1 - q) - (1 - s) (V + l_0) q], V the mean of log(sum w e^r / sum w) over their samples.
+    """
+    weight = {1: REFERENCE / sampled, 0: (1 - REFERENCE) / (1 - sampled)}
+    expected = 0.0
+    for reward, likely in sampled_groups(size - 1, sampled):
+        w = [weight[int(r)] for r in reward]
+        total = math.fsum(x * math.exp(r) for x, r in zip(w, reward, strict=True))
+        expected += likely * math.log(total / math.fsum(w))
+    low, high = 0.05, 0.95
+    for _ in range(60):
+        q = (low + high) / 2
+        right, wrong = math.log(q / REFERENCE), math.log((1 - q) / (1 - REFERENCE))
+        slope = sampled * (expected + right - 1) * (1 - q) - (1 - sampled) * (expected + wrong) * q
+        low, high = (q, high) if slope < 0 else (low, q)
+    return low
+
+
+@pytest.mark.parametrize(("size", "said"), [(4, 0.465), (8, 0.471)])
+def test_spo_settles_a_little_below_its_optimum_on_groups_of_the_reference(size, said):
+    assert settles_at(size, 1.0, REFERENCE) == pytest.approx(biased_optimum(size, REFERENCE), abs=1e-4)
+    assert biased_optimum(size, REFERENCE) == pytest.approx(said, abs=5e-4)
+
+
+def test_spos_cross_entropy_settles_near_its_optimum_the_nearer_the_larger_the_groups():
+    """Rewards of -2 and -1 at a beta of 1: the odds of the reference times e, 0.475. It is no square: Q0 has a bias."""
+    odds = REFERENCE / (1 - REFERENCE) * math.e
+    settled = [settles_at(size, 1.0, surrogate=spo_cross_entropy, shift=-2.0) for size in (4, 8, 32)]
+    assert settled[1] == pytest.approx(0.459, abs=1e-3)
+    assert settled == sorted(settled) and settled[2] == pytest.approx(odds / (1 + odds), abs=5e-3)
 
 
 def test_spos_optimum_is_nearly_always_right_at_the_recipes_beta():
-    """Two answers, of which the reference gives the right one every fourth time: its odds times e^(1 / beta)."""
-    reward, zero, mask = jnp.float32([1, 1, 0, 0, 0, 0, 0, 0]), jnp.zeros((8, 1)), jnp.ones((8, 1), bool)
-    is_right = reward[:, None] > 0
-    ref_logp = jnp.log(jnp.where(is_right, 0.25, 0.75))
+    """The odds of the reference times e^(1 / beta)."""
     its_own = recipe("spo").algorithm.surrogate["beta"]
-    for beta, expected in ((1.0, 0.475), (its_own, 0.9999)):
-        odds = 0.25 / 0.75 * math.exp(1 / beta)
-        right = odds / (1 + odds)
-        assert right == pytest.approx(expected, abs=1e-3)
-        logp = jnp.log(jnp.where(is_right, right, 1 - right))
+    odds = REFERENCE / (1 - REFERENCE) * math.exp(1 / its_own)
+    assert odds / (1 + odds) == pytest.approx(0.9999, abs=1e-4)
+    assert settles_at(8, its_own) == pytest.approx(odds / (1 + odds), abs=1e-4)
 
-        def loss(logp, beta=beta):
-            columns = {"ref_logp": ref_logp}
-            x = Tokens(logp, ref_logp, ref_logp, zero, reward, mask, group_size=8, columns=columns)
-            return jnp.sum(spo(x, beta=beta))
 
-        value, slope = jax.value_and_grad(loss)(logp)
-        assert float(value) < 1e-9 and np.abs(slope).max() < 1e-5
+def test_spo_has_no_loss_of_an_answer_without_others():
+    reward, zero, mask = jnp.float32([1, 0]), jnp.zeros((2, 1)), jnp.array([[True], [False]])
+    x = Tokens(zero - 1, zero, zero - 1, zero, reward, mask, group_size=2, columns={"ref_logp": zero - 2})
+    assert not np.any(spo(x, beta=1.0))
+    slope = jax.grad(lambda logp: jnp.sum(spo(dataclasses.replace(x, policy_logp=logp), beta=1.0)))(zero - 1)
+    assert not np.any(slope)
 
 
 def test_vcpos_stand_in_for_gradient_norms_orders_rows_but_does_not_measure_them():

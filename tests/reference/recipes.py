@@ -373,15 +373,17 @@ def kimi_k15(batch, longest):
 
 
 def spo(batch, longest):
-    """Cohen et al. 2025: (Q - r)^2, Q = V + .1 log(pi / ref), V = .1 log E_ref e^(r / .1) from the group."""
+    """Cohen et al. 2025: (Q - r)^2, Q = V + .1 log(pi / ref), V = .1 log E_ref e^(r / .1) from the row's siblings."""
     beta = 0.1
 
     def value(row):
-        rows = siblings(batch, row)
-        weights = [math.exp(math.fsum(r["ref"]) - math.fsum(r["behaviour"])) for r in rows]
-        heard = math.fsum(w * math.exp(r["reward"] / beta) for w, r in zip(weights, rows, strict=True))
+        others = [other for other in siblings(batch, row) if other is not row]
+        if not others:
+            return 0.0
+        weights = [math.exp(math.fsum(r["ref"]) - math.fsum(r["behaviour"])) for r in others]
+        expected = math.fsum(w * math.exp(r["reward"] / beta) for w, r in zip(weights, others, strict=True))
         log_ratio = math.fsum(row["policy"]) - math.fsum(row["ref"])
-        return (beta * (math.log(heard / math.fsum(weights)) + log_ratio) - row["reward"]) ** 2
+        return (beta * (math.log(expected / math.fsum(weights)) + log_ratio) - row["reward"]) ** 2
 
     return mean(map(value, batch))
 

@@ -110,22 +110,31 @@ def kimi_k15(rows, s):
 
 
 def _soft_values(rows, s):
+    """Q of each row, its Q0 by the other rows of the group alone; None of a row that has no others."""
     values = []
     for group in _groups(rows, s):
-        weights = [math.exp(sum(row["ref"]) - sum(row["behaviour"])) if row["policy"] else 0.0 for row in group]
-        mean = sum(w * math.exp(row["reward"] / s["beta"]) for w, row in zip(weights, group, strict=True))
-        start = s["beta"] * math.log(mean / sum(weights)) if sum(weights) else 0.0
-        values += [start + s["beta"] * _difference(row, "ref") for row in group]
+        for row in group:
+            others = [other for other in group if other is not row and other["policy"]]
+            if not others or not row["policy"]:
+                values.append(None)
+                continue
+            weights = [math.exp(sum(other["ref"]) - sum(other["behaviour"])) for other in others]
+            mean = sum(w * math.exp(other["reward"] / s["beta"]) for w, other in zip(weights, others, strict=True))
+            values.append(s["beta"] * math.log(mean / sum(weights)) + s["beta"] * _difference(row, "ref"))
     return values
 
 
 def spo(rows, s):
-    return _spread([(q - row["reward"]) ** 2 for q, row in zip(_soft_values(rows, s), rows, strict=True)], rows)
+    values = zip(_soft_values(rows, s), rows, strict=True)
+    return _spread([0.0 if q is None else (q - row["reward"]) ** 2 for q, row in values], rows)
 
 
 def spo_cross_entropy(rows, s):
     values = []
     for q, row in zip(_soft_values(rows, s), rows, strict=True):
+        if q is None:
+            values.append(0.0)
+            continue
         success = min(math.exp(row["reward"]), 1.0)
         edge = -0.01
         if q <= edge:
