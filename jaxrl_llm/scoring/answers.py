@@ -1,0 +1,406 @@
+r"""Find the answer in a text and read it: as a number, a choice, words or a formula.
+
+Rewards, votes, evaluation and judges all ask this module, so that they cannot disagree about what a text answers.
+
+    text      --marked, answer_of-->   the answer: a piece of the text
+    answer    --quantity-->            a number with its unit, or None
+    answer    --choice-->              the letter of a choice, or None
+    answer    --words-->               words without case, articles and punctuation
+    text      --vote-->                one key; texts with equal keys give the same answer
+    two texts --is_answer-->           whether a text gives the answer of a label
+
+Where the answer stands, first match wins:
+
+1. Everything up to the last ``</think>`` is thought and holds no answer. Neither does a thought that never closes.
+2. The last closed ``<answer>..</answer>``. A box inside it is the answer.
+3. The last closed ``\boxed{..}`` or ``\fbox{..}``, by where it opens. An empty mark is an empty answer.
+4. The last line that begins with ``####`` and a number.
+5. No mark: the last number (``number_of``), or the last line that is not blank (words).
+
+Marks inside code (backticks, fences) count only if no mark stands outside code.
+
+How numbers are read: "." is the decimal point. "," groups digits by three, or by two and three as in India. A comma is
+a decimal comma only after groups ("1.234,56"); "3,5" and "0,5" could be pairs, so they are no numbers. Digits of every
+script, typographic minus signs, fullwidth forms and the spaces of typesetters are read as their ASCII forms. A unit may
+be missing on one side; two known units must agree ("5 km" is not "5 m").
+
+Every function takes time linear in the length of the text. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import Any
+
+from jaxrl_llm.scoring.quantities import (
+    MAX_NUMBER_CHARS,
+    NUMBER,
+    Quantity,
+    number_beside_words,
+    number_in_sentence,
+    number_text,
+    quantity,
+    same_quantity,
+)
+from jaxrl_llm.scoring.typography import LATEX_SPACE, flat, peeled, unstyled
+
+ARTICLES = ("a", "an", "the")
+
+# ---- marks -------------------------------------------------------------------------------------------------------
+
+_END_OF_THOUGHT = re.compile(r"</think>", re.I)
+_OPEN_THOUGHT = re.compile(r"<think>", re.I)
+_TAG = re.compile(r"<\s?(/?)\s?answer\s?>", re.I)
+_BRACE = re.compile(r"\\{1,2}(?:boxed|fbox|framebox)\s{0,9}\{|\\\\|\\[{}]|[{}]")
+_BARE_BOX = re.compile(r"\\{1,2}boxed\s{1,9}([^\s${}\\.,;]+)")  # "\boxed 5"
+_FENCE = re.compile(r"[ \t]{0,9}(```+|~~~+)")
+_INLINE = re.compile(r"(?<!`)(`+)(?!`)[^`\n]+(?<!`)\1(?!`)")
+_HASHES = "####"
+
+
+def without_thought(text: str) -> str:
+    """Return what follows the last ``</think>``, up to a ``<think>`` that never closes. Quoted tags do not count."""
+    after = 0
+    for found in _END_OF_THOUGHT.finditer(text):
+        if not _is_quoted(text, found.start(), found.end()):
+            after = found.end()
+    for found in _OPEN_THOUGHT.finditer(text, after):
+        if not _is_quoted(text, found.start(), found.end()):
+            return text[after : found.start()]
+    return text[after:]
+
+
+def _is_quoted(text: str, start: int, end: int) -> bool:
+    """Return whether the same quotation mark or backtick stands on both sides."""
+    is_inside = start > 0 and end < len(text)
+    return is_inside and text[start - 1] == text[end] and text[end] in "`'\""
+
+
+def marked(text: str) -> str | None:
+    """Return the inside of the mark that decides (the module's docstring has the rule), stripped; None without one."""
+    text = without_thought(text)
+    for searched in (_blank_code(text), text):
+        tags = _tag_span(searched)
+        if tags is not None:
+            content = text[slice(*tags)].strip()
+            box = _box_span(content)
+            return content if box is None else content[slice(*box)].strip()
+        box = _box_span(searched)
+        if box is not None:
+            return text[slice(*box)].strip()
+    return _after_hashes(text)
+
+
+def answer_of(text: str) -> str:
+    """Return the marked answer; without a mark the last line that is not blank, "" if there is none."""
+    found = marked(text)
+    if found is not None:
+        return found
+    return _last_line(without_thought(text))
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def _blank_code(text: str) -> str:
+    """Return the text with spaces in place of closed fenced blocks and inline code, each character at its place."""
+    if "`" not in text and "~~~" not in text:
+        return text
+    lines: list[str] = []
+    fence = ""
+    opened = 0
+    for line in text.splitlines(keepends=True):
+        found = _FENCE.match(line)
+        lines.append(line)
+        if fence and found and found[1].startswith(fence) and not line[found.end() :].strip():
+            lines[opened:] = [_blank(fenced) for fenced in lines[opened:]]
+            fence = ""
+        elif not fence and found and "`" not in line[found.end() :]:
+            fence = found[1]
+            opened = len(lines) - 1
+    return _INLINE.sub(lambda found: _blank(found[0]), "".join(lines))  # a fence that never closes quotes nothing
+
+
+def _blank(code: str) -> str:
+    return " " * (len(code) - 1) + code[-1:] if code.endswith("\n") else " " * len(code)
+
+
+def _tag_span(text: str) -> tuple[int, int] | None:
+    """Return where the inside of the last closed <answer></answer> begins and ends."""
+    opened = None
+    span = None
+    for tag in _TAG.finditer(text):
+        if not tag[1]:
+            opened = tag.end()
+        elif opened is not None:
+            span = (opened, tag.start())
+            opened = None
+    return span
+
+
+def _box_span(text: str) -> tuple[int, int] | None:
+    """Return where the inside of the closed box that opens last begins and ends. Braces are matched in one pass."""
+    if "box" not in text:
+        return None
+    opened: list[re.Match] = []
+    span = None
+    last = -1
+    for brace in _BRACE.finditer(text):
+        if brace[0].endswith("{") and brace[0] != r"\{":
+            opened.append(brace)
+        elif brace[0] == "}" and opened:
+            box = opened.pop()
+            if len(box[0]) > 1 and box.start() > last:
+                last = box.start()
+                span = (box.end(), brace.start())
+    bare_boxes = list(_BARE_BOX.finditer(text))
+    if bare_boxes and bare_boxes[-1].start() > last:
+        return bare_boxes[-1].span(1)
+    return span
+
+
+def _after_hashes(text: str) -> str | None:
+    if _HASHES not in text:
+        return None
+    for line in reversed(text.splitlines()):
+        head, _, tail = line.partition(_HASHES)
+        if not head.strip() and tail.strip() and quantity(tail) is not None:
+            return tail.strip()
+    return None
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+_ASCII_DIGIT = re.compile("[0-9]")
+_ITEM = re.compile("^[ \t]{0,9}[-\u2013\u2212\u2022][ \t]+")
+
+
+def number_of(text: str) -> Quantity | None:
+    """Read the number that a text answers: the marked one, else the last number of the text."""
+    found = marked(text)
+    if found is not None:
+        return quantity(found) or number_beside_words(found)
+    lines = without_thought(text).splitlines()
+    for i in reversed(range(len(lines))):
+        numbers = _numbers_of_line(lines, i)
+        if numbers:
+            return numbers[-1]
+    return None
+
+
+def _numbers_of_line(lines: list[str], i: int) -> list[Quantity | None]:
+    """Return the last number of line i in a list, None in it for digits grouped in no known way; [] without digits.
+
+    "- 7" is an item of a list if it is one line of several, unless the line before ends with "=".
+    """
+    line = lines[i]
+    if line.isascii() and not _ASCII_DIGIT.search(line):
+        return []
+    before = [other.strip() for other in lines[max(0, i - 3) : i] if other.strip()]
+    is_alone = not before and i <= 3 and not any(other.strip() for other in lines[i + 1 : i + 4])
+    if not is_alone and not (before and before[-1].endswith("=")):
+        line = _ITEM.sub("", line, count=1)
+    text = flat(line)
+    numbers = list(NUMBER.finditer(text))
+    return [number_in_sentence(text, numbers[-1])] if numbers else []
+
+
+def integer_of(text: str) -> str | None:
+    """Return the integer that a text answers, with its digits as written ("-1000", "007"); None without an integer."""
+    number = number_of(text)
+    if number is None or number.value.denominator != 1:
+        return None
+    return number.digits.partition(".")[0] if number.digits else str(number.value.numerator)
+
+
+# ---- choices, words, formulas ------------------------------------------------------------------------------------
+
+_BARE_CHOICE = re.compile(r"(?:(?:option|choice|answer)\s?:?\s)?[(\[]?([A-Za-z])[)\].:]?", re.I)
+_CHOICE_WITH_TEXT = re.compile(r"(?:(?:option|choice|answer)\s?:?\s)?(?:\(([A-Z])\)|([A-Z])[).:])\s.*", re.S)
+
+# Writing systems without spaces between words: each character is a word.
+_UNSPACED = re.compile(
+    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])"
+)
+_SIGNED = r"(?:(?<![\w)\]}])-(?=\.?[0-9]))?"
+_THOUSANDS = r"[0-9]{1,3}(?:[,'][0-9]{3})+(?![0-9])"
+_WORD = re.compile(
+    rf"{_SIGNED}(?:(?:{_THOUSANDS}|[0-9]+|(?<!\w))\.[0-9]+|{_THOUSANDS}|[^\W\d_]+(?=[0-9]+\.[0-9])"
+    r"|[^\s!-/:-@\[-`{-~]+)"
+)
+_DECIMAL = re.compile(r"-?[0-9]*(?:[,'][0-9]{3})*(?:\.[0-9]+)?")
+# What changes the meaning of words though it is punctuation: "C++", "A-", "x^2 + 1", "1/2".
+_SYMBOL = re.compile(r"[+^<>=]|(?<=\w)#|#(?=\w)|(?<=[0-9])\s?[/*]\s?(?=[0-9])|(?<=[A-Za-z])-(?![\w-])")
+
+
+_LETTERS = re.compile(r"[^\W\d_]+")
+_SHORT_SCRIPT = re.compile(r"([_^])\{(\w+)\}")
+_BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASE_NAMES |= {"twelve": 12, "sixteen": 16}
+_IN_BASE = re.compile(rf"\(?(-?[0-9A-Za-z.]+)\)?_(?:\{{?([0-9]{{1,2}})\}}?|\{{?({'|'.join(_BASE_NAMES)})\}}?)")
+
+
+def choice(answer: str) -> str | None:
+    """Return the letter that an answer chooses ("B", "(b)", "B) Paris", "Option B."), upper case; else None."""
+    text = peeled(flat(answer[:MAX_NUMBER_CHARS]))
+    found = _BARE_CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.fullmatch(text)
+    return next(letter for letter in found.groups() if letter).upper() if found else None
+
+
+def words(text: str) -> list[str]:
+    """Return words in one case, without punctuation and English articles. Numbers keep their signs and decimals.
+
+    A text of articles alone is its articles; a text of punctuation alone is its punctuation.
+    """
+    found = all_words(text)
+    return [word for word in found if word not in ARTICLES] or found or text.split()
+
+
+def all_words(text: str) -> list[str]:
+    """Return ``words`` with the articles."""
+    found = _WORD.findall(_spelt(text))
+    return [_short(word) if _DECIMAL.fullmatch(word) else word for word in found]
+
+
+def _spelt(text: str) -> str:
+    """Return a text in one case, with ASCII punctuation alone and spaces between words."""
+    text = _caseless(unstyled(text))
+    if text.isascii():
+        return text
+    punctuation = {ord(c): " " for c in set(text) if not c.isascii() and _is_punctuation(c)}
+    return _UNSPACED.sub(r" \1 ", text.translate(punctuation))
+
+
+def _is_punctuation(character: str) -> bool:
+    category = unicodedata.category(character)
+    return category[0] == "P" or category in ("Sc", "Sk", "Zs", "Zl", "Zp")
+
+
+def _caseless(text: str) -> str:
+    if text.isascii():
+        return text.lower()
+    return unicodedata.normalize("NFKC", text.casefold()).replace("i\u0307", "i")
+
+
+def _short(number: str) -> str:
+    """Return a decimal without groups and without the zeros at its end."""
+    number = re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", "").replace("'", ""))
+    return number.rstrip("0").rstrip(".") if "." in number else number
+
+
+def symbols(text: str) -> str:
+    """Return the punctuation that changes what words mean, such as that of "C++", "A-" and "x^2 + 1"."""
+    return "".join(found.strip() for found in _SYMBOL.findall(unstyled(text)))
+
+
+def same_text(said: str, right: str) -> bool:
+    """Compare two answers by their words and by the symbols that change what words mean.
+
+    The same number in two notations is the same text ("1/2" and "0.5"), and so is the same choice ("B" and "(b)").
+    """
+    if words(said) == words(right) and symbols(said) == symbols(right):
+        return True
+    number, wanted = quantity(said), quantity(right)
+    if number is not None and wanted is not None and number.unit == wanted.unit:
+        return number.value == wanted.value and _LETTERS.findall(flat(said)) == _LETTERS.findall(flat(right))
+    letter = _BARE_CHOICE.fullmatch(peeled(right))
+    return letter is not None and choice(said) == letter[1].upper()
+
+
+def formula(answer: str) -> str:
+    """Return an answer without styles, delimiters, spaces and a final full stop."""
+    text = peeled("".join(LATEX_SPACE.sub(" ", unstyled(answer)).split()))
+    return _SHORT_SCRIPT.sub(r"\1\2", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
+
+
+def in_base(answer: str) -> tuple[str, int] | None:
+    """Read a numeral with its base, as in "10_{3}" and "1F_16"; None if no base is written."""
+    found = _IN_BASE.fullmatch(_SHORT_SCRIPT.sub(r"\1\2", peeled(flat(answer[:MAX_NUMBER_CHARS])).replace(" ", "")))
+    if found is None:
+        return None
+    name = found[2] or found[3]
+    return found[1].upper(), _BASE_NAMES.get(name) or int(name)
+
+
+def brackets(answer: str) -> str:
+    """Return the brackets around a pair, interval, list or set ("()", "[)", "{}"); "" if there are none."""
+    text = "".join(LATEX_SPACE.sub(" ", unstyled(answer)).split()).strip("$").removesuffix(".").strip("$")
+    text = text.replace(r"\{", "{").replace(r"\}", "}")
+    if len(text) < 2 or text[0] not in "([{" or text[-1] not in ")]}" or "," not in text:
+        return ""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0 and i < len(text) - 1:
+            return ""
+    return text[0] + text[-1]
+
+
+# ---- verdicts ----------------------------------------------------------------------------------------------------
+
+
+def key(answer: str) -> str:
+    """Return a text that equal answers have in common: a number, a letter, words or a formula."""
+    number = quantity(answer) or number_beside_words(answer)
+    if number is not None:
+        return number_text(number.value)
+    letter = _BARE_CHOICE.fullmatch(peeled(flat(answer[:MAX_NUMBER_CHARS])))
+    if letter:
+        return letter[1].upper()
+    without_commands = re.sub(r"\\[A-Za-z]+", " ", unstyled(answer))
+    if re.search(r"[^\W\d_]{2}|[^\x00-\x7f]", without_commands):
+        return " ".join([*words(answer), symbols(answer)]).strip()
+    return formula(answer)
+
+
+def vote(text: str) -> str:
+    """Return the key of what a text answers; "" if it answers nothing.
+
+    Without a mark it is the last number of the last line, else the words of the last line.
+    """
+    found = marked(text)
+    if found is not None:
+        return key(found) if found else ""
+    lines = [line for line in without_thought(text).splitlines() if line.strip()]
+    if not lines:
+        return ""
+    numbers = _numbers_of_line(lines, len(lines) - 1)
+    if numbers and numbers[0] is not None:
+        return number_text(numbers[0].value)
+    return key(lines[-1].strip())
+
+
+def accepted(label: Any) -> list[str]:
+    """Return the accepted texts of a label, which is a value or a list of values. Null and empty ones are left out.
+
+    Raises:
+        ValueError: no text is left, so that there is nothing to compare with.
+    """
+    given = label if isinstance(label, list | tuple) else [label]
+    texts = [str(one) for one in given if one is not None and str(one).strip()]
+    if not texts:
+        raise ValueError(f"answer={label!r} is empty: there is nothing to compare with. Give a text or a number")
+    return texts
+
+
+def is_answer(text: str, label: Any) -> bool:
+    """Return whether a text gives the answer of a label: the same number, choice, formula or words.
+
+    A label is a number only if it is nothing else ("#### 72", "5 km"); its box decides if it has one.
+    """
+    labels = accepted([one.rpartition(_HASHES)[2] for one in accepted(label)])
+    return any(_meets(text, answer_of(one)) for one in labels)
+
+
+def _meets(text: str, right: str) -> bool:
+    wanted = quantity(right)
+    if wanted is not None:
+        number = number_of(text)
+        return number is not None and same_quantity(number, wanted)
+    given = answer_of(text)
+    letter = _BARE_CHOICE.fullmatch(peeled(right))
+    if letter and choice(given) == letter[1].upper():
+        return True
+    return bool(given) and key(given) == key(right)

@@ -1,0 +1,333 @@
+"""Read a number with its sign, its unit and the words beside it.
+
+"." is the decimal point. "," groups digits by three, or by two and three as in India; spaces and apostrophes group them
+by three. A comma is a decimal comma only after groups ("1.234,56"); "3,5" and "0,5" could be pairs, so they are no
+numbers. Values are exact fractions.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from jaxrl_llm.scoring.typography import flat, peeled
+
+MAX_NUMBER_CHARS = 2000  # Python refuses to read integers of more than 4,300 digits
+
+_RUN = r"[0-9]+(?:[.,'][0-9]+)*"
+_EXPONENT = r"(?:\{\s?[-+]?\s?[0-9]{1,3}\s?\}|[-+]?[0-9]{1,3}(?![0-9]))"
+NUMBER = re.compile(
+    rf"""
+    (?P<mixed> (?<![0-9.,'/])[0-9]{{1,9}}[ ][0-9]{{1,9}}/[0-9]{{1,9}}(?![/0-9]) )
+    | (?P<fraction> (?<![0-9.,'/]){_RUN}/{_RUN}(?![/0-9]) )
+    | (?P<power> (?<![0-9.,'])10\s?(?:\^|\*\*)\s?{_EXPONENT} )
+    | (?P<digits> {_RUN} | (?<![\w.])\.[0-9]+ )
+      (?P<scale> [eE][-+]?[0-9]{{1,3}}(?!\w|\.[0-9]) | \s?[*xX]\s?10\s?(?:\^|\*\*)\s?{_EXPONENT} )?
+    """,
+    re.X,
+)
+# Each form of a numeral, and which characters of it group digits.
+_GROUPED = (
+    (re.compile(r"[0-9]*(?:\.[0-9]+)?"), ""),
+    (re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?"), ","),
+    (re.compile(r"[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?"), ","),  # India
+    (re.compile(r"[0-9]{1,3}(?:'[0-9]{3})+(?:[.,][0-9]+)?"), "'"),  # Switzerland; a thin space was made an apostrophe
+    (re.compile(r"[0-9]{1,3}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?"), "."),
+    (re.compile(r"[0-9]{1,3}\.[0-9]{3},[0-9]+"), "."),
+)
+_SPACED = re.compile(r"(?<![0-9.,'])[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")  # in a marked answer alone
+
+# Words that scale the number before them.
+_MULTIPLIERS = {
+    **dict.fromkeys(("hundred", "hundreds"), 10**2),
+    **dict.fromkeys(("thousand", "thousands", "tausend", "mille", "mil", "千"), 10**3),
+    **dict.fromkeys(("万", "萬"), 10**4),
+    **dict.fromkeys(("lakh", "lakhs"), 10**5),
+    **dict.fromkeys(("million", "millions", "millionen", "millones"), 10**6),
+    **dict.fromkeys(("crore", "crores"), 10**7),
+    **dict.fromkeys(("亿", "億"), 10**8),
+    **dict.fromkeys(("billion", "billions"), 10**9),
+    **dict.fromkeys(("trillion", "trillions"), 10**12),
+    "dozen": 12,
+}
+# First the name of a unit, then other names. Of two known units both must be the same.
+_UNITS = """
+    % percent pct percentage|$ usd dollar dollars|€ eur euro euros|£ gbp|¥ jpy yen 円|₹ inr rupee rupees|元 yuan cny rmb
+    ¢ cent cents|mph|km/h kmh kph
+    km kilometer kilometers kilometre kilometres|m meter meters metre metres|mm millimeter millimeters millimetre
+    cm centimeter centimeters centimetre centimetres|mi mile miles|ft foot feet|inch inches|yd yard yards
+    kg kilogram kilograms|g gram grams|mg milligram milligrams|lb lbs|oz ounce ounces|ton tons tonne tonnes
+    l liter liters litre litres|ml milliliter milliliters millilitre millilitres
+    ms millisecond milliseconds|s sec secs second seconds|min mins minute minutes|h hr hrs hour hours
+    day days|week weeks|month months|year years
+    n newton newtons|j joule joules|kj|w watt watts|kw|v volt volts|hz|khz|mhz|ghz|pa|kpa|mol|k kelvin
+    °c celsius|°f fahrenheit|rad radian radians|kb|mb|gb|tb
+"""
+_KNOWN_UNITS = {
+    name: names.split()[0]
+    for line in _UNITS.strip().splitlines()
+    for names in line.strip().split("|")
+    for name in names.split()
+}
+_SINGLE_UNITS = frozenset("mgshlLVANJWKCFa")  # single letters that are units, or "a", more often than unknowns
+_NO_UNITS = frozenset(
+    {"and", "or", "not", "nor", "no", "never", "to", "half", "infinity", "over", "divided", "multiplied"}
+)
+_NO_UNITS |= {"pi", "e", "i", "sqrt", "root", "log", "ln", "exp", "sin", "cos", "tan", "mod", "plus", "minus"}
+_NO_UNITS |= {"nicht", "kein", "oder", "und", "ou", "pas", "et", "y", "o", "u"}
+_CURRENCY = r"(?:US\$|USD|EUR|GBP|[$€£¥₹₽₩¢])"
+_HEAD = re.compile(rf"(?P<sign>[-+]\s?)?(?P<currency>{_CURRENCY}\s?)?(?P<second>-)?")
+_UNIT_WORD = re.compile(r"([^\W\d_]+)(?:\^\s?\{?\s?([0-9])\s?\}?)?")
+_UNIT_SIGN = re.compile(r"(°[CF]?(?![A-Za-z])|[%/$€£¥₹₽₩¢])")
+MAX_UNIT_WORDS = 8
+_UNIT_POWER = re.compile(r"(?<=[a-z])\^\s?\{?[23]\}?")
+_LETTERS = re.compile(r"[^\W\d_]+")
+_SIGN_OR_CURRENCY = re.compile(rf"\s?-?\s?{_CURRENCY}?\s?-?$")
+_OPERATOR = re.compile(r"[+*/^<>\\\[({|~_#&]")
+_UNIT_IN_PROSE = re.compile(
+    r"\s?(%|°\s?[CF]?|[$€£¥₹]|[千万萬亿億]|[A-Za-z]{1,11}(?:\^\{?[23]\}?)?(?:/[A-Za-z]{1,11})?(?![A-Za-z]))"
+)
+_OPERAND = re.compile(r"[0-9A-Za-z\u00c0-\u024f\u0370-\u052f)\]}]")  # a minus after one of these subtracts
+_VERBS = r"is|are|was|be|equals|equal to|gets?|got|gives?|ist|sind|est|es|son|é"
+# What a minus with a space after it may follow and still be a sign.
+_BEFORE_SIGN = re.compile(rf"(?:^|[=:(\[{{,$]|[是为為は]|(?<![^\W\d_])(?:{_VERBS}|to|of))$", re.I)
+# What the number of a sentence follows: "It is 72", "It costs $5", not "Paris, 75001".
+_BEFORE_NUMBER = re.compile(
+    rf"(?:[=:]|[是为為は]|(?<![^\W\d_])(?:{_VERBS}|costs?|pays?|has|have|had|makes?|made|about|only|exactly|approximately"
+    r"|roughly|answer|total|result|sum))$",
+    re.I,
+)
+_LISTED = re.compile(r"[,;&]|(?<![^\W\d_])(?:and|or|und|oder|et|ou|y|o)(?![^\W\d_])", re.I)
+_SEPARATOR = re.compile(r"[,;\s\])}*_]+")
+_GRADE = re.compile(
+    r"([0-9]{1,9}(?:[.,][0-9]{1,9})?)(?:[eE]([-+]?[0-9]{1,2})(?![\w]))?"
+    r"(?:\s?(?:/|out of|von|sur|de)\s?([0-9]{1,4}(?:\.[0-9]{1,4})?))?(?!\s?[-/][0-9]|[0-9A-Za-z]|[.,][0-9])"
+)
+
+
+class Quantity(NamedTuple):
+    """A number as it was read.
+
+    Attributes:
+        value: the exact value.
+        unit: the canonical name of a known unit, "" for no unit or an unknown one.
+        digits: the numeral without groups, with its sign ("-007.50"); "" if the value took more than digits.
+    """
+
+    value: Fraction
+    unit: str
+    digits: str
+
+
+def quantity(answer: str) -> Quantity | None:
+    """Read an answer that is one number, perhaps with a currency, a unit or a name ("x = 5 km"); else None."""
+    if len(answer) > MAX_NUMBER_CHARS:
+        return None
+    text = peeled(flat(answer))
+    if text.startswith("(") and text.endswith(")"):
+        text = text[1:-1]
+    left, equals, right = text.replace("\u2248", "=").replace(r"\approx", "=").rpartition("=")
+    if equals:
+        if left.endswith(("<", ">", "!", r"\not")) or _LISTED.search(left):
+            return None
+        text = right.strip()
+    text = _SPACED.sub(lambda found: found[0].replace(" ", "'"), text)
+    head = _HEAD.match(text)
+    number = NUMBER.match(text, head.end())
+    if number is None:
+        return None
+    is_negative = "-" in (head["sign"] or "") or bool(head["second"])
+    beside = text[number.end() :]
+    if head["currency"]:
+        beside = f" {head['currency']} {beside}"
+    unit = _unit(beside)
+    return None if unit is None else _quantity(number, is_negative, *unit)
+
+
+def _quantity(number: re.Match, is_negative: bool, unit: str, multiplier: int = 1) -> Quantity | None:
+    """Return the number that was matched with its sign; None if its digits are grouped in no known way."""
+    digits = digits_of(number["digits"]) if number["digits"] else None
+    value = _value(number)
+    if value is None:
+        return None
+    is_plain = digits is not None and not number["scale"] and multiplier == 1
+    sign = "-" if is_negative else ""
+    return Quantity((-value if is_negative else value) * multiplier, unit, sign + digits if is_plain else "")
+
+
+def _value(number: re.Match) -> Fraction | None:
+    if number["mixed"]:
+        whole, part = number["mixed"].split(" ")
+        numerator, denominator = map(int, part.split("/"))
+        return Fraction(int(whole) * denominator + numerator, denominator) if numerator < denominator else None
+    if number["fraction"]:
+        numerator, denominator = map(digits_of, number["fraction"].split("/"))
+        if not numerator or not denominator or not Fraction(denominator):
+            return None
+        return Fraction(numerator) / Fraction(denominator)
+    if number["power"]:
+        return Fraction(10) ** _exponent(number["power"])
+    digits = digits_of(number["digits"])
+    if digits is None:
+        return None
+    return Fraction(digits) * Fraction(10) ** (_exponent(number["scale"]) if number["scale"] else 0)
+
+
+def _exponent(power: str) -> int:
+    return int(re.split(r"[eE^]|\*\*", power)[-1].strip("{} ").replace(" ", ""))
+
+
+def digits_of(numeral: str) -> str | None:
+    """Return a numeral without the characters that group its digits; None if the groups are of no known form."""
+    if len(numeral) > MAX_NUMBER_CHARS:
+        return None
+    for form, group in _GROUPED:
+        if form.fullmatch(numeral):
+            return numeral.replace(group, "").replace(",", ".") if group else numeral
+    return None
+
+
+def _unit(rest: str) -> tuple[str, int] | None:
+    """Read what stands around a number as (unit, multiplier); None if it is more than a unit, such as a variable."""
+    parts = [part.strip(".,") for part in _UNIT_SIGN.sub(r" \1 ", rest).split()]
+    if len(parts) > MAX_UNIT_WORDS:
+        return None
+    is_attached = bool(rest) and not rest[0].isspace()
+    name = ""
+    multiplier = 1
+    for i, part in enumerate(parts):
+        lower = part.casefold().replace(" ", "")
+        found = _UNIT_WORD.fullmatch(part)
+        if lower in _MULTIPLIERS:
+            multiplier *= _MULTIPLIERS[lower]
+        elif lower in ("/", "per"):
+            name += "/"
+        elif _UNIT_SIGN.fullmatch(part) or lower in ("degree", "degrees"):
+            name += _KNOWN_UNITS.get(lower, "")
+        elif found and _is_unit_word(found[1], is_attached and i == 0):
+            name += _KNOWN_UNITS.get(found[1].casefold(), "?") + (found[2] or "")
+        else:
+            return None
+    return ("" if "?" in name else name), multiplier
+
+
+def _is_unit_word(word: str, is_attached: bool) -> bool:
+    """Return whether a word beside a number may be its unit: "5 apples", "5km" and "5个", not "5x" or "5 or"."""
+    if not word.isascii():
+        return not _is_symbol(word)
+    if is_attached:
+        return len(word) > 1 and word.casefold() in _KNOWN_UNITS
+    return word in _SINGLE_UNITS if len(word) == 1 else word.casefold() not in _NO_UNITS
+
+
+def number_beside_words(answer: str) -> Quantity | None:
+    """Read a sentence that says one number ("It is 72", "It costs $18 a day").
+
+    None for a sentence that hedges ("3 or 4"), denies ("It is not 3") or computes ("It is 2 + x"), and for a number
+    beside other things ("Paris, 75001").
+    """
+    if len(answer) > MAX_NUMBER_CHARS:
+        return None
+    text = _UNIT_POWER.sub("", peeled(flat(answer)))
+    numbers = list(NUMBER.finditer(text))
+    if len(numbers) != 1:
+        return None
+    before = text[: numbers[0].start()]
+    after = text[numbers[0].end() :]
+    if not _BEFORE_NUMBER.search(_SIGN_OR_CURRENCY.sub("", before[-40:])):
+        return None
+    if _OPERATOR.search(before + after) or not all(map(_is_prose_word, _LETTERS.findall(before + " " + after))):
+        return None
+    return number_in_sentence(text, numbers[0])
+
+
+def _is_prose_word(word: str) -> bool:
+    if len(word) == 1 and word.isascii():
+        return word in _SINGLE_UNITS or word in "AI"
+    return word.casefold() not in _NO_UNITS and not _is_symbol(word)
+
+
+def _is_symbol(word: str) -> bool:
+    """Return whether a word has Greek letters, which stand for constants and unknowns beside a number."""
+    return any("\u0370" <= character <= "\u03ff" for character in word)
+
+
+def number_in_sentence(text: str, number: re.Match) -> Quantity | None:
+    """Read a number inside a sentence, with the sign and the currency before it and the known unit after it."""
+    before = text[: number.start()]
+    unit = ""
+    currency = re.search(rf"{_CURRENCY}\s?$", before[-5:])
+    if currency:
+        unit = _KNOWN_UNITS.get(currency[0].strip().casefold(), "")
+        before = before[: len(before) - len(currency[0])]
+    after = _UNIT_IN_PROSE.match(text, number.end())
+    multiplier = 1
+    if after:
+        word = after[1].casefold()
+        multiplier = _MULTIPLIERS.get(word, 1)
+        known = _unit(" " + after[1]) if word[0] in "%°$€£¥₹" or re.split(r"[\^/]", word)[0] in _KNOWN_UNITS else None
+        unit = unit or (known[0] if known else "")
+    return _quantity(number, _is_negative(before), unit, multiplier)
+
+
+def _is_negative(before: str) -> bool:
+    """Return whether the text before a number ends with a minus sign, not with an operator or a dash."""
+    if before.endswith("-"):
+        return not (len(before) > 1 and (before[-2] == "-" or _OPERAND.match(before[-2])))
+    head = before.rstrip()
+    if not head.endswith("-") or len(before) - len(head) > 2:
+        return False
+    return _BEFORE_SIGN.search(head[:-1].rstrip()[-12:]) is not None
+
+
+def number_text(value: Fraction) -> str:
+    """Return the shortest decimal of a number, or numerator/denominator if it has no finite decimal."""
+    rest = value.denominator
+    places = 0
+    for prime in (2, 5):
+        count = 0
+        while rest % prime == 0:
+            rest //= prime
+            count += 1
+        places = max(places, count)
+    if rest != 1:
+        return f"{value.numerator}/{value.denominator}"
+    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
+    whole = digits[: len(digits) - places]
+    return ("-" if value < 0 else "") + (f"{whole}.{digits[-places:]}" if places else whole)
+
+
+def same_quantity(one: Quantity, other: Quantity) -> bool:
+    """Compare values exactly. Two known units must agree; beside a bare number 50 % is 50 and 0.5."""
+    if "%" in (one.unit, other.unit) and one.unit != other.unit and "" in (one.unit, other.unit):
+        percent, bare = (one, other) if one.unit == "%" else (other, one)
+        return bare.value in (percent.value, percent.value / 100)
+    return one.value == other.value and (not one.unit or not other.unit or one.unit == other.unit)
+
+
+def grade(text: str) -> float | None:
+    """Read the number at the start of a text as a grade: "8", "7.5", "7,5", "1e1", "8/10" and "4/5" (8); None without.
+
+    A fraction is one of 10. A range ("8-9") is no grade.
+    """
+    text = flat(text[:MAX_NUMBER_CHARS]).lstrip(" *_`\"'([{$\n\t")
+    found = _GRADE.match(text)
+    if found is None:
+        return None
+    value = Fraction(found[1].replace(",", ".")) * Fraction(10) ** int(found[2] or 0)
+    if found[3]:
+        value = value * 10 / Fraction(found[3]) if Fraction(found[3]) else Fraction(-1)
+    return float(value) if 0 <= value < 10**12 else None
+
+
+def listed_numbers(text: str) -> list[float]:
+    """Read the numbers at the start of a text that lists them ("3, 8.5, -2"), up to the first word."""
+    numbers: list[float] = []
+    for item in _SEPARATOR.split(flat(text[:MAX_NUMBER_CHARS]).lstrip(" *_`([{$\n\t")):
+        number = quantity(item) if item else None
+        if number is None and item:
+            break
+        if number is not None:
+            numbers.append(float(number.value))
+    return numbers
