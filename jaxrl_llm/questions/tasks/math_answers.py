@@ -1,4 +1,12 @@
-"""Scorer of mathematical answers: the reward function "math".
+r"""Scorer of mathematical answers: the reward function "math".
+
+The rules are ours; the library math_verify reads and simplifies formulas. What is never left to it:
+
+    the answer         ``scoring.answers`` finds it: the last <answer> or the last box, and an empty one is wrong
+    numbers            numbers of both sides are compared as exact fractions, with their units
+    other values       constant formulas are compared by relative size, so that 1e-31 and 1e-19 differ
+    bases              10_3 is not 10_2, and neither is 10
+    brackets           a pair, an interval and a set are not each other
 
 Owns: how a completion is compared with column ``answer``. Does not know: where questions come from.
 """
@@ -8,13 +16,17 @@ from __future__ import annotations
 import logging
 import re
 from decimal import Decimal
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
-from jaxrl_llm.questions.tasks.scores import MINUS, TAGGED
 from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.scoring import answers
 from jaxrl_llm.scoring.formula_size import is_computable, name_of
+from jaxrl_llm.scoring.quantities import Quantity, number_beside_words, quantity, same_quantity
+from jaxrl_llm.scoring.typography import plain, unstyled
 
 try:
+    import sympy
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 except ModuleNotFoundError as error:
     raise ConfigError(f"rewards.functions: 'math' needs {error.name}: pip install 'jaxrl_llm[math]'") from error
@@ -53,30 +65,103 @@ _QUANTITY = re.compile(rf"[-+]?[\d.,]+\s+{_UNIT}(?:/{_UNIT})?\.?")
 _PROSE = re.compile(r"(?<!\S)(?!(?:and|or)\b)[A-Za-z]{2,}(?![^\s.,:;!?^])")
 
 
-def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
-    r"""1.0 where the completion's answer equals ``answer`` as mathematics, else 0.0.
+EXACT_DIGITS = 40  # to which constants without decimals are computed, such as \sqrt{2}
 
-    The answer of a completion is looked for in its last <answer></answer>, where it has one.
+
+class _Label(NamedTuple):
+    """A label as it is compared: what math_verify read, and what our own rules read."""
+
+    forms: list
+    decimals: int
+    number: Quantity | None
+    base: tuple[str, int] | None
+    brackets: str
+
+
+def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
+    r"""Return 1.0 if the completion's answer equals ``answer`` as mathematics, else 0.0.
 
     Args:
         answer: a number, or text: plain ("1/2", "6.02e23"), LaTeX with or without dollars, or a worked solution that
             ends in ``\boxed{}`` or "#### 72".
 
     Raises:
-        ValueError: an ``answer`` holds no mathematics, as null, true and plain words do not: a fault of the data, not
-            of the completion.
+        ValueError: an ``answer`` is no mathematics but null, true or plain words. The data is at fault, not the
+            completion.
     """
-    gold = {repr(right): _gold(right) for right in answer}
-    return [float(_equals(text, *gold[repr(right)])) for text, right in zip(completions, answer, strict=True)]
+    labels = {repr(right): _label(right) for right in answer}
+    return [float(_equals(text, labels[repr(right)])) for text, right in zip(completions, answer, strict=True)]
 
 
-def _equals(text: str, forms: list, decimals: int) -> bool:
-    return verify(forms, _parse_completion(text), float_rounding=decimals, timeout_seconds=None)
+def _equals(text: str, label: _Label) -> bool:
+    marked = answers.marked(text)
+    if marked == "":
+        return False
+    said = marked if marked is not None else answers.answer_of(text)
+    number = _number(said) if marked is not None else quantity(said)
+    if label.number is not None and number is not None:
+        return _same_number(number, label.number)
+    base = answers.in_base(said)
+    if base is not None or label.base is not None:
+        return base == label.base
+    brackets = answers.brackets(said) if marked is not None else ""
+    if brackets and label.brackets and brackets != label.brackets:
+        return False
+    return _same_formula(label, _parse_completion(text, marked))
 
 
-def _gold(answer: Any) -> tuple[list, int]:
-    """What a completion may equal, and to how many decimals."""
-    text = _plain(str(answer).rpartition("####")[2]).strip()
+def _number(answer: str) -> Quantity | None:
+    return quantity(answer) or number_beside_words(answer)
+
+
+def _same_number(said: Quantity, right: Quantity) -> bool:
+    """Compare numbers. Decimals may be rounded to six digits; integers may not."""
+    if same_quantity(said, right):
+        return True
+    if said.unit and right.unit and said.unit != right.unit:
+        return False
+    if said.value.denominator == right.value.denominator == 1:
+        return False
+    scale = min(Fraction(1), 10 * abs(right.value))
+    return abs(said.value - right.value) <= scale * Fraction(1, 2 * 10**_DECIMALS)
+
+
+def _same_formula(label: _Label, forms: list) -> bool:
+    """Compare what math_verify read. Constants are compared by relative size, whatever math_verify says."""
+    pairs = [(one, other) for one in label.forms for other in forms]
+    constants = [(one, other) for one, other in pairs if _is_constant(one) and _is_constant(other)]
+    if constants:
+        return any(_same_constant(one, other) for one, other in constants)
+    return verify(label.forms, forms, float_rounding=label.decimals, timeout_seconds=None)
+
+
+def _is_constant(form: Any) -> bool:
+    return isinstance(form, sympy.Expr) and bool(form.is_number) and bool(form.is_finite)
+
+
+def _same_constant(one: sympy.Expr, other: sympy.Expr) -> bool:
+    """Compare rational numbers exactly, other exact constants to 35 digits, and those with decimals to six."""
+    if one.is_Rational and other.is_Rational:
+        return bool(one == other)
+    left = sympy.N(one, EXACT_DIGITS)
+    right = sympy.N(other, EXACT_DIGITS)
+    size = max(abs(left), abs(right))
+    if one.has(sympy.Float) or other.has(sympy.Float):
+        return bool(abs(left - right) <= min(1, 10 * size) / (2 * 10**_DECIMALS))
+    return bool(abs(left - right) <= size / sympy.Integer(10) ** (EXACT_DIGITS - 5))
+
+
+def _label(answer: Any) -> _Label:
+    """Read a label by math_verify and by our rules."""
+    text = str(answer).rpartition("####")[2]
+    said = answers.answer_of(text)
+    forms, decimals = _gold(text, answer)
+    return _Label(forms, decimals, quantity(said), answers.in_base(said), answers.brackets(said))
+
+
+def _gold(text: str, answer: Any) -> tuple[list, int]:
+    """Return what a completion may equal, and to how many decimals."""
+    text = _plain(text).strip()
     text = text if "$" in text or r"\boxed" in text else f"${text}$"
     parsed = _parse(text)
     if not parsed:
@@ -100,18 +185,18 @@ def _has_formula(text: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Text without what math_verify reads in formulas alone: U+2212 as a minus, the dollars of prices."""
-    return _DOLLAR.sub("", text.replace(MINUS, "-"))
+    """Return text in which math_verify finds the minus signs and the prices that it reads in formulas alone."""
+    return _DOLLAR.sub("", plain(text))
 
 
-def _parse_completion(text: str) -> list:
-    """Of the last <answer></answer>, which is a formula or has one, or words about a number; else of the whole."""
-    text = _plain(text)
-    tagged = TAGGED.findall(text)
-    inside = tagged[-1].strip() if tagged else text
-    if not tagged or _has_formula(inside):
+def _parse_completion(text: str, marked: str | None) -> list:
+    """Parse the marked answer as a formula, and as words about a number if it reads so; without a mark all of it."""
+    if marked is None:
+        return _read(_plain(answers.without_thought(text)))
+    inside = _plain(unstyled(marked)).strip()
+    if _has_formula(inside):
         return _read(inside)
-    formula = _read(f"${inside}$")
+    formula = _read(f"${inside.removesuffix('.')}$")
     is_read = not all(isinstance(x, str) for x in formula)
     is_text = _PROSE.search(inside) or _QUANTITY.fullmatch(inside)
     return formula if is_read and not is_text else _read(inside) + formula
