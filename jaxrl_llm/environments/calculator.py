@@ -20,6 +20,9 @@ import re
 from fractions import Fraction
 from typing import Any
 
+from jaxrl_llm.scoring import typography
+from jaxrl_llm.scoring.quantities import digits_of
+
 OPERATORS = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -32,9 +35,10 @@ OPERATORS = {
 }
 MAX_CHARS = 200
 MAX_DIGITS = 200  # of what a power gives
-# Two numbers at least, with what stands between them.
-NUMBER = r"\d+(?:\.\d+)?"
-EXPRESSION = re.compile(rf"[-(]*{NUMBER}(?:[ )]*(?:\*\*|//|[-+*/%x\u00d7\u00f7])[ (-]*{NUMBER})+\)*")
+# Two numbers at least, with what stands between them. Digits may be grouped ("1,000").
+NUMBER = r"[0-9]+(?:[.,'][0-9]+)*"
+OPERATOR = r"(?:\*\*|//|\^|[-+*/x]|%(?!\s?-))"
+EXPRESSION = re.compile(rf"(?<![-(\w.,'])[-(]*{NUMBER}(?:[ )]*{OPERATOR}[ (-]*{NUMBER})+\)*")
 
 
 class Calculator:
@@ -49,8 +53,8 @@ class Calculator:
 
 
 def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
-    """The value of the last expression in the newest turn; None, the end, where it has none."""
-    found = EXPRESSION.findall(turns[-1])
+    """Return the value of the last expression in the newest turn; None, which ends the completion, without one."""
+    found = EXPRESSION.findall(plain_text(turns[-1]))
     if not found:
         return None
     expression = found[-1].strip()
@@ -66,17 +70,30 @@ def used(prompts: list, completions: list[str], messages: list[list[dict[str, st
 
 
 def value(expression: str) -> str:
-    """Of an expression: exact where it is whole, else in 12 digits.
+    """Return the value of an expression: exact if it is whole, else in 12 digits.
 
     Raises:
-        ValueError, SyntaxError: it is none, or too long. ZeroDivisionError.
+        ValueError, SyntaxError: it is no expression or too long, or digits are grouped in no known way ("1,00").
+        ZeroDivisionError: it divides by zero.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"an expression of {len(expression)} characters; {MAX_CHARS} are allowed")
-    text = expression.replace("\u00f7", "/").replace("\u00d7", "*").replace("^", "**")
+    text = re.sub(NUMBER, _without_groups, plain_text(expression).replace("^", "**"))
     text = re.sub(r"(?<=[\d) ])x(?=[ (\d-])", "*", text)
     result = _value(ast.parse(text.strip(), mode="eval").body)
     return str(result.numerator) if result.denominator == 1 else f"{float(result):.12g}"
+
+
+def plain_text(text: str) -> str:
+    """Return a text with ASCII digits and operators; raised digits are powers."""
+    return re.sub(r"\^\{(-?[0-9]{1,9})\}", r"^\1", typography.plain(text))
+
+
+def _without_groups(numeral: re.Match) -> str:
+    digits = digits_of(numeral[0])
+    if digits is None:
+        raise ValueError(f"{numeral[0]!r:.50} is no number: write thousands as 1,000 and decimals as 0.5")
+    return digits
 
 
 def _value(node: ast.expr) -> Fraction:
