@@ -9,7 +9,8 @@
     ...
     end of input     ---->      ends
 
-What libraries print goes to stderr. Standard library alone: this file also runs where the project is not installed.
+What libraries print goes to stderr. This file runs in environments without the project's dependencies: it imports the
+standard library and ``jaxrl_llm.scoring``, which does the same.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import resource
 import sys
 from collections.abc import Iterator
 from typing import Any
+
+from jaxrl_llm.scoring.answers import integer_of
 
 
 class Link:
@@ -64,8 +66,6 @@ def reward(completion: str) -> float:
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Whether the last number written is the answer: what the main job rewards (tasks.reasoning_gym_task)."""
-    numbers = re.findall(r"(?:(?<![0-9])[-\u2212])?(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*", completion)
-    integer = r"([-\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))(?:\.0+)?"
-    found = re.fullmatch(integer, numbers[-1]) if numbers else None
-    return bool(found) and int(found[1].replace(",", "").replace("\u2212", "-")) == int(answer)
+    """Return whether the integer that a completion answers is the answer: what the main job rewards."""
+    integer = integer_of(completion)
+    return integer is not None and int(integer) == int(answer)

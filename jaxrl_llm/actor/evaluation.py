@@ -29,9 +29,9 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
-from jaxrl_llm.questions.tasks import scores
 from jaxrl_llm.reports.metric_table import evaluation_values
 from jaxrl_llm.runtime import hosts, rng, sharding
+from jaxrl_llm.scoring.answers import vote
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, PromptBatch
 
 # Sources whose columns an environment may ask for without a word of them in the prompt: the word of Wordle.
@@ -49,21 +49,13 @@ def pass_at_k(num_samples: int, num_passes: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_passes, k) / math.comb(num_samples, k)
 
 
-def answer_of(completion: str) -> str:
-    r"""What a completion votes for: the inside of its last <answer> or \boxed{}, else the last number of its last line,
-    else its text.
-    """
-    said = scores.number_of(completion)
-    is_read = scores.marked(completion) is not None or scores.NUMBER.fullmatch(said)
-    return said if is_read else completion.strip()
-
-
 def majority_passes(completions: list[str], passes: list[bool], *, are_programs: bool = False) -> bool:
-    """Whether the most frequent answer passes, of completions or their last turns; the earliest wins a tie.
+    """Return whether the most frequent answer passes; the earliest wins a tie.
 
-    By the first completion that gives it. Programs are answers as they stand.
+    The first completion with that answer decides whether it passes. ``answers.vote`` says which answers are the same.
+    Programs are the same if their texts are.
     """
-    answers = [c.strip() if are_programs else answer_of(c) for c in completions]
+    answers = [text.strip() if are_programs else vote(text) for text in completions]
     winner = collections.Counter(answers).most_common(1)[0][0]
     return passes[answers.index(winner)]
 

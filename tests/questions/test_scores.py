@@ -6,36 +6,15 @@ from jaxrl_llm.questions.tasks import scores
 
 
 @pytest.mark.parametrize(
-    ("text", "answer", "number"),
-    [
-        ("I think.\n<answer>Paris</answer> <answer> Rome </answer>", "Rome", "Rome"),
-        (r"so \boxed{\frac{1}{2}} it is", r"\frac{1}{2}", r"\frac{1}{2}"),
-        ("first\nThe answer is 1,000.50.\n\n", "The answer is 1,000.50.", "1000.5"),
-        ("-3", "-3", "-3"),
-        ("it is 3/4", "it is 3/4", "3/4"),
-        (r"\boxed{7", r"\boxed{7", "7"),
-        ("", "", ""),
-        ("100", "100", "100"),
-        ("It has 3 of 4", "It has 3 of 4", "4"),
-        (r"\boxed{\$1,250.0}", r"\$1,250.0", r"\$1,250.0"),
-        ("<answer>$12.50</answer>", "$12.50", "12.5"),
-        ("<think>In <answer> it is.</think><answer>5</answer>", "5", "5"),
-        ("It is -.50", "It is -.50", "-0.5"),
-        ("It is \u22123", "It is \u22123", "-3"),
-        ("It is 1e-5.", "It is 1e-5.", "0.00001"),
-        (r"\boxed{6.020E3}", "6.020E3", "6020"),
-        ("of 2e-1x", "of 2e-1x", "-1"),
-    ],
-)
-def test_what_the_answer_of_a_completion_is(text, answer, number):
-    assert (scores.answer_of(text), scores.number_of(text)) == (answer, number)
-
-
-@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("<think>a\nb</think>\n<answer>3</answer>\n", 1.0),
         ("<think></think><answer></answer>", 1.0),
+        ("a\nb</think>\n<answer>3</answer>\n", 1.0),  # the template has opened the thought
+        ("</think><answer>3</answer>", 1.0),
+        ("a</think>b</think><answer>3</answer>", 0.0),
+        ("<answer>3</answer>", 0.0),
+        ("a</think> so <answer>3</answer>", 0.0),
         ("well, <think>a</think><answer>3</answer>", 0.0),
         ("<think>a</think><answer>3</answer> there", 0.0),
         ("<think>a</think><answer>3</answer><answer>4</answer>", 0.0),
@@ -72,26 +51,6 @@ def test_exact_and_partial_credit():
     # Words in common over (4 + 2) / 2, and over (1 + 2) / 2.
     assert scores.f1([], texts, answers) == pytest.approx([1, 4 / 6, 2 / 3, 0, 0])
     assert scores.exact([], ["7"], [["six", "7"]]) == scores.f1([], ["7"], [["six", "7"]]) == [1]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("The area (A) is -3.50, not 3!", ["area", "is", "-3.5", "not", "3"]),
-        ("1,000.0 = 10^3, and 1,2 or 12,34", ["1000", "10", "3", "and", "1", "2", "or", "12", "34"]),
-        ("5-3 x=-3 (p+q)-3 {-3}", ["5", "3", "x", "-3", "p", "q", "3", "-3"]),
-        (r"5\times2.5=.5 and \frac{1}{2}-0.50", ["5", "times", "2.5", "0.5", "and", "frac", "1", "2", "0.5"]),
-        ("\u22127 is -7, -2x a 2nd B12.", ["-7", "is", "-7", "-2x", "2nd", "b12"]),
-        ("3.14.15 3.5km key_step", ["3.14", "15", "3.5", "km", "key", "step"]),
-        ("100 007 10.00", ["100", "007", "10"]),
-        ("A", ["a"]),
-        ("The an", ["the", "an"]),
-        (" ++ ", ["++"]),
-        (" ", []),
-    ],
-)
-def test_words_are_without_articles_and_punctuation_and_numbers_are_whole(text, words):
-    assert scores.words_of(text) == words
 
 
 def test_an_answer_of_one_article_is_an_answer():
@@ -165,33 +124,20 @@ def test_the_majority_is_the_label_and_no_label_is_read():
     assert scores.majority([], ["", " "]) == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("label", "right", "wrong"),
-    [
-        ("48 + 24 = 72\n#### 72", ["It is 72.", r"\boxed{72}", "<answer>72 clips</answer>"], ["#### 7"]),
-        (r"so \boxed{\$1,250.0}", ["$1250", r"\boxed{\$1,250}"], ["250"]),
-        ("5 km/h", ["5 km/h", "5"], [r"\boxed{5x}"]),
-        ("50%", [r"\boxed{50\%}", "50"], ["0"]),
-        ("30 °C", ["It is 30°C", "30", r"\boxed{30°}"], ["It is 3°C"]),
-        ("5 €", ["It costs 5 €.", r"\boxed{€5}"], ["50 €"]),
-        ("+5", ["5", r"\boxed{+5}"], ["-5"]),
-        (r"\frac{1}{2}", [r"\boxed{\frac{1}{2}}", r"$\frac{1}{2}$"], [r"\boxed{2}", "The answer is 2."]),
-        (r"2\sqrt{3}", [r"\boxed{2\sqrt{3}}"], ["3"]),
-        ("(3, 4)", [r"\boxed{(3, 4)}"], ["4"]),
-        ("Paris, 75001", ["Paris, 75001"], ["75001", "Paris"]),
-        (".5", ["0.5", "It is .5"], ["5"]),
-        ("3", ["3"], ["It is \u22123"]),
-        ("-3", ["It is \u22123"], ["3"]),
-    ],
-)
-def test_a_label_is_a_number_only_where_it_is_nothing_else(label, right, wrong):
-    """The last number of its last line was compared: 2 was right for one half."""
-    assert [scores.has_number_of(text, label) for text in right + wrong] == [True] * len(right) + [False] * len(wrong)
-
-
-def test_the_fewer_steps_the_better_where_the_answer_is_right_and_any_right_one_before_any_wrong_one():
+def test_fewer_steps_score_more_for_right_answers_and_wrong_ones_score_nothing():
     """Steps are paragraphs: (1 + 20 / (20 + k)) / 2."""
     texts = ["a\n\nb\nc\n \n\nit is 4", "first\nso\n4", "3", "x\n\n" * 1000 + "4", "\r\n\r\n4\r\n", "a\r\n\r\n4"]
     expected = [(1 + 20 / 23) / 2, (1 + 20 / 21) / 2, 0, (1 + 20 / 1021) / 2, (1 + 20 / 21) / 2, (1 + 20 / 22) / 2]
     assert scores.short_steps([], texts, ["4"] * 6) == pytest.approx(expected)
     assert min(x for x in expected if x) > 0.5
+
+
+def test_a_long_paragraph_is_as_many_steps_as_its_length_allows():
+    """Without blank lines 1,001 lines were one step: 0.976, more than three short paragraphs."""
+    lines = "x is 1\n" * 1000 + "4"
+    paragraphs = "First, x.\n\nThen y.\n\nSo 4"
+    words = "so " * 3000 + "4"
+    long, short, one_line = scores.short_steps([], [lines, paragraphs, words], ["4"] * 3)
+    assert long == pytest.approx((1 + 20 / (20 + 36)) / 2)  # 7,002 characters by 200
+    assert short == pytest.approx((1 + 20 / 23) / 2)
+    assert one_line == pytest.approx((1 + 20 / (20 + 46)) / 2)

@@ -226,10 +226,5 @@ def test_majority_is_of_answers_not_of_texts():
     programs = ["def f():\n    return 1 + 1", "def f(x):\n    return x * 1", "f = lambda x: 3"]
     assert not evaluation.majority_passes(programs, [False, True, True], are_programs=True)
     assert evaluation.majority_passes([*programs, programs[2]], [False, False, True, True], are_programs=True)
-    assert evaluation.answer_of("between 1,200 and -3.5") == "-3.5"
-    assert evaluation.answer_of("sums to 1,200") == "1200"
-    assert evaluation.answer_of("  none ") == "none"
-    assert evaluation.answer_of("1 or 2?\nI am not sure.") == "1 or 2?\nI am not sure."
-    for text, number in ((".5", "0.5"), ("It is \u22123.", "-3"), ("1e-5", "0.00001"), ("<answer>4</answer> 5", "4")):
-        assert evaluation.answer_of(text) == number
-    assert evaluation.answer_of(r"\boxed{(3, 4)}") == "(3, 4)"
+    assert not evaluation.majority_passes(["so 1,200", r"\boxed{1\,200}", "-3.5"], [False, False, True])
+    assert evaluation.majority_passes(["\u201cYes\u201d.", "no", "yes"], [True, False, True])

@@ -24,14 +24,17 @@ import re
 from typing import Any
 
 from jaxrl_llm.environments.chat import said_by
-from jaxrl_llm.questions.tasks.scores import accepted, has_number_of, marked
+from jaxrl_llm.scoring.answers import accepted, is_answer, marked
+from jaxrl_llm.scoring.quantities import grade, listed_numbers
+from jaxrl_llm.scoring.typography import plain
 
 AT_ONCE, MAX_TOKENS = 8, 256
 RUBRIC = "The answer is right, complete and clear."
-GRADE = re.compile(r"score[\s*_]*[:=]?[\s*_]*(\d+(?:\.\d+)?)", re.I)  # "**Score:** 8" too
-VERDICT = re.compile(r"\b(sound|flawed)\b", re.I)
-OF_STEPS = re.compile(r"step\s*(\d+)[\s*_]*:[\s*_]*(right|wrong)", re.I)
-SCORES = re.compile(r"scores[\s*_]*[:=][\s*_]*\[?((?:\s*-?\d+(?:\.\d+)?\s*,?)+)", re.I)
+# What stands before a grade: "**Score:** ", "score is ", "Score = $".
+GRADE = re.compile(r"score[*_]{0,3}\s{0,3}(?:is\s)?[:=]?\s{0,3}[*_]{0,3}\s{0,3}(?=[\d.(\[*_$\\])", re.I)
+VERDICT = re.compile(r"\b(not |never |isn't |no longer )?(?:[a-z]+ )?(un)?(sound|flawed)\b", re.I)
+OF_STEPS = re.compile(r"step\s{0,3}(\d{1,9})[\s*_]{0,9}:[\s*_]{0,9}(right|wrong)", re.I)
+SCORES = re.compile(r"scores[*_]{0,3}\s{0,3}[:=]", re.I)
 YES_OR_NO = re.compile(r"\b(yes|no)\b", re.I)
 DOUBT = "Is that answer right? Write yes or no."
 
@@ -70,8 +73,11 @@ def judged(prompts: list, completions: list[str], rubric: list | None = None, **
 
 
 def _grade(said: str) -> float | None:
-    found = GRADE.findall(said)
-    return float(found[-1]) / 10 if found and float(found[-1]) <= 10 else None
+    """Return the last grade of a judge's answer over 10; None if it gives none from 0 to 10."""
+    said = plain(said)
+    found = list(GRADE.finditer(said))
+    value = grade(said[found[-1].end() :]) if found else None
+    return value / 10 if value is not None and value <= 10 else None
 
 
 def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
@@ -93,7 +99,7 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
     ]
     scores: list[float | None] = [0.0] * len(completions)
     for i, said in zip(gated, _all(texts), strict=True):
-        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(said)}
+        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(plain(said))}
         of_steps = [verdicts.get(k) for k in range(1, len(steps[i]) + 1)]
         k = of_steps.index("wrong") if "wrong" in of_steps else len(of_steps)
         scores[i] = None if None in of_steps[:k] else k / len(of_steps)
@@ -137,8 +143,9 @@ def ranked(prompts: list, completions: list[str], truth: list[list[float]], **co
     """
     worth = []
     for text, right in zip(completions, truth, strict=True):
-        found = SCORES.findall(text)
-        given = [float(x) for x in re.findall(r"-?\d+(?:\.\d+)?", found[-1])] if found else []
+        text = plain(text)
+        found = list(SCORES.finditer(text))
+        given = listed_numbers(text[found[-1].end() :]) if found else []
         best = right.index(max(right))
         others = [score for i, score in enumerate(given) if i != best]
         is_right = len(given) == len(right) and (given[best] > max(others) if others else given[0] == right[0])
@@ -160,7 +167,7 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
     worth = []
     for row, right in zip(messages, answer, strict=True):
         turns = [message["content"] for message in row if message["role"] == "assistant"]
-        is_right = has_number_of(turns[0], right)
+        is_right = is_answer(turns[0], right)
         verdicts = [YES_OR_NO.findall(turn) for turn in turns[1:]]
         worth.append([float(is_right), *(float(bool(v) and (v[-1].lower() == "yes") == is_right) for v in verdicts)])
     return worth
@@ -178,13 +185,22 @@ def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) ->
         generative reward model is trained for it and names the first wrong step, this one is whatever is served and
         says one word; held-out answers are judged too, where there they need but be right.
     """
-    right = [has_number_of(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+    right = [is_answer(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
     texts = [
         f"Question:\n{_shown(prompt)}\n\nSolution:\n{text}\n\nIts final answer is right. Is every step that leads "
         "there right too, and none guessed? End with one word, 'sound' or 'flawed'."
         for prompt, text, is_right in zip(prompts, completions, right, strict=True)
         if is_right
     ]
-    verdicts = (VERDICT.findall(said) for said in _all(texts))
-    is_flawed = ([word.lower() for word in words[-1:]] == ["flawed"] for words in verdicts)
+    is_flawed = iter([_is_flawed(said) for said in _all(texts)])
     return [1.0 - next(is_flawed) if is_right else -1.0 for is_right in right]
+
+
+def _is_flawed(said: str) -> bool:
+    """Read the last "sound" or "flawed" of a judge's answer; "not" and "un" turn it round."""
+    verdicts = list(VERDICT.finditer(plain(said)))
+    if not verdicts:
+        return False
+    negation, prefix, word = verdicts[-1].groups()
+    is_turned = bool(negation) != bool(prefix)
+    return (word.lower() == "flawed") != is_turned

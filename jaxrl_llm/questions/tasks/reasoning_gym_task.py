@@ -29,8 +29,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
-from jaxrl_llm.questions.tasks.scores import marked
 from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.scoring.answers import integer_of, marked, without_thought
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
@@ -67,10 +67,6 @@ except ModuleNotFoundError as error:
 MIX = "mix"
 OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")  # drawn from sets, in the order of hashes
 SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
-
-# A minus directly after a digit is an operator: the numbers of "5-2" are 5 and 2.
-_NUMBER = re.compile(r"(?:(?<![0-9])[-\u2212])?(?:(?<![\w.])\.)?[0-9]+(?:[.,][0-9]+)*")
-_INTEGER = re.compile(r"(-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+))(?:\.0+)?")
 
 # Formulas that sympy is given: of what they may be, how long, and whose names they may have beside the right answer's.
 FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load)
@@ -185,9 +181,10 @@ def reward(
 ) -> list[float]:
     """The dataset's own ``score_answer`` applied to the answer in each completion.
 
-    Where the right answer is an integer: 1.0 if the last number of the completion gets the full score, else
-    0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of ``free_answer``; one that its
-    scorer must not be given (``GUARDS``) is scored as an empty one, and one that it cannot take is worth 0.
+    If the right answer is an integer: 1.0 if the marked number of the completion, or without a mark its last number,
+    gets the full score, else 0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of
+    ``free_answer``. An answer that the dataset's scorer must not be given (``GUARDS``) is scored as an empty one. An
+    answer that the scorer raises at is worth 0.
     """
     return [
         _score(text, row, name, _dataset(name, json.dumps(arguments, sort_keys=True)))
@@ -276,19 +273,14 @@ GUARDS["number_sorting"] = _of_form(r"[^A-DF-Za-df-z]*")
 
 
 def last_integer(completion: str) -> str | None:
-    """The last number written in the text, where it is an integer: of "4 - 1 = 3" 3, of "5-2" 2, of "-1,000.0" -1000.
-
-    None of a text without numbers, and of one whose last is another, such as 7.25 or 1,2345.
-    """
-    numbers = _NUMBER.findall(completion)
-    found = _INTEGER.fullmatch(numbers[-1].replace("\u2212", "-")) if numbers else None
-    return found[1].replace(",", "") if found else None
+    """Return the integer that the completion answers: the marked one, else its last number if it is an integer."""
+    return integer_of(completion)
 
 
 def free_answer(completion: str) -> str:
-    r"""The inside of the last ``<answer></answer>``, else of the last ``\boxed{}``, else the text; stripped."""
+    """Return the marked answer, else all that follows the thought; stripped."""
     found = marked(completion)
-    return completion.strip() if found is None else found
+    return without_thought(completion).strip() if found is None else found
 
 
 @functools.lru_cache(maxsize=8)
