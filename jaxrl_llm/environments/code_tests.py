@@ -1,19 +1,21 @@
-"""Code as an answer: its program is found in a completion and run against a question's tests. Reward functions:
+"""Code as an answer: find the program in a completion and run a question's tests on it. Reward functions:
 
-    passed      1 where all tests pass, else 0
-    graded      1 where all tests pass, -0.3 where one fails, -0.6 at another error, -1 where there is no program
-    covered     the same, and what no test has run is masked for ``algorithm.reshaping=reward_mask`` (StepCoder)
+    passed      1 if all tests pass, else 0
+    graded      1 if all tests pass, -0.3 if one fails, -0.6 at another error, -1 if there is no program
+    covered     the same; it masks statements that no test has run, for ``algorithm.reshaping=reward_mask`` (StepCoder)
     by_turn     by turn: 1 or -1 for the last, whether all tests pass; -0.2 for one before it without code (RLEF)
     share       the share of tests that pass
-    parses      1 where what is taken for its program is Python, whatever it does: for models that do not write it yet
-    stopped     1 where a test was ended by a limit of the sandbox, else 0: to be watched, with weight 0
+    parses      1 if the text that is taken for the program is Python: for models that do not write Python yet
+    stopped     1 if a limit of the sandbox ended a test, else 0: to be watched, with weight 0
 
-The columns that they take are those of ``prompts.source="code"`` (questions/tasks/code.py). A test passes when the
-program and the test after it run to their end; one that raises, leaves early or is ended by a limit has failed. Where
-the sandbox itself fails nothing is known of the completion, and the call raises: a failed reward, never a 0.
+The columns that they take are those of ``prompts.source="code"`` (questions/tasks/code.py). A test passes when it runs
+to its end; a test that raises, leaves early or is ended by a limit has failed. If the sandbox itself fails, nothing is
+known of the completion and the call raises: a failed reward, never a 0.
 
-Tests run in the process of the code that they test, as MBPP's and HumanEval's do: code that sets out to deceive them
-(an ``__eq__`` that is always true) can, and no sandbox sees it.
+Tests run in a process of their own with Python's own built-ins and modules (environments/sandbox_tests.py). The names
+under test come from the program: its process receives the arguments of each call and sends back the result, as plain
+values. It never has the tests, the values that they expect, or the report. docs/questions.md says what a program
+can still do.
 
 ``feedback`` is what a program's author may be told between two tries: how it does on the tests that the question shows,
 in words, and ``answer`` tells it (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback over turns, all
@@ -32,10 +34,19 @@ import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxrl_llm.environments.sandbox import Limits, Result, Sandbox
+from jaxrl_llm.environments.sandbox import Limits, Result, Sandbox, Tests
 
-# One opens at the start of a line, or with the name of a language anywhere in it: "Sure: ```python".
-FENCE = re.compile(r"(?:^([ \t]*)```[^\n]*|```\w[\w+#-]*[ \t\r]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# A fence opens at the start of a line, or with the name of a language anywhere in it: "Sure: ```python".
+OPENING = re.compile(
+    r"^(?P<indent>[ \t]*)(?:(?P<ticks>```+)[^\n`]*|(?P<tildes>~~~+)[^\n]*)$"
+    r"|^(?P<before>[^\n`]*)(?P<behind>```+)\w[\w+#-]*[ \t\r]*$",
+    re.MULTILINE,
+)
+# What may close it: a line of fence characters alone, one with further text, or fence characters at a line's end.
+CLOSING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+)(?P<more>[^\n]*)$|(?P<late>```+)[ \t\r]*$", re.MULTILINE)
+MARKER = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])[ \t]+")  # of a list's item, whose width indents what belongs to it
+MAX_CLOSINGS = 32  # readings of a block that are tried
+MAX_PARSED = 50_000  # characters of a reading that is tried
 BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")  # as lines of a function begin, and sentences do not
 DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
@@ -43,30 +54,15 @@ NEW_LINE = re.compile(r"\r\n|\r|\n")
 OF_SANDBOX = ("isolation", "required")  # settings beside the limits
 TOO_LONG = ("time", "cpu")  # limits
 MAX_FEEDBACK = 1000  # characters of a test
-JOINT = "\n\npass\n"  # before a test: no backslash, decorator or head of a block that a program ends with takes it in
 NAME = "program"  # of the module: what stands under `if __name__ == "__main__"` is not what is tested
-# Runs a program and its tests line by line and ends with the lines [first, last] of each statement that never ran. Of a
-# statement with a body these are its head's; what Python makes no code of, such as a docstring, is never among them.
-TRACED = """
+IS_PYTHON = "import ast, sys\nassert ast.parse(sys.stdin.read()).body"
+# Ends with the lines [first, last] of each statement of which no line ran. Of a statement with a body these are the
+# lines of its head. A statement without code of its own, such as a docstring, is never among them.
+UNRUN = """
 import ast, json, sys
-code, setup, tests = json.load(sys.stdin)
-ran, names, where = set(), {"__name__": "program"}, "<answer>"
-def look(frame, event, argument):
-    if frame.f_code.co_filename == where:
-        if event == "line":
-            ran.add(frame.f_lineno)
-        return look
-tree = ast.parse(code)
-exec(setup, names)
-sys.settrace(look)
-for text, place in [(code, where), *((test, "<test>") for test in tests)]:
-    try:
-        exec(compile(text, place, "exec"), names)
-    except BaseException:
-        pass
-sys.settrace(None)
+code, ran = json.load(sys.stdin)
 left = []
-for node in ast.walk(tree):
+for node in ast.walk(ast.parse(code)):
     if not isinstance(node, (ast.stmt, ast.excepthandler)) or isinstance(node, (ast.Global, ast.Nonlocal)):
         continue
     if isinstance(node, (ast.Expr, ast.AnnAssign)) and isinstance(node.value, ast.Constant | None):
@@ -74,19 +70,19 @@ for node in ast.walk(tree):
     body = getattr(node, "body", None)
     first = min([node.lineno, *(other.lineno for other in getattr(node, "decorator_list", ()))])
     last = max(first, body[0].lineno - 1 if body else node.end_lineno)
-    if ran.isdisjoint(range(first, last + 1)):
+    if set(ran).isdisjoint(range(first, last + 1)):
         left.append([first, last])
 left
 """
 
 
 def passed(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
-    """1.0 where all tests of the question pass, one after the other within one set of limits, else 0.0."""
+    """Return 1.0 if all tests of the question pass, one after the other within one set of limits, else 0.0."""
     return [float(result.finished) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
 
 
 def graded(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
-    """1.0 where all tests pass; else -1.0 where there is no Python, -0.3 at the first assertion that fails, or -0.6.
+    """Return 1.0 if all tests pass; else -1.0 if there is no Python, -0.3 if an assertion failed first, or -0.6.
 
     Source: the rewards of StepCoder, Dou et al. 2024, arXiv:2402.01391, by a compiler's error, one at run time or a
         test. Differs: a program that comes to a limit of the sandbox, or leaves early, is an error at run time, which
@@ -108,7 +104,7 @@ def _graded(
 def by_turn(
     prompts: list, completions: list[str], *, messages: list, tests: list, sandbox: list, **columns
 ) -> list[list[float]]:
-    """For each turn: 1.0 or -1.0 for the last one, whether all tests pass; -0.2 for one before it that is no Python.
+    """Return for each turn: 1.0 or -1.0 for the last, whether all tests pass; -0.2 for one before it that is no Python.
 
     An episode of T turns that passes is given 1.2 - T / 5 at least, and one that does not -1 at most: set
     ``rewards.pass_threshold`` between the two, to 0 for up to six turns.
@@ -125,11 +121,11 @@ def by_turn(
 
 
 def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[dict[str, Any]]:
-    """As ``graded``, with the statements of the program that no test has run as ``masked`` (reward_mask).
+    """Return the score of ``graded``, and as ``masked`` the statements of the program that no test has run.
 
-    The program and its tests run once more for this, line by line, each test to its end or its error; where that comes
-    to a limit, or took too long before, nothing is masked. Lines are what is told apart: of two statements on one line
-    both ran, or neither.
+    The program and its tests run once more for this, line by line, each test to its end or its error. If that run comes
+    to a limit, or the first run took too long, nothing is masked. Lines are told apart, not statements: of two
+    statements on one line both ran, or neither. Which lines ran is the word of the program's own process.
 
     Source: fine-grained optimisation of StepCoder, Dou et al. 2024, arXiv:2402.01391.
     """
@@ -142,41 +138,41 @@ def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list
 
 
 def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], columns: dict[str, Any]) -> list[list[int]]:
-    """Spans [start, stop) of characters of the completion, whole lines: statements that no test has run."""
+    """Return spans [start, stop) of characters of the completion, whole lines: statements that no test has run."""
     code, line, start = _placed(completion, columns["prefix"], columns["names"], columns["given"])
     if start < 0:
         return []
-    result = run(TRACED, sandbox, stdin=json.dumps([code, columns["setup"], tests]))
+    traced = _judge(code, tests, sandbox, columns, traced=True)
+    if not traced.finished:
+        return []
+    result = run(UNRUN, sandbox, stdin=json.dumps([code, traced.lines]))
     begins = [start, *(start + end.end() for end in NEW_LINE.finditer(completion[start:])), len(completion)]
     if not result.finished or len(result.value or "") >= 1024 * _limits(sandbox).output_kb:
         return []
-    try:
-        own = {(max(first, line) - line, last - line + 1) for first, last in json.loads(result.value) if last >= line}
-        return sorted([begins[first], begins[min(last, len(begins) - 1)]] for first, last in own)
-    except (TypeError, ValueError, LookupError, RecursionError):  # what a program that changes Python has put there
-        return []
+    unrun = [(max(first, line) - line, last - line + 1) for first, last in json.loads(result.value) if last >= line]
+    return sorted([begins[first], begins[min(last, len(begins) - 1)]] for first, last in set(unrun))
 
 
 def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
-    """The share of tests that pass, each in a process and with limits of its own.
+    """Return the share of tests that pass, each with processes and limits of its own.
 
-    After a test that takes too long the others of its completion are not run, and have failed.
+    After a test that takes too long the other tests of its completion are not run, and have failed.
     """
     several = zip(_results(completions, tests, sandbox, columns, apart=True), tests, strict=True)
     return [sum(result.finished for result in results) / len(every) for results, every in several]
 
 
 def stopped(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
-    """1.0 where all tests in a row came to a limit of the sandbox (of time, memory, output and the like), else 0.0."""
+    """Return 1.0 if a limit of the sandbox (time, memory, output and the like) ended the tests, else 0.0."""
     return [float(bool(result.limit)) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
 
 
 def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -> list[float]:
-    """1.0 where the code of the completion is there and is Python, else 0.0."""
+    """Return 1.0 if the completion has code and it is Python, else 0.0."""
     scores = []
     for i, completion in enumerate(completions):
         code = program(completion, columns["prefix"][i], columns["names"][i], columns["given"][i])
-        result = run("import ast, sys\nassert ast.parse(sys.stdin.read()).body", sandbox[i], stdin=code)
+        result = run(IS_PYTHON, sandbox[i], stdin=code)
         scores.append(float(result.finished))
     return scores
 
@@ -184,27 +180,48 @@ def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -
 def _results(
     completions: Sequence[str], tests: list, sandbox: list, columns: dict[str, list], *, apart: bool
 ) -> Iterable[list[Result]]:
-    """For each completion what became of its tests, in a row or apart; none after one that takes too long."""
+    """Return for each completion the results of its tests, together or apart; none after one that takes too long."""
     for i, completion in enumerate(completions):
-        code = _code(completion, {key: values[i] for key, values in columns.items()})
+        own = {key: values[i] for key, values in columns.items()}
+        code = program(completion, own["prefix"], own["names"], own["given"])
         results: list[Result] = []
-        for test in tests[i] if apart else ["\n".join(tests[i])]:
-            results.append(run(f"{code}{JOINT}{test}", sandbox[i]))
+        for several in [[test] for test in tests[i]] if apart else [tests[i]]:
+            results.append(_judge(code, several, sandbox[i], own))
             if results[-1].limit in TOO_LONG:
                 break
         yield results
 
 
-def _code(completion: str, columns: dict[str, Any]) -> str:
-    own = program(completion, columns["prefix"], columns["names"], columns["given"])
-    return "".join(_future_first(f"{columns['setup']}\n{own}"))
+def _judge(code: str, tests: Sequence[str], sandbox: dict[str, Any], columns: dict[str, Any], **more: Any) -> Result:
+    """Run tests on the program.
+
+    Args:
+        columns: ``names``, ``classes``, ``setup`` and ``prefix`` of the question.
+        more: further fields of ``Tests``.
+    """
+    own = Tests(
+        tests=tuple(tests),
+        names=tuple(columns["names"]),
+        program_setup=columns["setup"],
+        setup=(columns["setup"], _whole(columns["prefix"])),
+        has_classes=bool(columns["classes"]),
+        **more,
+    )
+    return run(code, sandbox, tests=own)
+
+
+def _whole(prefix: str) -> str:
+    """Return the code without its last lines, if these begin a definition and leave it without a body."""
+    while prefix and not _is_whole(prefix):
+        prefix = prefix[: prefix.rstrip("\n").rfind("\n") + 1]
+    return prefix
 
 
 def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, Any], **columns) -> str:
-    """Which of the tests that are shown fail, and how: "" where none does.
+    """Return which of the shown tests fail, and how: "" if none does.
 
-    Where a test says ``assert expression == value``, what the expression gave instead; else the error or the limit.
-    None is tried after one that takes too long.
+    Of a test ``assert expression == value`` it is what the expression gave instead; else the error or the limit.
+    After a test that takes too long no other is tried.
 
     Args:
         shown_tests, sandbox, columns: those of one question of ``prompts.source="code"``.
@@ -212,15 +229,15 @@ def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, 
     Raises:
         SandboxError: the sandbox failed.
     """
-    code, said = _code(completion, columns), []
+    code, said = program(completion, columns["prefix"], columns["names"], columns["given"]), []
     for test in shown_tests:
-        result = run(f"{code}{JOINT}{test}", sandbox)
+        result = _judge(code, [test], sandbox, columns)
         if result.finished:
             continue
         how = f"came to the limit of {result.limit}" if result.limit else result.exception or "left before its end"
         compared = _compared(test)
         if result.exception.startswith("AssertionError") and compared:
-            got = run(f"{code}{JOINT}{compared}", sandbox)
+            got = _judge(code, [], sandbox, columns, expression=compared)
             how = f"{compared} gives {got.value}" if got.finished else how
         said.append(f"{test.strip()}\nfailed: {how}"[:MAX_FEEDBACK])
         if result.limit in TOO_LONG:
@@ -229,13 +246,16 @@ def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, 
 
 
 def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
-    """An environment (``environments.factory``): ``feedback`` on the newest turn's program; None where none fails."""
+    """Return ``feedback`` on the newest turn's program, None if no test fails.
+
+    It is an environment (``environments.factory``).
+    """
     said = feedback(turns[-1], **columns)
     return f"{said}\n\nTry again." if said else None
 
 
 def _compared(test: str) -> str:
-    """The expression of a test that is ``assert expression == value`` alone, else ""."""
+    """Return the expression of a test that is ``assert expression == value`` alone, else ""."""
     body = ast.parse(test).body
     match body:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()]))]:
@@ -244,41 +264,46 @@ def _compared(test: str) -> str:
 
 
 def program(completion: str, prefix: str, names: Sequence[str], given: str = "") -> str:
-    """The code in a completion."""
+    """Return the program in a completion."""
     return _placed(completion, prefix, names, given)[0]
 
 
 def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> tuple[str, int, int]:
-    """The code in a completion; its first line, from 1, that is the completion's; where that begins in the completion.
+    """Return the program in a completion, its first line that is the completion's own, and where that begins in it.
 
-    -1 for the latter where lines have changed places.
+    The last is -1 if lines have changed places. Lines count from 1.
 
-    The last block between fences that defines one of ``names``; else what stands before the first fence, where that
-    does, or is a body for the prefix: the prompt may have opened the fence. Else the last block; without fences all of
-    it. What a model thought before ``</think>`` is no answer.
+    The program is the last block between fences that defines one of ``names``; else the text before the first fence, if
+    that does, or is a body for the prefix: the prompt may have opened the fence. Else it is the last block, and without
+    fences all of the text. What a model thought before ``</think>`` is no answer.
 
     Args:
-        prefix: code that the completion goes on from, "" for none. Where the completion defines one of ``names`` itself
-            it stands behind the lines of the prefix that are whole; else it is the rest of its last function, to the
-            first line without indent.
-        names: what the tests call.
-        given: the part of the solution that the prompt gives, which the completion goes on from likewise. Before one
-            that defines one of ``names`` itself it stands where it is whole: a line of imports, and not half a loop.
+        prefix: code that the completion goes on from, "" for none. If the completion defines one of ``names`` itself,
+            it stands behind those lines of the prefix that are whole; else it is the rest of the prefix's last
+            function, to the first line without indent.
+        names: what the tests take from the program.
+        given: the part of the solution that the prompt gives, which the completion goes on from likewise. Before a
+            completion that defines one of ``names`` itself it stands if it is whole: a line of imports, not half a
+            loop.
     """
-    text = completion.rpartition("</think>")[2]
-    fences = list(FENCE.finditer(text))
-    blocks = [(_dedented(found[2], found[1]), found[2], found.start(2)) for found in fences]
+    text = _answer(completion)
+    found = _blocks(text)
+    blocks = [(_dedented(code, indent), code, start) for code, indent, start, _ in found]
     defining = [block for block in blocks if _defined(block[0]) & set(names)]
-    if not defining:
-        before = text[: fences[0].start()] if fences else text
+    if not (defining and _is_python(defining[-1][0])):
+        before = text[: _end_of_block(text, 0, "```", 0)[0]]
+        is_code = _is_python(before)
+        if not is_code:
+            before = text[: found[0][3]] if found else text
         whole = (before, before, 0)
-        defining = [whole] if _defined(before) & set(names) else []
-        blocks = [whole] if not fences or (prefix + given and BODY.match(before)) else blocks
+        if _defined(before) & set(names) and (is_code or not defining):
+            defining = [whole]
+        elif not defining and (not blocks or (prefix + given and BODY.match(before))):
+            blocks = [whole]
     code, indented, start = (defining or blocks)[-1]
     if given and not (defining and not _is_whole(prefix + given)):
         prefix += given
-    while prefix and defining and not _is_whole(prefix):  # a function without a body, which is written anew
-        prefix = prefix[: prefix.rstrip("\n").rfind("\n") + 1]
+    prefix = _whole(prefix) if defining else prefix
     line = 1 + len(NEW_LINE.findall(prefix))
     if prefix and defining:
         code, line = f"{prefix}\n{code}", line + 1
@@ -291,10 +316,81 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
     return future + rest, line, -1 if future else len(completion) - len(text) + start
 
 
-def _dedented(code: str, indent: str | None) -> str:
-    """Without the indentation of its fence, as Markdown has it, where it has that; its lines stay what they are.
+def _answer(completion: str) -> str:
+    """Return the text behind the ``</think>`` that ends the thought; one inside a block of code is the program's."""
+    _, mark, text = completion.partition("</think>")
+    if not mark:
+        return completion
+    while (place := text.find("</think>")) >= 0:
+        if any(start <= place < start + len(code) for code, _, start, _ in _blocks(text)):
+            break
+        text = text[place + len("</think>") :]
+    return text
 
-    That of its first line, where the fence opens behind other text, as on a list item's own line (None).
+
+def _blocks(text: str) -> list[tuple[str, str | None, int, int]]:
+    """Return (code, indentation of its fence, begin of the code, begin of its fence) of each block between fences.
+
+    The indentation is None if the fence opens behind other text, as on the line of a list's item.
+    """
+    blocks, place = [], 0
+    while found := OPENING.search(text, place):
+        start = min(found.end() + 1, len(text))
+        if found.end() == len(text):
+            break  # a fence at the very end holds nothing
+        indent = found["indent"]
+        marker = MARKER.match(found["before"] or "")
+        width = len((indent if indent is not None else marker[0] if marker else "").expandtabs(4))
+        end, place = _end_of_block(text, start, found["ticks"] or found["tildes"] or found["behind"], width)
+        blocks.append((text[start:end], indent, start, found.start()))
+    return blocks
+
+
+def _end_of_block(text: str, start: int, fence: str, width: int) -> tuple[int, int]:
+    """Return where the code of a block that begins at ``start`` ends, and where the text goes on after its fence.
+
+    The first closing fence of CommonMark ends it: a line of the same character, at least as many, indented by three
+    columns more than the opening fence at most. If the code up to there is not Python, the first place ends it at which
+    the code is Python: a fence in a docstring closes nothing, and a fence at the end of a line of code may.
+
+    Args:
+        fence: the opening fence.
+        width: columns that indent it.
+    """
+    strict: tuple[int, int] | None = None
+    loose: list[tuple[int, int]] = []
+    readings: list[tuple[int, int]] = []
+    for found in CLOSING.finditer(text, start):
+        mark = found["fence"] or found["late"]
+        if mark[0] != fence[0] or len(mark) < len(fence):
+            continue
+        end = (found.start() if found["fence"] else found.start("late"), found.end())
+        readings.append(end)
+        is_near = found["fence"] is not None and len(found["indent"].expandtabs(4)) <= width + 3
+        if is_near and found["more"].strip():
+            loose.append(end)
+        elif is_near:
+            strict = strict or end
+        if len(readings) == MAX_CLOSINGS:
+            break
+    default = strict or (loose[0] if loose else (len(text), len(text)))
+    if not readings or (strict and len(readings) == 1):
+        return default  # the only reading
+    order = [default, *(reading for reading in readings if reading != default)]
+    return next((end for end in order if _is_python(text[start : end[0]])), default)
+
+
+def _is_python(code: str) -> bool:
+    """Return whether the text is Python, or would be as the body of a function or without a list's indentation."""
+    if not code.strip() or len(code) > MAX_PARSED:
+        return False
+    return _is_whole(code) or (code.lstrip("\r\n")[:1].isspace() and _is_whole(f"if 1:\n{code}"))
+
+
+def _dedented(code: str, indent: str | None) -> str:
+    """Return the code without the indentation of its fence, as Markdown has it, if it has that; its lines stay.
+
+    If the fence opens behind other text, as on a list item's own line (None), it is the indentation of the first line.
     """
     indent = re.match(r"(?:[ \t]*\r?\n)*([ \t]*)", code)[1] if indent is None else indent
     has_it = re.match(rf"(?:[ \t]*\r?\n)*{indent}", code)
@@ -302,12 +398,13 @@ def _dedented(code: str, indent: str | None) -> str:
 
 
 def _future_first(code: str) -> tuple[str, str]:
-    """Its imports from ``__future__``, which no line may stand before, and the rest."""
+    """Return its imports from ``__future__``, before which no line may stand, and the rest."""
     return "".join(one.strip() + "\n" for one in FUTURE.findall(code)), FUTURE.sub("", code)
 
 
 def _is_whole(code: str) -> bool:
-    with contextlib.suppress(SyntaxError, ValueError), warnings.catch_warnings():
+    errors = (SyntaxError, ValueError, RecursionError, MemoryError)
+    with contextlib.suppress(*errors), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a backslash that should be two
         return bool(ast.parse(code))
     return False
@@ -317,14 +414,14 @@ def _defined(code: str) -> set[str]:
     return {name for pair in DEFINITION.findall(code) for name in pair if name}
 
 
-def run(code: str, settings: dict[str, Any], *, stdin: str = "") -> Result:
-    """The program in this process's sandbox.
+def run(code: str, settings: dict[str, Any], *, stdin: str = "", tests: Tests | None = None) -> Result:
+    """Run the program in this process's sandbox.
 
     Raises:
         SandboxError: the sandbox failed.
     """
     own = {name: value for name, value in settings.items() if name in OF_SANDBOX}
-    return _sandbox(**own).run(code, stdin=stdin, name=NAME, limits=_limits(settings))
+    return _sandbox(**own).run(code, stdin=stdin, name=NAME, limits=_limits(settings), tests=tests)
 
 
 def _limits(settings: dict[str, Any]) -> Limits:

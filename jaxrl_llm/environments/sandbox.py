@@ -25,7 +25,8 @@ import subprocess
 import sys
 import time
 import warnings
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO, ClassVar
 
 import psutil
 
@@ -83,10 +84,11 @@ class Limits:
     disk_mb: int = 16
     open_files: int = 64
 
+    MAX_PROCESSES: ClassVar[int] = 4096
     _BOUNDS = {  # noqa: RUF012
         "seconds": (0.01, 3600),
         "memory_mb": (64, 2**20),
-        "processes": (1, 4096),
+        "processes": (1, MAX_PROCESSES),
         "output_kb": (1, 2**20),
         "disk_mb": (1, 2**20),
         "open_files": (16, 2**16),
@@ -102,17 +104,49 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tests:
+    """Code that asks a program for something. It runs in a process that the program does not reach.
+
+    Attributes:
+        tests: pieces of code, run one after the other in one namespace, up to the first that raises.
+        names: names under test, which alone the tests take from the program.
+        program_setup: code that runs before the program, in its process; an exception in it is ignored.
+        setup: pieces of code that run before the tests, in their process.
+        has_classes: whether the question asks for classes. Then operators of the program's objects receive the value
+            that they are applied to; else such an operator fails.
+        expression: code whose repr becomes ``Result.value`` after the tests, "" for none.
+        traced: note which lines of the program run. A piece that raises then stops no other.
+    """
+
+    tests: tuple[str, ...]
+    names: tuple[str, ...]
+    program_setup: str = ""
+    setup: tuple[str, ...] = ()
+    has_classes: bool = False
+    expression: str = ""
+    traced: bool = False
+
+    def of_program(self) -> dict[str, Any]:
+        """Return the fields that the program's process may know."""
+        return {"setup": self.program_setup, "has_classes": self.has_classes, "traced": self.traced}
+
+
+@dataclasses.dataclass(frozen=True)
 class Result:
     """What became of a program.
 
+    With ``Tests``, exception, value and finished are those of the tests.
+
     Attributes:
         stdout, stderr: what it printed, cut at the limit; a traceback is in the latter.
-        value: the repr of its last line, where that is an expression and not None.
+        value: the repr of its last line, if that is an expression and not None.
         exception: type and text of what it raised, else "".
-        exit_code: 0; 1 after an exception; what it gave to sys.exit; -n where signal n ended it.
-        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" where it came to one, else "".
-        finished: whether it ran to the end of its text: not after an exception, nor where it called an exit.
+        exit_code: 0; 1 after an exception; what it gave to sys.exit; -n if signal n ended it. With ``Tests`` it is -9
+            if the program's process still ran when the tests ended.
+        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" if it came to one, else "".
+        finished: whether it ran to the end of its text: not after an exception, nor if it called an exit.
         seconds: from the fork until all of it was gone.
+        lines: numbers of the program's lines that ran, with ``Tests.traced``. The program's word.
     """
 
     stdout: str
@@ -123,6 +157,7 @@ class Result:
     limit: str
     finished: bool
     seconds: float
+    lines: list[int] = dataclasses.field(default_factory=list)
 
 
 class Sandbox(contextlib.AbstractContextManager):
@@ -172,11 +207,23 @@ class Sandbox(contextlib.AbstractContextManager):
         for worker in self._workers:
             self._free.put(worker)
 
-    def run(self, code: str, *, stdin: str = "", name: str = "__main__", limits: Limits | None = None) -> Result:
-        """Run a program; waits for a worker that is free.
+    def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        name: str = "__main__",
+        limits: Limits | None = None,
+        tests: Tests | None = None,
+    ) -> Result:
+        """Run a program in a free worker; wait if there is none.
+
+        Without ``tests`` the fields of the result are the word of the program's own process: a program that sets out to
+        can report any value. With ``tests`` another process decides ``finished``, ``exception`` and ``value``.
 
         Args:
-            name: what it finds as ``__name__``.
+            name: the module's name (``__name__``) in the program.
+            tests: code that asks the program for something, in a process of its own.
 
         Raises:
             SandboxError: the sandbox failed, not the program. The next run has another worker.
@@ -185,7 +232,7 @@ class Sandbox(contextlib.AbstractContextManager):
             raise SandboxError("the sandbox is closed")
         worker = self._free.get()
         try:
-            return worker.run(limits or self.limits, code=code, stdin=stdin, name=name)
+            return worker.run(limits or self.limits, {"code": code, "name": name}, stdin, tests)
         finally:
             self._free.put(worker)
 
@@ -243,18 +290,42 @@ class _Worker:
         processes = self.processes()
         self.own_processes, self._own_memory = len(processes), max(map(_memory, processes), default=0)
 
-    def run(self, limits: Limits, **request: str) -> Result:
+    def run(self, limits: Limits, program: dict[str, Any], stdin: str, tests: Tests | None) -> Result:
         if self.process is None or self.process.poll() is not None:
             self.end()
             self._start()
-        message = json.dumps(request | {"limits": dataclasses.asdict(limits)}).encode() + b"\n"
+        room = {"max_value": int(limits.output_kb * 1024)}
+        with contextlib.ExitStack() as stack:
+            texts = [json.dumps(program | room | (tests.of_program() if tests else {})).encode()]
+            texts.append(stdin.encode(errors="replace"))
+            if tests:
+                limits = dataclasses.replace(limits, processes=min(limits.processes + 1, Limits.MAX_PROCESSES))
+                texts += [json.dumps(dataclasses.asdict(tests) | room).encode(), b""]  # the last is their report
+            files = [stack.enter_context(_file(text)) for text in texts]
+            reply = self._ask(limits, [file.fileno() for file in files])
+            if not tests:
+                return Result(**reply)
+            said = _report_of_tests(files[-1])
+        if "failed" in said:
+            raise SandboxError(said["failed"])
+        if reply["limit"]:
+            said |= {"limit": reply["limit"], "exception": "", "finished": False}
+        return Result(**reply | said)
+
+    def _ask(self, limits: Limits, descriptors: list[int]) -> dict[str, Any]:
+        """Pass the descriptors on and return the answer.
+
+        Raises:
+            SandboxError: the worker failed; it is ended.
+        """
+        message = json.dumps({"limits": dataclasses.asdict(limits)}).encode() + b"\n"
         try:
             self.socket.settimeout(GRACE_S)
-            self.socket.sendall(message)
+            socket.send_fds(self.socket, [message], descriptors)
             reply = self._hear(time.monotonic() + limits.seconds + GRACE_S, limits)
             if "error" in reply:
                 raise SandboxError(reply["error"])
-            return Result(**reply)
+            return reply
         except BaseException as error:
             self.end()
             if isinstance(error, (OSError, ValueError, TypeError)):
@@ -308,6 +379,23 @@ class _Worker:
         self.process.wait()
         self.process = None
         self.socket.close()
+
+
+@contextlib.contextmanager
+def _file(content: bytes) -> Iterator[BinaryIO]:
+    """Open a file in memory with this content. Another process reads it from its start."""
+    with open(os.memfd_create("sandbox"), "w+b") as file:
+        file.write(content)
+        file.seek(0)
+        yield file
+
+
+def _report_of_tests(file: BinaryIO) -> dict[str, Any]:
+    """Return what the process of the tests wrote: that they did not finish, if it wrote nothing."""
+    file.seek(0)
+    text = file.read()
+    found = json.loads(text) if text else {}
+    return found if "failed" in found else {"finished": False, "exception": "", "value": None, "lines": []} | found
 
 
 def _memory(process: psutil.Process) -> int:

@@ -101,6 +101,11 @@ def end_with_parent() -> None:
     libc("prctl", DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
 
 
+def hide() -> None:
+    """Keep this process's memory and descriptors from other processes of its user, in /proc and by ptrace."""
+    libc("prctl", DUMPABLE, 0, 0, 0, 0)
+
+
 def become_subreaper() -> None:
     """Processes whose parent ends become children of this one."""
     libc("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)

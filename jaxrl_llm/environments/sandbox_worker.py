@@ -1,17 +1,23 @@
-"""A small clean interpreter that forks once for each program and says what became of it.
+"""A small clean interpreter that forks for each program and reports how the program ended.
 
     parent (sandbox.py)                 this process                        the program
     -------------------                 ------------                        -----------
     start it, how to wall in    --->    enclose itself, import modules
                                 <---    ready, and what is not enforced
-    a program, its limits       --->    fork                       --->     private /tmp, limits, no rights; run it
+    limits, descriptors         --->    fork                       --->     private /tmp, limits, no rights; run it
     stop: a limit of all        --->    kill it with all it began
                                 <---    what it printed, how it ended, which limit
 
-One line of JSON each way. When the connection closes, this process kills what runs and ends.
+Each direction carries one line of JSON per message. When the connection closes, this process kills the running program
+and ends.
 
-Owns: one program's life. Does not know: which walls there are (sandbox_walls.py), pools. The standard library is all
-that it imports, for what it has imported every program finds there.
+A program's text, its input and its tests arrive as files in memory, whose descriptors come with the message. This
+process passes the descriptors on and reads none of them, because every later program starts as a copy of its memory.
+Tests run in a process of their own (sandbox_tests.py), which is forked first. It alone has the file of the tests and
+the file of their report.
+
+Owns: one program's life. Does not know: which walls there are (sandbox_walls.py), pools, how tests are judged. It
+imports the standard library alone, because every program finds what this process has imported.
 """
 
 from __future__ import annotations
@@ -24,12 +30,14 @@ import functools
 import gc
 import importlib
 import io
+import itertools
 import json
 import linecache
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,9 +45,11 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from jaxrl_llm.environments import sandbox_calls as calls
+from jaxrl_llm.environments import sandbox_tests as tests
 from jaxrl_llm.environments import sandbox_walls as walls
 
 # Imported once, before programs are forked: what programs import most.
@@ -49,6 +59,7 @@ MODULES += ("textwrap", "typing", "unittest", "cmath", "array", "enum", "abc", "
 NAME = "<program>"
 BY_SIGNAL = {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "disk"}
 REPORT_BYTES = 2**20  # beside what a program may print
+MAX_DESCRIPTORS = 4  # program, input, tests, report
 END_S = 4.0  # for all of a killed program to be gone; less than the parent waits
 
 
@@ -88,24 +99,32 @@ def main(descriptor: int, isolation: str) -> None:
     lacks = _missing(isolation)
     os.write(descriptor, json.dumps({"ready": True, "lacks": lacks}).encode() + b"\n")
     while (request := line.next()) is not None:
-        if "code" not in request:
+        if "limits" not in request:
             continue  # a stop that came after the end
-        reply = json.dumps(_run(request, isolation, lacks, line)).encode() + b"\n"
+        reply = json.dumps(_run(request["limits"], isolation, lacks, line)).encode() + b"\n"
         while reply:
             reply = reply[os.write(descriptor, reply) :]
 
 
 class _Lines:
-    """Lines of JSON from a descriptor."""
+    """Lines of JSON from a socket, and the descriptors that come with them."""
 
     def __init__(self, descriptor: int):
         self.descriptor, self._buffer = descriptor, bytearray()
+        self._socket = socket.socket(fileno=descriptor)
+        self._passed: list[int] = []
+
+    def passed(self) -> list[int]:
+        """Return the descriptors that have come since the last call."""
+        passed, self._passed = self._passed, []
+        return passed
 
     def next(self) -> dict[str, Any] | None:
         """Wait for one; None when the connection has closed."""
         while b"\n" not in self._buffer:
             try:
-                received = os.read(self.descriptor, 2**20)
+                received, descriptors, _, _ = socket.recv_fds(self._socket, 2**20, MAX_DESCRIPTORS)
+                self._passed += descriptors
             except OSError:
                 received = b""
             if not received:
@@ -116,33 +135,33 @@ class _Lines:
         return json.loads(line)
 
 
-def _run(request: dict[str, Any], isolation: str, lacks: list[str], line: _Lines) -> dict[str, Any]:
-    """Fork, watch and end one program."""
-    limits, room = request["limits"], int(request["limits"]["output_kb"] * 1024)
+def _run(limits: dict[str, Any], isolation: str, lacks: list[str], line: _Lines) -> dict[str, Any]:
+    """Fork, watch and end one program, with the process of its tests if there are any."""
+    room = int(limits["output_kb"] * 1024)
     folder = _open_folder(isolation, limits)
     os.environ.update(HOME=folder, TMPDIR=folder)
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, report
-    mark = os.urandom(16).hex()  # of what our own code reports, so that a program does not by chance or by guessing
+    mark = os.urandom(16).hex()  # of our own code's reports, so that no program writes one by chance or by guessing
+    program, stdin, *of_tests = line.passed()
     began = time.monotonic()
+    enter = functools.partial(_wall_in, limits, isolation, lacks, folder)
+    ends = list(itertools.chain(*pipes))
+    tester = 0
     try:
-        pid = os.fork()
+        tester, connection = _fork_tests(of_tests, enter, [line.descriptor, program, stdin, *ends])
+        _close(of_tests)  # before the program's process begins as a copy of this one
+        of_tests = []
+        pid = _fork_program(program, stdin, connection, enter, pipes, mark, [line.descriptor])
     except OSError as error:
-        for pipe in pipes:
-            for end in pipe:
-                os.close(end)
+        _close([program, stdin, *of_tests, *ends])
+        if tester:
+            os.kill(tester, signal.SIGKILL)
+            os.waitpid(tester, 0)
         return {"error": f"no process starts: {error}"}
-    if not pid:
-        for i, (_, write) in enumerate(pipes[:2], 1):
-            os.dup2(write, i)
-        report = _Report(os.dup(pipes[2][1]), mark)
-        _be_the_program(
-            request, isolation, lacks, folder, report, [line.descriptor, *(x for pipe in pipes for x in pipe)]
-        )
-    for _, write in pipes:
-        os.close(write)
+    _close([program, stdin, *(write for _, write in pipes)])
     outputs = {read: bytearray() for read, _ in pipes}
     rooms = dict(zip(outputs, (room, room, room + REPORT_BYTES), strict=True))
-    reached = _watch(pid, began + limits["seconds"], outputs, rooms, line)
+    reached = _watch(tester or pid, began + limits["seconds"], outputs, rooms, line)
     status = _end(pid, isolation)
     seconds = time.monotonic() - began
     _drain(outputs, rooms)
@@ -154,21 +173,69 @@ def _run(request: dict[str, Any], isolation: str, lacks: list[str], line: _Lines
     out, err, report = outputs.values()
     if not reached and max(len(out), len(err)) > room:
         reached = "output"  # the rest was in the pipe when it ended
-    heard = _report(bytes(report), mark)
-    if heard.get("failed"):
-        return {"error": heard["failed"]}
-    if "began" not in heard and not reached:
+    said = _report(bytes(report), mark, is_judged=bool(tester))
+    if said["failed"]:
+        return {"error": said["failed"]}
+    if not said["began"] and not reached:
         return {"error": "a program ended before it began"}
     return {
         "stdout": bytes(out[:room]).decode(errors="replace"),
         "stderr": bytes(err[:room]).decode(errors="replace"),
-        "value": heard.get("value"),
-        "exception": "" if reached else heard.get("exception", ""),
+        "value": said["value"],
+        "exception": "" if reached else said["exception"],
         "exit_code": status,
-        "limit": reached or heard.get("limit") or BY_SIGNAL.get(-status, ""),
-        "finished": not reached and bool(heard.get("finished")),
+        "limit": reached or said["limit"] or BY_SIGNAL.get(-status, ""),
+        "finished": not reached and said["finished"],
         "seconds": seconds,
     }
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _fork_tests(of_tests: list[int], enter: Callable[[], None], others: list[int]) -> tuple[int, socket.socket | None]:
+    """Fork the process of the tests; its number and the program's end of the connection to it, or 0 and None.
+
+    Raises:
+        OSError: no process starts.
+    """
+    if not of_tests:
+        return 0, None
+    own, connection = socket.socketpair()
+    with own:
+        pid = os.fork()
+        if not pid:
+            connection.close()
+            _be_the_tests(*of_tests, own.detach(), enter, others)
+    return pid, connection
+
+
+def _fork_program(
+    program: int,
+    stdin: int,
+    connection: socket.socket | None,
+    enter: Callable[[], None],
+    pipes: list[tuple[int, int]],
+    mark: str,
+    others: list[int],
+) -> int:
+    """Fork the program's process and return its number.
+
+    Raises:
+        OSError: no process starts.
+    """
+    with connection or contextlib.nullcontext():
+        pid = os.fork()
+        if not pid:
+            os.dup2(stdin, 0)
+            for i, (_, write) in enumerate(pipes[:2], 1):
+                os.dup2(write, i)
+            report = _Report(os.dup(pipes[2][1]), mark)
+            calls_to = connection.detach() if connection else None
+            _be_the_program(program, calls_to, enter, report, [stdin, *others, *itertools.chain(*pipes)])
+    return pid
 
 
 def _open_folder(isolation: str, limits: dict[str, Any]) -> str:
@@ -304,48 +371,111 @@ def _missing(isolation: str) -> list[str]:
     return missing
 
 
-def _report(text: bytes, mark: str) -> dict[str, Any]:
-    """What our own code in the process of the program said of it."""
-    heard: dict[str, Any] = {}
+def _report(text: bytes, mark: str, *, is_judged: bool) -> dict[str, Any]:
+    """Read what the program's process reported. If it ``is_judged`` by tests, only how it began counts.
+
+    Our code reports ``began`` before the program's text runs. What follows may be the program's own: a line that is no
+    JSON object is skipped, a field of another type keeps its default, and only a line before ``began`` can say that the
+    sandbox has ``failed``.
+    """
+    said: dict[str, Any] = {
+        "began": False,
+        "failed": "",
+        "finished": False,
+        "exception": "",
+        "limit": "",
+        "value": None,
+    }
     for line in text.splitlines():
-        if line.startswith(mark.encode()):
-            with contextlib.suppress(ValueError):
-                heard |= json.loads(line[len(mark) :])
-    return heard
+        if is_judged and said["began"]:
+            break
+        if not line.startswith(mark.encode()):
+            continue
+        try:
+            found = json.loads(line[len(mark) :])
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(found, dict):
+            continue
+        if not said["began"]:
+            said["failed"] = said["failed"] or str(found.get("failed", ""))
+        for name in (said.keys() & found.keys()) - {"failed"}:
+            if type(found[name]) is type(said[name]) or (name == "value" and isinstance(found[name], str)):
+                said[name] = found[name]
+    said["limit"] = said["limit"] if said["limit"] in tests.LIMITS else ""
+    return said
 
 
-# Below: in the process of the program.
+# Below: in the process of the program, or of its tests.
 
 
 class _Report:
-    """Says to the watching process what becomes of the program."""
+    """Sends to the watching process what becomes of the program.
+
+    The functions that it calls are bound here, so that a program which replaces ``os.write`` or ``json.dumps`` does not
+    replace these. A program can still look for the mark and write to the descriptor: what a program's process
+    reports is the program's own word.
+    """
 
     def __init__(self, descriptor: int, mark: str):
         self._descriptor, self._mark = descriptor, mark
+        self._write, self._dumps = os.write, json.JSONEncoder().encode
 
     def __call__(self, **said) -> None:
         with contextlib.suppress(OSError):
-            os.write(self._descriptor, f"\n{self._mark}{json.dumps(said)}\n".encode())
+            self._write(self._descriptor, f"\n{self._mark}{self._dumps(said)}\n".encode())
+
+
+def _wall_in(limits: dict[str, Any], isolation: str, lacks: list[str], folder: str) -> None:
+    """Limit this process and give up its rights. Nothing of it can be taken back."""
+    os.setsid()
+    walls.end_with_parent()
+    os.chdir(folder)
+    walls.limit(limits, is_alone=isolation != "rlimits")
+    walls.give_up_rights()
+    for name, wall in _walls(isolation, folder).items():
+        if name not in lacks:
+            wall()
+
+
+def _be_the_tests(file: int, report: int, connection: int, enter: Callable[[], None], inherited: list[int]) -> None:
+    """Wall in, run the tests, write the report, exit."""
+    said: dict[str, Any] = {}
+    try:
+        _close(inherited)
+        os.dup2(1, 2)  # where nothing is read: a test may print
+        walls.hide()
+        enter()
+        job = json.loads(_content(file))
+    except BaseException as error:
+        said["failed"] = f"{type(error).__name__}: {error}"
+    else:
+        sys.argv = [""]
+        peer = calls.Peer(connection, connection, guarded=True, has_classes=job["has_classes"])
+        said = tests.judge(job, peer)
+        said["value"] = said["value"] and said["value"][: job["max_value"]]
+    finally:
+        with contextlib.suppress(OSError, MemoryError):
+            os.pwrite(report, json.dumps(said).encode(), 0)
+        os._exit(0)
+
+
+def _content(descriptor: int) -> bytes:
+    """Read a file in memory from its start, and close it."""
+    with open(descriptor, "rb") as file:
+        file.seek(0)
+        return file.read()
 
 
 def _be_the_program(
-    request: dict[str, Any], isolation: str, lacks: list[str], folder: str, report: _Report, inherited: list[int]
+    file: int, connection: int | None, enter: Callable[[], None], report: _Report, inherited: list[int]
 ) -> None:
-    """Wall in, run, say how it ended, exit."""
-    limits = request["limits"]
+    """Wall in, run, report how it ended, exit."""
     try:
-        os.setsid()
-        walls.end_with_parent()
-        for descriptor in inherited:
-            os.close(descriptor)
-        _standard_input(request["stdin"])
-        os.chdir(folder)
+        _close(inherited)
         tempfile.tempdir = None
-        walls.limit(limits, is_alone=isolation != "rlimits")
-        walls.give_up_rights()
-        for name, wall in _walls(isolation, folder).items():
-            if name not in lacks:
-                wall()
+        enter()
+        job = json.loads(_content(file))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         report(began=True)
@@ -354,27 +484,22 @@ def _be_the_program(
         os._exit(1)
     owner, status = os.getpid(), 1
     try:
-        said, status = _execute(request["code"], request["name"])
+        names = _become_module(job["code"], job["name"])
+        if connection is None:
+            said, status = _execute(job["code"], names)
+            said["value"] = said["value"] and said["value"][: job["max_value"]]
+        else:
+            peer = calls.Peer(connection, connection, guarded=False, has_classes=job["has_classes"])
+            tests.attend(job, peer, names, NAME)
+            said, status = {}, 0
         if os.getpid() == owner:  # not a copy that the program forked and that came to its end too
-            said["value"] = said["value"] and said["value"][: int(limits["output_kb"] * 1024)]
             report(**said)
     finally:
         os._exit(status)
 
 
-def _standard_input(text: str) -> None:
-    """The text as descriptor 0, which needs no writer beside the program."""
-    descriptor = os.memfd_create("stdin")
-    view = memoryview(text.encode(errors="replace"))
-    while view:
-        view = view[os.write(descriptor, view) :]
-    os.lseek(descriptor, 0, os.SEEK_SET)
-    os.dup2(descriptor, 0)
-    os.close(descriptor)
-
-
-def _execute(code: str, name: str) -> tuple[dict[str, Any], int]:
-    """Run the text as a module of that name; what is to be said of it, and its exit status."""
+def _become_module(code: str, name: str) -> dict[str, Any]:
+    """Give this process the streams and the main module of the program; return the names of the module."""
     for number, stream_name in enumerate(("stdin", "stdout", "stderr")):
         raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
         stream = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
@@ -386,10 +511,15 @@ def _execute(code: str, name: str) -> tuple[dict[str, Any], int]:
     builtins.exit = builtins.quit = sys.exit  # as where `site` is imported
     sys.modules[name] = sys.modules["__main__"] = module
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
+    return vars(module)
+
+
+def _execute(code: str, names: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """Run the text in these names; return what is to be reported, and the exit status."""
     said: dict[str, Any] = {"finished": False, "exception": "", "value": None, "limit": ""}
     status = 0
     try:
-        said["value"] = _evaluate(code, module.__dict__)
+        said["value"] = _evaluate(code, names)
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
@@ -400,9 +530,8 @@ def _execute(code: str, name: str) -> tuple[dict[str, Any], int]:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         status = 1
-        said["limit"] = _limit_behind(error)
-        with contextlib.suppress(BaseException):
-            said["exception"] = f"{type(error).__name__}: {str(error)[:300]}".removesuffix(": ")
+        said["limit"] = tests.limit_behind(error)
+        said["exception"] = tests.described(error)
         with contextlib.suppress(BaseException):
             own = error.__traceback__
             while own and own.tb_frame.f_code.co_filename != NAME:
@@ -417,24 +546,14 @@ def _execute(code: str, name: str) -> tuple[dict[str, Any], int]:
 
 
 def _evaluate(code: str, names: dict[str, Any]) -> str | None:
-    """Run it; the repr of its last line where that is an expression with a value, as notebooks show it."""
+    """Run it; the repr of its last line if that is an expression with a value, as notebooks show it."""
     import ast
 
     show = repr  # not what the program may put there
     tree = ast.parse(code, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, NAME, "exec"), names)
+    exec(compile(tree, NAME, "exec", dont_inherit=True), names)
     if last is None:
         return None
-    value = eval(compile(ast.Expression(last.value), NAME, "eval"), names)
+    value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), names)
     return None if value is None else show(value)
-
-
-def _limit_behind(error: BaseException) -> str:
-    """The limit that an exception tells of, "" for none."""
-    if isinstance(error, MemoryError):
-        return "memory"
-    if isinstance(error, OSError):
-        found = {errno.EAGAIN: "processes", errno.ENOSPC: "disk", errno.EFBIG: "disk", errno.EDQUOT: "disk"}
-        return (found | {errno.EMFILE: "open_files", errno.ENOMEM: "memory"}).get(error.errno, "")
-    return "processes" if isinstance(error, RuntimeError) and "can't start new thread" in str(error) else ""

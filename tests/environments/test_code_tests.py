@@ -1,6 +1,5 @@
 """Which part of a completion is code, and what its tests say of it."""
 
-import dataclasses
 import textwrap
 
 import pytest
@@ -91,25 +90,21 @@ def test_a_program_that_takes_too_long_is_run_once(monkeypatch):
     monkeypatch.setattr(code_tests, "run", lambda code, *given, **more: ran.append(code) or run(code, *given, **more))
     loops = "def double(x):\n    while True: pass"
     assert score(covered, MBPP, loops) == [{"reward": -0.6, "masked": []}]
-    assert len(ran) == 2 and code_tests.TRACED not in ran  # its tests, and whether it is Python
+    assert ran == [loops, code_tests.IS_PYTHON]
     _, columns = question(MBPP, SETTINGS | {"shown_tests": 3})
     ran.clear()
     assert feedback(loops, **columns) == "assert double(2) == 4\nfailed: came to the limit of time"
     assert len(ran) == 1
 
 
-@pytest.mark.parametrize("said", ["None", "'x'", "'[[1]]'", "'[[1, 99], [99, 99]]'", "'[[1, null]]'", "'[' * 9999"])
-def test_what_a_program_says_of_its_own_lines_is_not_believed(said, monkeypatch):
-    program = f"import builtins\nbuiltins.repr = lambda x: {said}\ndef double(x): return 2 * x"
-    assert score(covered, MBPP, program) == [{"reward": 1, "masked": []}]
-    kept = code_tests.run
-
-    def forged(code, *given, **more):
-        result = kept(code, *given, **more)
-        return dataclasses.replace(result, value=eval(said)) if code is code_tests.TRACED else result
-
-    monkeypatch.setattr(code_tests, "run", forged)
-    assert score(covered, MBPP, program) == [{"reward": 1, "masked": []}]
+@pytest.mark.parametrize("lines", ["None", "'x'", "[1.5]", "['1']", "[[1]]", "[99] * 10**6", "[10**50]", "1 / 0"])
+def test_what_a_program_reports_of_its_own_lines_changes_no_reward(lines):
+    """The lines come from the program's process. A report that is none masks all or nothing, and fails nothing."""
+    late = "\ndef double(x):\n    import gc\n    for p in gc.get_objects():\n        if type(p).__name__ == 'Peer':\n"
+    late += f"            p.operations['lines'] = lambda: {lines}\n    return 2 * x\n"
+    (said,) = score(covered, MBPP, late)
+    assert said["reward"] == 1
+    assert all(0 <= start < stop <= len(late) for start, stop in said["masked"])
 
 
 def test_turns_without_a_program_cost_a_fifth_and_the_last_one_decides():

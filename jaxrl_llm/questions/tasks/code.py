@@ -26,6 +26,7 @@ Source: Austin et al. 2021, arXiv:2108.07732 (MBPP); Chen et al. 2021, arXiv:210
 from __future__ import annotations
 
 import ast
+import builtins
 import copy
 import dataclasses
 import difflib
@@ -61,7 +62,8 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
     Host; ``columns`` is ``tests`` (list of code, each a test), ``setup`` (code before the answer), ``prefix`` (code
     that the answer goes on from), ``given`` ("", or the part of the solution that the prompt gives), ``names`` (what
-    the tests call), ``shown_tests`` (list of code), ``solution`` (code, or None), ``task_id``, ``sandbox`` (settings).
+    the tests take from the answer), ``classes`` (those of the names that are classes), ``shown_tests`` (list of code),
+    ``solution`` (code, or None), ``task_id``, ``sandbox`` (settings).
 
     Raises:
         ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a row that is none; no question;
@@ -203,17 +205,22 @@ def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[s
     if not row["test_list"]:
         raise BadRowError("`test_list` is empty")
     setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
-    _parsed("test_imports` or `test_setup_code", setup)
-    called = {}
+    setup_tree = _parsed("test_imports` or `test_setup_code", setup)
+    trees = []
     for key in ("test_list", "challenge_test_list"):
         for i, test in enumerate(row.get(key, [])):
             tree = _parsed(f"{key}[{i}]", test)
             if not tree.body:
                 raise BadRowError(f"`{key}[{i}]`={test!r:.60} tests nothing: it has no statement")
-            called |= {node.id: None for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            trees.append(tree)
     shown = row["test_list"][: None if settings["shown_tests"] == -1 else settings["shown_tests"]]
     prompt = settings["template"].replace("{tests}", "\n".join(shown)).replace("{text}", texts[0])
-    return prompt, _columns(tests, setup, "", list(called), shown, row.get("code"))
+    solution = row.get("code")
+    names, classes = _under_test(trees, setup_tree, _tree(solution))
+    if not names:
+        raise BadRowError("`test_list` uses no name that an answer could define: all are built-ins or the setup's own")
+    own = {"tests": tests, "setup": setup, "prefix": "", "names": names, "classes": classes}
+    return prompt, own | {"shown_tests": shown, "solution": solution}
 
 
 def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -229,8 +236,73 @@ def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
         raise BadRowError("`test` does not define a function check(candidate)")
     tests = [f"{part}\ncheck({name})" for part in _one_assertion_each(tree)]
-    solution = row.get("canonical_solution")
-    return row["prompt"], _columns(tests, "", row["prompt"], [name], [], solution)
+    prompt = row["prompt"]
+    tree = _tree(_without_last_definition(prompt))
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    own = {"tests": tests, "setup": "", "prefix": prompt, "names": [name], "classes": classes}
+    return prompt, own | {"shown_tests": [], "solution": row.get("canonical_solution")}
+
+
+def _without_last_definition(prompt: str) -> str:
+    """Return the code of a prompt before the function that it begins."""
+    return prompt[: max(prompt.rfind("\ndef "), prompt.rfind("\nasync def "), 0)]
+
+
+def _tree(code: str | None) -> ast.Module:
+    """Return the parsed code, an empty module if it is None or not Python."""
+    try:
+        return ast.parse(code or "")
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
+def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module) -> tuple[list[str], list[str]]:
+    """Return the names that the tests take from an answer, and those of them that are classes.
+
+    They are the names that the tests use and neither bind themselves nor find in Python or in the setup, and all names
+    that the solution defines and the tests use. If a test uses built-ins alone, as of a function that is to be called
+    ``sum``, they are the built-ins of its innermost calls. Without a solution a class is a name that begins in upper
+    case and whose objects the tests ask for an attribute.
+    """
+    used = {name: None for tree in [*tests, setup] for name in _names(tree, ast.Load)}
+    bound = {name for tree in [*tests, setup] for name in _bound(tree)}
+    definitions = [node for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    names = [name for name in used if name not in bound and not hasattr(builtins, name)]
+    names += [node.name for node in definitions if node.name in used and node.name not in names]
+    names += [] if names else dict.fromkeys(name for tree in tests for name in _innermost_calls(tree))
+    if solution.body:
+        return names, [node.name for node in definitions if isinstance(node, ast.ClassDef) and node.name in names]
+    has_attributes = any(_is_of_object(node, bound) for tree in [*tests, setup] for node in ast.walk(tree))
+    return names, [name for name in names if has_attributes and name[0].isupper()]
+
+
+def _is_of_object(node: ast.AST, bound: set[str]) -> bool:
+    """Return whether the node is an attribute of a call's result or of a variable of the tests."""
+    if not isinstance(node, ast.Attribute):
+        return False
+    return isinstance(node.value, ast.Call) or (isinstance(node.value, ast.Name) and node.value.id in bound)
+
+
+def _bound(tree: ast.Module) -> set[str]:
+    """Return all names that the code binds, in whichever scope."""
+    bound = _names(tree, ast.Store)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            bound.add(node.name)
+    return bound
+
+
+def _innermost_calls(tree: ast.Module) -> list[str]:
+    """Return the names that are called with no call among their arguments."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    inner = lambda call: any(isinstance(node, ast.Call) for part in call.args for node in ast.walk(part))
+    return [call.func.id for call in calls if not inner(call)]
 
 
 def _one_assertion_each(tree: ast.Module) -> list[str]:
@@ -257,16 +329,9 @@ def _one_assertion_each(tree: ast.Module) -> list[str]:
     return texts or [ast.unparse(tree)]
 
 
-def _names(statement: ast.stmt, context: type) -> set[str]:
+def _names(statement: ast.AST, context: type) -> set[str]:
     nodes = ast.walk(statement)
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
-
-
-def _columns(
-    tests: list[str], setup: str, prefix: str, names: list[str], shown: list[str], solution: str | None
-) -> dict[str, Any]:
-    own = {"tests": tests, "setup": setup, "prefix": prefix, "names": names}
-    return own | {"shown_tests": shown, "solution": solution}
 
 
 def _parsed(key: str, code: str) -> ast.Module:

@@ -1,0 +1,664 @@
+"""Calls between two processes: the objects of each stay there, and only plain values travel.
+
+    process of the tests                            process of the program
+    --------------------                            ----------------------
+    double(2)             -- ["ask", "call", ...] -->   double(2)
+    4                     <-- ["give", 4, []] --        4
+    Stack()               -- ["ask", "call", ...] -->   Stack()
+    Remote                <-- ["give", ["mine", 7, ...], []] --
+
+One line of JSON each way. Plain values (numbers, text, containers, dates) arrive as copies of exactly that built-in
+type, and containers that a call changes in place are changed on the caller's side too. Any other object is a ``Remote``
+on the other side, which asks for each thing that is done with it.
+
+The two sides do not trust each other equally. A ``Peer`` with ``guarded=True`` (the tests) serves only calls of the
+functions that it passed itself and public attributes of objects of its own classes. It never sends the value that a
+test compares with, except where the question has classes of its own, whose operators are part of the answer. Then
+every equality that holds is asked again with another value (``_decoys``).
+
+Owns: the encoding, what may be asked. Does not know: processes, limits, how tests are judged. It imports the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import array
+import builtins
+import collections
+import datetime
+import decimal
+import fractions
+import json
+import math
+import operator
+import os
+import random
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+TESTS = "tests"  # name of the module that the tests run as
+UNARY = {
+    "__len__": len,
+    "__bool__": bool,
+    "__int__": int,
+    "__float__": float,
+    "__complex__": complex,
+    "__index__": operator.index,
+    "__hash__": hash,
+    "__str__": str,
+    "__repr__": repr,
+    "__format__": format,
+    "__abs__": abs,
+    "__neg__": operator.neg,
+    "__pos__": operator.pos,
+    "__invert__": operator.invert,
+    "__iter__": iter,
+    "__next__": next,
+    "__reversed__": reversed,
+    "__round__": round,
+    "__trunc__": math.trunc,
+    "__floor__": math.floor,
+    "__ceil__": math.ceil,
+    "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem,
+    "__delitem__": operator.delitem,
+    "__enter__": lambda x: type(x).__enter__(x),
+    "__exit__": lambda x, *error: type(x).__exit__(x, *error),
+    "__instancecheck__": lambda x, instance: isinstance(instance, x),
+    "__subclasscheck__": lambda x, other: issubclass(other, x),
+}
+COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+ARITHMETIC = {
+    f"__{name}__": getattr(operator, f"__{name}__")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+}
+ARITHMETIC |= {"__lshift__": operator.lshift, "__rshift__": operator.rshift, "__divmod__": divmod}
+CONTAINS = {"__contains__": operator.contains}
+OPERATIONS = UNARY | COMPARISONS | ARITHMETIC | CONTAINS
+# What a plain value can do with an argument: an object that stands in for a plain value could answer as a test wants.
+PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind)}
+NUMBERS = (int, float, complex, decimal.Decimal, fractions.Fraction)
+# Built-ins that travel by name. None of them reaches into an object or runs text.
+BUILTINS = {
+    name: getattr(builtins, name)
+    for name in (
+        *("abs", "all", "any", "ascii", "bin", "bool", "bytearray", "bytes", "chr", "complex", "dict", "divmod"),
+        *("enumerate", "filter", "float", "frozenset", "hex", "int", "iter", "len", "list", "map", "max", "min"),
+        *("next", "object", "oct", "ord", "pow", "range", "repr", "reversed", "round", "set", "slice", "sorted"),
+        *("str", "sum", "tuple", "zip", "Ellipsis", "NotImplemented"),
+    )
+}
+BUILTINS |= {
+    name: kind
+    for name, kind in vars(builtins).items()
+    if isinstance(kind, type) and issubclass(kind, BaseException) and kind.__name__ == name
+}
+MAX_RAW_BITS = 4096  # a longer integer travels in base 16, because Python bounds conversions to base 10
+
+
+class PeerError(BaseException):
+    """The other process has ended or sent what is no message. Not an Exception, so that no test catches it."""
+
+
+class Remote:
+    """An object of the other process."""
+
+    def __init__(self, peer: Peer, handle: int):
+        object.__setattr__(self, "_peer", peer)
+        object.__setattr__(self, "_handle", handle)
+
+    def __getattr__(self, name: str) -> Any:
+        peer = _peer(self)
+        if peer.guarded and not peer.has_classes and name in PLAIN_METHODS:
+            raise AttributeError(f"an object that is no plain value has no {name!r} here")
+        return peer.ask("get", self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _peer(self).ask("set", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        _peer(self).ask("delete", self, name)
+
+    def __contains__(self, value: Any) -> bool:
+        if _may_see(self, value):
+            return _peer(self).ask("__contains__", self, value)
+        return any(item is value or item == value for item in self)
+
+
+class RemoteCallable(Remote):
+    """A function, class or other callable of the other process."""
+
+    def __call__(self, *args, **kwargs) -> Any:
+        return _peer(self).ask("call", self, *args, **kwargs)
+
+
+def _peer(remote: Remote) -> Peer:
+    return object.__getattribute__(remote, "_peer")
+
+
+def _may_see(remote: Remote, operand: Any) -> bool:
+    """Return whether the operand of an operator may be sent to the process of ``remote``."""
+    peer = _peer(remote)
+    return not peer.guarded or peer.has_classes or isinstance(operand, Remote)
+
+
+def _add_operators() -> None:
+    """Give ``Remote`` the special methods, each of which asks the other process."""
+
+    def unary(name: str) -> Callable:
+        return lambda self, *args: _peer(self).ask(name, self, *args)
+
+    def comparison(name: str) -> Callable:
+        def compare(self: Remote, other: Any) -> Any:
+            if not _may_see(self, other):
+                return NotImplemented  # Python then compares identities, or raises for an order
+            return _peer(self).holds(name, self, other)
+
+        return compare
+
+    def arithmetic(name: str, is_reversed: bool) -> Callable:
+        def compute(self: Remote, other: Any, *more: Any) -> Any:
+            if not _may_see(self, other):
+                return NotImplemented
+            if is_reversed:
+                return _peer(self).ask(name, other, self, *more)
+            return _peer(self).ask(name, self, other, *more)
+
+        return compute
+
+    for name in UNARY:
+        setattr(Remote, name, unary(name))
+    for name in COMPARISONS:
+        setattr(Remote, name, comparison(name))
+    for name in ARITHMETIC:
+        setattr(Remote, name, arithmetic(name, False))
+        setattr(Remote, f"__r{name[2:]}", arithmetic(name, True))
+
+
+_add_operators()
+
+
+class Peer:
+    """One side of the connection.
+
+    Args:
+        receive, send: descriptors.
+        guarded: this side is the tests', which answers few questions and hides what it compares with.
+        has_classes: the question asks for classes, so that their operators may see what they are applied to.
+    """
+
+    def __init__(self, receive: int, send: int, *, guarded: bool, has_classes: bool = False):
+        self.guarded = guarded
+        self.has_classes = has_classes
+        self.broken = ""  # why nothing can be asked any more
+        self.exceptions: dict[str, type] = {}  # classes of the tests' side by the name of the program's class
+        self.operations: dict[str, Callable] = {}  # further questions that this side answers, by name
+        self.program = ""  # name of the module that the program runs as
+        self._receive, self._send = receive, send
+        self._buffer = b""
+        self._objects: list[Any] = []
+        self._handles: dict[int, int] = {}
+        self._remotes: dict[int, Remote] = {}
+        self._lock = threading.RLock()
+        self._random = random.Random(os.urandom(16))
+
+    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        """Ask the other process and return its answer, or raise the exception that it raised.
+
+        Raises:
+            PeerError: the other process has ended, or its answer is no message.
+        """
+        with self._lock:
+            encoding = _Encoding(self)
+            values = [encoding.encode(value) for value in args]
+            named = {name: encoding.encode(value) for name, value in kwargs.items()}
+            self._write(["ask", operation, values, named])
+            while True:
+                match self._read():
+                    case ["ask", str(asked), list(others), dict(more)]:
+                        self._serve(asked, others, more)
+                    case ["give", value, list(changes)]:
+                        return self._decoded(encoding, value, changes)
+                    case ["raise", list(names), list(values), dict(attributes), list(changes)]:
+                        error = self._exception(encoding, names, values, attributes, changes)
+                        raise error
+                    case _:
+                        self._break("an answer is no message")
+
+    def holds(self, name: str, left: Remote, right: Any) -> Any:
+        """Ask for a comparison. Equality that also holds for another value does not hold."""
+        result = self.ask(name, left, right)
+        if self.guarded and name == "__eq__" and result and not isinstance(right, Remote):
+            return not any(self.ask(name, left, decoy) for decoy in _decoys(right, self._random))
+        return result
+
+    def serve(self) -> None:
+        """Answer until the other process ends."""
+        while True:
+            try:
+                message = self._read()
+            except PeerError:
+                return
+            match message:
+                case ["ask", str(operation), list(args), dict(kwargs)]:
+                    self._serve(operation, args, kwargs)
+                case _:
+                    return
+
+    def _serve(self, operation: str, args: list, kwargs: dict) -> None:
+        decoding = _Decoding(self)
+        try:
+            try:
+                values = [decoding.decode(value) for value in args]
+                named = {name: decoding.decode(value) for name, value in kwargs.items()}
+            except Exception:
+                self._break("a question is no message")
+            result = self._perform(operation, values, named)
+            reply = self._encoded(decoding, result)
+        except PeerError:
+            raise
+        except BaseException as error:
+            reply = self._encoded_exception(decoding, error)
+        self._write(reply)
+
+    def _perform(self, operation: str, args: list, kwargs: dict) -> Any:
+        if self.guarded and not self._allows(operation, args):
+            raise AttributeError(f"{operation} is not for a program")
+        if operation in self.operations:
+            return self.operations[operation](*args)
+        if operation == "call":
+            return args[0](*args[1:], **kwargs)
+        if operation == "get":
+            return getattr(*args)
+        if operation == "set":
+            return setattr(*args)
+        if operation == "delete":
+            return delattr(*args)
+        return OPERATIONS[operation](*args)
+
+    def _allows(self, operation: str, args: list) -> bool:
+        """Return whether the program may ask this of the tests: see the module's docstring."""
+        target = args[0] if args else None
+        if isinstance(target, Remote) or self._handles.get(id(target)) is None:
+            return False
+        if operation == "call":
+            return callable(target)
+        if operation in ("__iter__", "__next__"):
+            return True
+        if getattr(type(target), "__module__", "") != TESTS:
+            return False
+        if operation in ("get", "set", "delete"):
+            name = args[1]
+            if type(name) is not str or name.startswith("_"):
+                return False
+            return operation == "get" or not callable(getattr(type(target), name, None))
+        return operation in OPERATIONS
+
+    def _encoded(self, decoding: _Decoding, result: Any) -> list:
+        encoding = _Encoding(self, decoding)
+        value = encoding.encode(result)
+        return ["give", value, encoding.changes(decoding)]
+
+    def _encoded_exception(self, decoding: _Decoding, error: BaseException) -> list:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        try:
+            encoding = _Encoding(self, decoding)
+            args = [encoding.encode(value) for value in error.args]
+            attributes = {name: encoding.encode(value) for name, value in vars(error).items()}
+            return ["raise", names, args, attributes, encoding.changes(decoding)]
+        except BaseException:
+            return ["raise", names, [], {}, []]
+
+    def _decoded(self, encoding: _Encoding, value: Any, changes: list) -> Any:
+        decoding = _Decoding(self, encoding)
+        try:
+            result = decoding.decode(value)
+            decoding.apply(changes)
+        except Exception as error:
+            self._break(f"an answer is no value: {type(error).__name__}")
+        return result
+
+    def _exception(
+        self, encoding: _Encoding, names: list, values: list, attributes: dict, changes: list
+    ) -> BaseException:
+        """Return the exception that stands on this side for one of the other."""
+        decoding = _Decoding(self, encoding)
+        try:
+            args = [decoding.decode(value) for value in values]
+            others = {name: decoding.decode(value) for name, value in attributes.items()}
+            decoding.apply(changes)
+            kind = next(self.exceptions.get(name) or _builtin_exception(name) for name in names if self._knows(name))
+        except Exception as error:
+            self._break(f"an exception is none: {type(error).__name__}")
+        try:
+            error = kind(*args)
+        except Exception:
+            error = kind.__new__(kind, *args)
+        if kind.__module__ == TESTS:
+            error.__dict__.update(others)
+        return error
+
+    def _knows(self, name: Any) -> bool:
+        return name in self.exceptions or _builtin_exception(name) is not None
+
+    def _write(self, message: list) -> None:
+        if self.broken:
+            raise PeerError(self.broken)
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        try:
+            while data:
+                data = data[os.write(self._send, data) :]
+        except OSError:
+            self._break("the other process has ended")
+
+    def _read(self) -> Any:
+        line = bytearray()
+        while not self._buffer or b"\n" not in self._buffer:
+            line += self._buffer
+            try:
+                self._buffer = os.read(self._receive, 2**20)
+            except OSError:
+                self._buffer = b""
+            if not self._buffer:
+                self._break("the other process has ended")
+        last, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            return json.loads(line + last)
+        except (ValueError, RecursionError):
+            self._break("a line is no JSON")
+
+    def _break(self, why: str) -> None:
+        self.broken = self.broken or why
+        raise PeerError(self.broken)
+
+    def stays(self, value: Any) -> bool:
+        """Return whether the value is an object of a class that the program defines and the question asks for.
+
+        It may derive from a built-in type, as ``class Stack(list)`` does.
+        """
+        kind = type(value)
+        if self.guarded or not self.has_classes or hasattr(kind, "_fields"):
+            return False
+        return getattr(kind, "__module__", "") == self.program
+
+    def handle(self, value: Any) -> int:
+        """Return the number by which the other process asks for an object of this one."""
+        number = self._handles.get(id(value))
+        if number is None:
+            number = len(self._objects)
+            self._objects.append(value)  # kept, so that its id stays its own
+            self._handles[id(value)] = number
+        return number
+
+    def own(self, number: int) -> Any:
+        """Return the object of this process with that number."""
+        if number < 0:
+            raise IndexError(number)
+        return self._objects[number]
+
+    def remote(self, number: int, is_callable: bool) -> Remote:
+        """Return the object that stands for one of the other process: always the same one."""
+        if number not in self._remotes:
+            self._remotes[number] = (RemoteCallable if is_callable else Remote)(self, number)
+        return self._remotes[number]
+
+
+def _builtin_name(value: Any) -> str:
+    """Return the name under which both processes have this very built-in, "" for none."""
+    if value is Ellipsis or value is NotImplemented:
+        return str(value)
+    if not isinstance(value, type | types.BuiltinFunctionType):
+        return ""
+    return value.__name__ if BUILTINS.get(value.__name__) is value else ""
+
+
+def _builtin_exception(name: Any) -> type | None:
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+def _decoys(value: Any, source: random.Random) -> list[Any]:
+    """Return values near ``value`` and unequal to it, which no honest comparison takes for it."""
+    step = source.randint(1, 9) * source.choice([-1, 1])
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, NUMBERS):
+        return [value + step] if value == value and value + step != value else []
+    if isinstance(value, str):
+        return [value + source.choice("qxz")]
+    if isinstance(value, bytes):
+        return [value + b"\0"]
+    if isinstance(value, list | tuple):
+        return [type(value)([*value, step])] if type(value) in (list, tuple) else []
+    if isinstance(value, set | frozenset):
+        return [value | {step + 10**6}]
+    if isinstance(value, dict):
+        return [{**value, f"{step}": step}]
+    return [step] if value is None else []
+
+
+class _Encoding:
+    """Turns values into JSON for one message.
+
+    Each mutable container gets a number at its first place; at others the number stands for it.
+    """
+
+    def __init__(self, peer: Peer, decoding: _Decoding | None = None):
+        self._peer = peer
+        self.containers: list[Any] = list(decoding.containers) if decoding else []
+        self._numbers = {id(value): number for number, value in enumerate(self.containers)}
+
+    def encode(self, value: Any) -> Any:
+        if value is None or value is True or value is False:
+            return value
+        if isinstance(value, Remote):
+            return ["yours", object.__getattribute__(value, "_handle")]
+        if self._peer.stays(value):
+            return self._mine(value)
+        for kind, encode in ENCODERS:
+            if isinstance(value, kind):
+                return encode(self, value)
+        if isinstance(value, types.CoroutineType) and not self._peer.guarded:
+            return ["coroutine", self._peer.handle(value)]
+        name = _builtin_name(value)
+        return ["builtin", name] if name else self._mine(value)
+
+    def _mine(self, value: Any) -> list:
+        return ["mine", self._peer.handle(value), callable(value)]
+
+    def text(self, value: str) -> str:
+        return value if type(value) is str else str.__str__(value)
+
+    def integer(self, value: int) -> Any:
+        value = int.__add__(value, 0)
+        return value if value.bit_length() < MAX_RAW_BITS else ["int", hex(value)]
+
+    def sequence(self, values: Any) -> list:
+        return [self.encode(value) for value in values]
+
+    def pairs(self, values: dict) -> list:
+        return [[self.encode(key), self.encode(value)] for key, value in values.items()]
+
+    def tuple(self, value: tuple) -> list:
+        fields = getattr(type(value), "_fields", None)
+        items = self.sequence(tuple.__iter__(value))
+        if type(value) is not tuple and isinstance(fields, tuple):
+            return ["namedtuple", type(value).__name__, list(fields), items]
+        return ["tuple", items]
+
+    def mutable(self, value: Any) -> list:
+        if id(value) in self._numbers:
+            return ["seen", self._numbers[id(value)]]
+        self._numbers[id(value)] = len(self.containers)
+        self.containers.append(value)
+        return [_name(value), self.content(value), *self._shape(value)]
+
+    def content(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return self.pairs(value)
+        if isinstance(value, bytearray):
+            return value.hex()
+        return self.sequence(value)
+
+    def _shape(self, value: Any) -> list:
+        if isinstance(value, collections.deque):
+            return [value.maxlen]
+        if isinstance(value, collections.defaultdict):
+            return [self.encode(value.default_factory)]
+        return []
+
+    def changes(self, decoding: _Decoding) -> list:
+        """Return [number, content] of each container of ``decoding`` that has changed since."""
+        changed = []
+        for number, (value, before) in enumerate(zip(decoding.containers, decoding.before, strict=True)):
+            if before is not None and not _is_same(value, before):
+                changed.append([number, self.content(value)])
+        return changed
+
+
+def _name(value: Any) -> str:
+    return next(name for name, kind in CONTAINERS.items() if isinstance(value, kind))
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Return whether a container still holds the very objects of its shallow copy."""
+    if isinstance(value, bytearray):
+        return value == before
+    if isinstance(value, dict):
+        value = [x for pair in value.items() for x in pair]
+        before = [x for pair in before.items() for x in pair]
+    elif isinstance(value, set):
+        return len(value) == len(before) and all(x in before for x in value)
+    return len(value) == len(before) and all(map(operator.is_, value, before))
+
+
+class _Decoding:
+    """Turns the JSON of one message into values. Whatever is no value of an ``_Encoding`` raises an Exception."""
+
+    def __init__(self, peer: Peer, encoding: _Encoding | None = None):
+        self._peer = peer
+        self.containers: list[Any] = list(encoding.containers) if encoding else []
+        self.before: list[Any] = [None] * len(self.containers)
+
+    def decode(self, code: Any) -> Any:
+        if code is None or type(code) in (bool, int, str):
+            return code
+        name, *parts = code
+        if name in CONTAINERS:
+            return self._container(name, *parts)
+        return DECODERS[name](self, *parts)
+
+    def sequence(self, codes: list) -> list:
+        return [self.decode(code) for code in codes]
+
+    def _container(self, name: str, content: Any, *shape: Any) -> Any:
+        kind = CONTAINERS[name]
+        if kind is collections.deque:
+            value = collections.deque(maxlen=self.decode(*shape))
+        elif kind is collections.defaultdict:
+            value = collections.defaultdict(self.decode(*shape))
+        else:
+            value = kind()
+        number = len(self.containers)
+        self.containers.append(value)
+        self.before.append(None)
+        self.fill(value, content)
+        self.before[number] = value.copy()
+        return value
+
+    def fill(self, value: Any, content: Any) -> None:
+        """Replace what an empty or changed container holds."""
+        if isinstance(value, bytearray):
+            value[:] = bytes.fromhex(content)
+        elif isinstance(value, dict):
+            pairs = [(self.decode(key), self.decode(item)) for key, item in content]
+            value.clear()
+            for key, item in pairs:
+                value[key] = item
+        else:
+            items = self.sequence(content)
+            value.clear()
+            (value.update if isinstance(value, set) else value.extend)(items)
+
+    def apply(self, changes: list) -> None:
+        """Change the containers that this side sent as the other side changed them."""
+        for number, content in changes:
+            if not 0 <= number < len(self.containers):
+                raise IndexError(number)
+            self.fill(self.containers[number], content)
+
+    def seen(self, number: int) -> Any:
+        return self.containers[number]
+
+    def namedtuple(self, name: str, fields: list, items: list) -> tuple:
+        return collections.namedtuple(name, fields)(*self.sequence(items))
+
+    def builtin(self, name: str) -> Any:
+        if name not in BUILTINS:
+            raise ValueError(name)
+        return BUILTINS[name]
+
+    def coroutine(self, number: int) -> Any:
+        async def finish() -> Any:
+            return self._peer.ask("await", self._peer.remote(number, False))
+
+        return finish()
+
+
+CONTAINERS = {
+    "OrderedDict": collections.OrderedDict,
+    "Counter": collections.Counter,
+    "defaultdict": collections.defaultdict,
+    "dict": dict,
+    "list": list,
+    "set": set,
+    "bytearray": bytearray,
+    "deque": collections.deque,
+}
+# In this order, because some of these types are others too.
+ENCODERS = (
+    (str, _Encoding.text),
+    (int, _Encoding.integer),
+    (float, lambda self, value: ["float", float.hex(value)]),
+    (tuple(CONTAINERS.values()), _Encoding.mutable),
+    (tuple, _Encoding.tuple),
+    (complex, lambda self, value: ["complex", value.real.hex(), value.imag.hex()]),
+    (bytes, lambda self, value: ["bytes", bytes.hex(value)]),
+    (frozenset, lambda self, value: ["frozenset", self.sequence(value)]),
+    (range, lambda self, value: ["range", self.sequence((value.start, value.stop, value.step))]),
+    (slice, lambda self, value: ["slice", self.sequence((value.start, value.stop, value.step))]),
+    (decimal.Decimal, lambda self, value: ["Decimal", decimal.Decimal.__str__(value)]),
+    (fractions.Fraction, lambda self, value: ["Fraction", self.sequence((value.numerator, value.denominator))]),
+    (datetime.datetime, lambda self, value: ["datetime", datetime.datetime.isoformat(value)]),
+    (datetime.date, lambda self, value: ["date", datetime.date.isoformat(value)]),
+    (datetime.time, lambda self, value: ["time", datetime.time.isoformat(value)]),
+    (datetime.timedelta, lambda self, value: ["timedelta", [value.days, value.seconds, value.microseconds]]),
+    (array.array, lambda self, value: ["array", value.typecode, self.sequence(value)]),
+    (type({}.keys()), lambda self, value: ["keys", self.sequence(value)]),
+)
+DECODERS = {
+    "int": lambda self, text: int(text, 16),
+    "float": lambda self, text: float.fromhex(text),
+    "tuple": lambda self, codes: tuple(self.sequence(codes)),
+    "namedtuple": _Decoding.namedtuple,
+    "complex": lambda self, real, imag: complex(float.fromhex(real), float.fromhex(imag)),
+    "bytes": lambda self, text: bytes.fromhex(text),
+    "frozenset": lambda self, codes: frozenset(self.sequence(codes)),
+    "range": lambda self, codes: range(*self.sequence(codes)),
+    "slice": lambda self, codes: slice(*self.sequence(codes)),
+    "Decimal": lambda self, text: decimal.Decimal(text),
+    "Fraction": lambda self, codes: fractions.Fraction(*self.sequence(codes)),
+    "datetime": lambda self, text: datetime.datetime.fromisoformat(text),
+    "date": lambda self, text: datetime.date.fromisoformat(text),
+    "time": lambda self, text: datetime.time.fromisoformat(text),
+    "timedelta": lambda self, parts: datetime.timedelta(*parts),
+    "array": lambda self, typecode, codes: array.array(typecode, self.sequence(codes)),
+    "coroutine": _Decoding.coroutine,
+    "keys": lambda self, codes: dict.fromkeys(self.sequence(codes)).keys(),
+    "builtin": _Decoding.builtin,
+    "seen": _Decoding.seen,
+    "yours": lambda self, number: self._peer.own(number),
+    "mine": lambda self, number, is_callable: self._peer.remote(number, bool(is_callable)),
+}
