@@ -373,15 +373,18 @@ def vote(text: str) -> str:
 
 
 def accepted(label: Any) -> list[str]:
-    """Return the accepted texts of a label, which is a value or a list of values. Null and empty ones are left out.
+    """Return the accepted texts of a label, which is a value or a list of values; of "so 72\\n#### 72" it is "72".
+
+    Null and empty values are left out.
 
     Raises:
         ValueError: no text is left, so that there is nothing to compare with.
     """
     given = label if isinstance(label, list | tuple) else [label]
-    texts = [str(one) for one in given if one is not None and str(one).strip()]
+    texts = [str(one).rpartition(_HASHES)[2].strip() for one in given if one is not None]
+    texts = [text for text in texts if text]
     if not texts:
-        raise ValueError(f"answer={label!r} is empty: there is nothing to compare with. Give a text or a number")
+        raise ValueError(f"answer={label!r:.80} is empty: there is nothing to compare with. Give a text or a number")
     return texts
 
 
@@ -390,8 +393,7 @@ def is_answer(text: str, label: Any) -> bool:
 
     A label is a number only if it is nothing else ("#### 72", "5 km"); its box decides if it has one.
     """
-    labels = accepted([one.rpartition(_HASHES)[2] for one in accepted(label)])
-    return any(_meets(text, answer_of(one)) for one in labels)
+    return any(_meets(text, answer_of(one)) for one in accepted(label))
 
 
 def _meets(text: str, right: str) -> bool:

@@ -111,6 +111,11 @@ def test_steps_count_up_to_the_first_wrong_one_and_only_with_an_answer(monkeypat
         ("8 and 3", [1, 0], -1.0),
         ("Scores: 1", [1], 1.0),
         ("Scores: 0", [1], -1.0),
+        ("Scores: \u22121, \u22122", [0.5, 0.2], 1.0),
+        ("Scores\uff1a\uff13\uff0c\uff18", [0, 1], 1.0),
+        ("Scores: 9, 1e1", [0, 1], 1.0),
+        ("Scores: 3/10, 8/10", [0, 1], 1.0),
+        ("Scores: 8 and 3", [1, 0], -1.0),
     ],
 )
 def test_who_judges_is_worth_something_where_the_best_answer_is_found(text, truth, reward):
@@ -139,3 +144,36 @@ def test_a_judge_that_is_not_there_is_a_failure(monkeypatch):
     monkeypatch.setenv("JAXRL_JUDGE_URL", "http://127.0.0.1:9/v1")
     with pytest.raises(urllib.error.URLError):
         judges.judged(["p"], ["1"])
+
+
+@pytest.mark.parametrize(
+    ("said", "share"),
+    [
+        *(
+            ("Score: 1e1", 1.0),
+            ("Score: 8/10", 0.8),
+            ("Score: 4/5", 0.8),
+            ("**Score:** **8**", 0.8),
+            ("Score = 8.", 0.8),
+        ),
+        *(("score is 8", 0.8), ("Score\uff1a\uff18", 0.8), (r"Score: $\boxed{8}$", 0.8), ("Score: 7,5", 0.75)),
+        *(("Score: 3\nScore: 8", 0.8), ("Score: 8 out of 10", 0.8), ("Score: 0", 0.0), ("Score: 10", 1.0)),
+        *(("Score: 8-9", None), ("Score: 11", None), ("Score: 1e2", None), ("Score: high", None), ("8", None)),
+    ],
+)
+def test_a_grade_is_a_number_in_any_notation(said, share, monkeypatch):
+    monkeypatch.setattr(judges, "asked", lambda text, temperature: said)
+    assert judges.judged(["p"], ["x"]) == [None if share is None else pytest.approx(share)]
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        *(("It is flawed.", 0.0), ("It is not flawed.", 1.0), ("Not flawed", 1.0), ("unflawed", 1.0), ("sound", 1.0)),
+        *(("It is not sound.", 0.0), ("unsound", 0.0), ("It isn\u2019t flawed", 1.0), ("flawed? No: SOUND", 1.0)),
+        *(("sound? No: flawed", 0.0), ("no verdict", 1.0)),
+    ],
+)
+def test_a_verdict_that_is_denied_is_the_other_one(said, score, monkeypatch):
+    monkeypatch.setattr(judges, "asked", lambda text, temperature: said)
+    assert judges.fapo(["p"], ["4"], ["4"]) == [score]

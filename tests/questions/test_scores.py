@@ -44,6 +44,23 @@ def test_what_is_empty_among_accepted_answers_is_left_out():
     assert scores.exact([], ["4", "", "None"], [["4", None, " "]] * 3) == [1, 0, 0]
 
 
+def test_a_worked_label_is_what_follows_its_mark():
+    assert scores.exact([], ["72", "48"], ["48 + 24 = 72\n#### 72"] * 2) == [1, 0]
+    assert scores.f1([], ["72", "48"], ["48 + 24 = 72\n#### 72"] * 2) == [1, 0]
+
+
+def test_exact_reads_words_of_any_script_and_numbers_of_any_notation():
+    said = ["\u201cParis\u201d", "Paris\u2026", r"\boxed{\text{Paris}.}", "C", "\u5317\u4eac\u3002", r"\boxed{12\,000}"]
+    right = ["Paris", "Paris", "Paris", "C++", "\u5317\u4eac", "12,000"]
+    assert scores.exact([], said, right) == [1, 1, 1, 0, 1, 1]
+
+
+def test_keywords_are_found_in_writing_without_spaces():
+    text = "\u6211\u5728\u5317\u4eac\u5de5\u4f5c"  # "I work in Beijing"
+    assert scores.keywords([], [text], [["\u5317\u4eac", "\u4e0a\u6d77"]]) == [0.5]
+    assert scores.keywords([], ["It\u2019s CAFE\u0301 time"], [["it's", "caf\u00e9", "cafe"]]) == pytest.approx([2 / 3])
+
+
 def test_exact_and_partial_credit():
     texts = ["The Eiffel Tower.", "eiffel tower in Paris", "tower", "no", ""]
     answers = ["Eiffel tower"] * 5

@@ -98,7 +98,8 @@ def _equals(text: str, label: _Label) -> bool:
     if marked == "":
         return False
     said = marked if marked is not None else answers.answer_of(text)
-    number = _number(said) if marked is not None else quantity(said)
+    is_read = marked is not None or not _has_formula(text)  # without a mark math_verify prefers formulas to numbers
+    number = (quantity(said) or number_beside_words(said)) if is_read else quantity(said)
     if label.number is not None and number is not None:
         return _same_number(number, label.number)
     base = answers.in_base(said)
@@ -108,10 +109,6 @@ def _equals(text: str, label: _Label) -> bool:
     if brackets and label.brackets and brackets != label.brackets:
         return False
     return _same_formula(label, _parse_completion(text, marked))
-
-
-def _number(answer: str) -> Quantity | None:
-    return quantity(answer) or number_beside_words(answer)
 
 
 def _same_number(said: Quantity, right: Quantity) -> bool:
@@ -132,7 +129,27 @@ def _same_formula(label: _Label, forms: list) -> bool:
     constants = [(one, other) for one, other in pairs if _is_constant(one) and _is_constant(other)]
     if constants:
         return any(_same_constant(one, other) for one, other in constants)
-    return verify(label.forms, forms, float_rounding=label.decimals, timeout_seconds=None)
+    if not verify(label.forms, forms, float_rounding=label.decimals, timeout_seconds=None):
+        return False
+    parts = [(_constant_parts(one), _constant_parts(other)) for one, other in pairs]
+    compared = [(some, others) for some, others in parts if some and others and len(some) == len(others)]
+    return not compared or any(_same_parts(some, others) for some, others in compared)
+
+
+def _constant_parts(form: Any) -> list[sympy.Expr]:
+    """Return the elements of a set, a tuple, an interval or a matrix of constants; [] for other forms."""
+    if isinstance(form, sympy.Interval):
+        elements = [form.start, form.end]
+    elif isinstance(form, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
+        elements = list(form)
+    else:
+        return []
+    return elements if all(map(_is_constant, elements)) else []
+
+
+def _same_parts(some: list[sympy.Expr], others: list[sympy.Expr]) -> bool:
+    """Return whether each constant of one list is in the other. math_verify has checked their order."""
+    return all(any(_same_constant(one, other) for other in others) for one in some)
 
 
 def _is_constant(form: Any) -> bool:
