@@ -154,7 +154,7 @@ class RewardsConfig:
     weights: tuple[Number, ...] = (1.0,)
     # Workers: processes that score.
     num_workers: Annotated[int, Bounds(1, 1024)] = 2
-    # Timeout: seconds one call (the completions of one prompt) may take before its process is replaced.
+    # Timeout: seconds that a function may take for all completions of one prompt before its process is replaced.
     timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
     # Failures: stop with a checkpoint when more than this fraction of an iteration's rewards failed.
     max_failure_frac: Share = 0.5

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_llm.actor import agents, environment_worker
 from jaxrl_llm.actor.printing import Printer
-from jaxrl_llm.actor.rewards import Worker, end, failed, imported, put_away
+from jaxrl_llm.actor.rewards import Worker, end, failed, imported, is_number, put_away
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.runtime.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
@@ -117,14 +117,16 @@ class Environment(contextlib.AbstractContextManager):
         try:
             if self._closed:
                 raise EOFError
-            if self._workers[place].process.poll() is not None:
+            worker = self._workers[place]
+            process = worker.process
+            worker.ready()
+            if worker.process is not process:
                 kept.clear()
             kept.difference_update(over)
             played_again = len(answers) if state_before is None and key not in kept else 0
             timeout_s = self._config.timeout_s * (1 + played_again)
-            answer, reward, wrong, state, tools = self._workers[place].ask(
-                (self._config.factory, over, *given, how), timeout_s
-            )
+            call = self._config.factory, over, *given, how
+            answer, reward, wrong, state, tools = worker.ask(call, timeout_s, _is_reply)
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
             if wrong is None:
                 kept.add(key)
@@ -144,6 +146,14 @@ class Environment(contextlib.AbstractContextManager):
         for thread in self._threads:
             thread.shutdown()
         put_away(self._workers, self._printer)  # with what a thread has started meanwhile
+
+
+def _is_reply(answer: Any) -> bool:
+    """Whether an answer has the form of ``environment_worker.act``."""
+    match answer:
+        case [_, reward, wrong, _, _]:
+            return (reward is None or is_number(reward)) and (wrong is None or isinstance(wrong, str))
+    return False
 
 
 @contextlib.contextmanager

@@ -4,10 +4,11 @@
     -------------------                        ------------
     start with the specs             ---->     import every function
     hand out calls, one at a time    <----     READY
-    start the clock; the call        ---->     reader thread --queue--> main thread runs the function
-                                     <----     the answer: scores and reasons, plain numbers and text
+    start the clock; mark and call   ---->     reader thread --queue--> main thread runs the function
+                                     <----     the same mark, and the answer: plain numbers and text
 
-Calls are pickled, what comes back is a line of JSON. The reader thread sees the socket close when the parent is
+Calls are pickled, what comes back is a line of JSON. The parent draws a mark for each call, and takes no line with
+another mark for the answer. The reader thread sees the socket close when the parent is
 gone, however it went, and ends the process, even one that hangs in a function, and what it has started. Functions
 run in the main thread, where those that use signals work.
 
@@ -103,7 +104,7 @@ def number(value: Any, reasons: list[str]) -> float | None:
 
 
 def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
-    """Serve calls ``(spec, *given, more)`` from the socket until it closes: ``call(function, *given, **more)``."""
+    """Serve calls ``(mark, (spec, *given, more))`` until the socket closes, by ``call(function, *given, **more)``."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles signals to the whole group
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # Linux alone has it: out of memory, it kills us and not the run
@@ -120,7 +121,7 @@ def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
         return print(dumps(message(error)), file=answers, flush=True)
     print(dumps(READY), file=answers, flush=True)
     while True:
-        spec, *given, more = calls.get()
+        mark, (spec, *given, more) = calls.get()
         os.chdir(folder)
         answer = call(functions[spec], *given, **more)
         if os.getpid() != process:
@@ -131,7 +132,7 @@ def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
             os.dup2(kept[number], number)
             if getattr(getattr(sys, name), "closed", False):  # a function may have put there what has no such
                 setattr(sys, name, os.fdopen(number, "rww"[number], buffering=1, closefd=False))
-        print(dumps(answer), file=answers, flush=True)
+        print(dumps([mark, answer]), file=answers, flush=True)
 
 
 def _read(descriptor: int, calls: queue.SimpleQueue) -> None:

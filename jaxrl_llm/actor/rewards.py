@@ -10,6 +10,9 @@
 Workers are plain subprocesses, not multiprocessing's: those would import the caller's main module, and jax
 with it. Nothing waits for one without a deadline, whatever the user's code does to its own process.
 
+Each call carries a mark that cannot be guessed, and its answer must carry the same mark. A line that anything else
+writes to the socket fails one call at most, and never passes for the answer to another.
+
 Owns: which functions score, their deadlines and outcomes, the weighted sum. Does not know: what is scored,
 what becomes of a failure (train).
 """
@@ -17,10 +20,13 @@ what becomes of a failure (train).
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
 import json
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
@@ -44,8 +50,17 @@ from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCO
 MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
 CHECK_S = 1.0  # between two looks at whether the run is to stop
 MAX_START_S = 300.0
+MAX_ANSWER_BYTES = 2**26
 MORE = ("messages", "environments")  # what a function is given if it names it
 MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
+
+
+class StrayLine(Exception):
+    """A worker wrote something else than the answer to its call."""
+
+
+class NoWorker(OSError):
+    """No process that can answer calls starts."""
 
 
 class Answer(NamedTuple):
@@ -76,6 +91,10 @@ class RewardPool(contextlib.AbstractContextManager):
         error    a function raised or returned the wrong number of scores, or its process died (all completions
                  of that call), or it returned no such number (that completion)
 
+    A function with the attribute ``one_by_one = True`` scores each completion without looking at the others. It has one
+    call for each completion, and a completion that fails fails alone. All completions of a prompt have ``timeout_s``
+    together (see ``_one_by_one``).
+
     A failed completion has total NaN, never 0. What functions print goes to stderr, the first 64 KiB of a call.
 
     Args:
@@ -97,8 +116,9 @@ class RewardPool(contextlib.AbstractContextManager):
         self.check = check
         self._config = config
         checked = [_checked_spec(name, task_scorer, examples) for name in config.functions]
-        self._specs = dict(checked)  # and what of MORE each takes
-        self._functions = [(name, spec) for name, (spec, _) in zip(config.functions, checked, strict=True)]
+        self._specs = {spec: more for spec, more, _ in checked}
+        self._one_by_one_specs = {spec for spec, _, is_one_by_one in checked if is_one_by_one}
+        self._functions = [(name, spec) for name, (spec, *_) in zip(config.functions, checked, strict=True)]
         self._closed, self._printer, self._said = False, Printer(), 0
         self._workers = [Worker([*filter(None, self._specs)], self._printer) for _ in range(config.num_workers)]
         self._free = list(self._workers)
@@ -178,30 +198,124 @@ class RewardPool(contextlib.AbstractContextManager):
         by_turn = played.by_turn if played else lambda given: np.array(given, np.float64).reshape(len(texts), 1)
         shown = played.shown if played else lambda: [None] * len(texts)
         more = {name: messages if name == "messages" else shown() for name in self._specs[spec]}
-        scores, masked = by_turn([None] * len(texts)), [[]] * len(texts)
-        failure, worker = OUTCOME_ERROR, self._free.pop()
+        ask = self._one_by_one if spec in self._one_by_one_specs else self._together
+        worker = self._free.pop()
         try:
-            if self._closed:
-                raise EOFError
-            call = spec, example.prompt, example.columns, texts, more
-            given, reasons, spans = worker.ask(call, self._config.timeout_s)
-            scores = by_turn(given)
-            masked = [tokens_in(i, some) if tokens_in and some else [] for i, some in enumerate(spans)]
+            scored = ask(worker, (spec, example.prompt, example.columns), texts, more)
+            scores = by_turn(scored.values)
+            masked = [tokens_in(i, some) if tokens_in and some else [] for i, some in enumerate(scored.spans)]
         except Exception as error:
-            failure, *reasons = failed(error)
+            scored = _Scored.without(len(texts))
+            scored.reasons[0] = [reward_worker.message(error)]
+            scores, masked = by_turn(scored.values), scored.spans
         self._free.append(worker)
-        outcome = np.where(np.isnan(scores).any(axis=1), failure, OUTCOME_SCORE)
-        reasons = [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in reasons]
+        outcome = np.where(np.isnan(scores).any(axis=1), scored.failures, OUTCOME_SCORE)
+        said = itertools.chain.from_iterable(scored.reasons.values())
+        reasons = [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in said]
         answer = Answer(scores, outcome, reasons, masked)
         return played.failures_in(answer) if played else answer
 
+    def _together(self, worker: Worker, of: tuple[Any, ...], texts: list[str], more: dict[str, list]) -> _Scored:
+        """Score all completions of a prompt in one call, which they fail together."""
+        scored = _Scored.without(len(texts))
+        self._try(worker, of, texts, more, [*range(len(texts))], self._config.timeout_s, scored)
+        return scored
+
+    def _one_by_one(self, worker: Worker, of: tuple[Any, ...], texts: list[str], more: dict[str, list]) -> _Scored:
+        """Score the completions of a prompt in a call each. They have ``timeout_s`` together.
+
+        Each of the n completions that are left may take 1/n of the time that is left. So one that hangs leaves time
+        for all others. Those that took too long are tried once more, if they can have more time than before.
+        """
+        scored = _Scored.without(len(texts))
+        left_s, tried_s = self._config.timeout_s, [0.0] * len(texts)
+        waiting = [*range(len(texts))]
+        for _ in range(2):
+            for num_before, i in enumerate(waiting):
+                share_s = left_s / (len(waiting) - num_before)
+                if share_s > tried_s[i]:
+                    tried_s[i] = share_s
+                    try:
+                        left_s -= self._try(worker, of, texts, more, [i], share_s, scored)
+                    except NoWorker as error:
+                        scored.reasons[i] = [reward_worker.message(error)]
+                        return scored
+            waiting = [i for i in waiting if scored.failures[i] == OUTCOME_TIMEOUT]
+        return scored
+
+    def _try(
+        self,
+        worker: Worker,
+        of: tuple[Any, ...],
+        texts: list[str],
+        more: dict[str, list],
+        places: list[int],
+        timeout_s: float,
+        scored: _Scored,
+    ) -> float:
+        """Write what a call for the completions at ``places`` answers into ``scored``; return the seconds it took.
+
+        The start of a process is not part of these seconds.
+        """
+        own = {name: [values[i] for i in places] for name, values in more.items()}
+        if self._closed:
+            raise NoWorker("the reward pool is closed")
+        worker.ready()
+        began = time.monotonic()
+        failure = OUTCOME_ERROR
+        try:
+            call = (*of, [texts[i] for i in places], own)
+            values, reasons, spans = worker.ask(call, timeout_s, functools.partial(_are_scores, num=len(places)))
+        except Exception as error:
+            failure, reason = failed(error)
+            values, reasons, spans = [None] * len(places), [reason], [[]] * len(places)
+        for i, value, some in zip(places, values, spans, strict=True):
+            scored.values[i], scored.spans[i], scored.failures[i] = value, some, failure
+        scored.reasons[places[0]] = reasons
+        return min(timeout_s, time.monotonic() - began)
+
+
+class _Scored(NamedTuple):
+    """What a function gave the completions of a prompt so far."""
+
+    values: list[Any]  # a number, a number for each turn, or None
+    spans: list[list[list[int]]]  # of characters that the function masks
+    failures: list[int]  # the outcome of a completion without a number
+    reasons: dict[int, list[str]]  # by the first completion of a call
+
+    @classmethod
+    def without(cls, num: int) -> _Scored:
+        return cls([None] * num, [[]] * num, [OUTCOME_ERROR] * num, {})
+
+
+def _are_scores(answer: Any, num: int) -> bool:
+    """Whether an answer has the form of ``reward_worker.call``: numbers within the limits, messages and spans."""
+    match answer:
+        case [list(values), list(reasons), list(spans)] if len(values) == len(spans) == num:
+            numbers = [x for value in values for x in (value if isinstance(value, list) else [value])]
+            pairs = [pair for some in spans if isinstance(some, list) for pair in some]
+            return (
+                all(x is None or is_number(x) for x in numbers)
+                and all(isinstance(reason, str) for reason in reasons)
+                and all(isinstance(some, list) for some in spans)
+                and all(isinstance(x, list) and len(x) == 2 and set(map(type, x)) == {int} for x in pairs)
+            )
+    return False
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of an answer can be a score."""
+    return type(value) in (int, float) and abs(value) <= reward_worker.MAX_SCORE  # false for NaN
+
 
 def failed(error: Exception) -> tuple[int, str]:
-    """Outcome and reason of a call that raised."""
+    """Return the outcome and the reason of a call that raised."""
     if isinstance(error, TimeoutError):
         return OUTCOME_TIMEOUT, str(error)
-    died = (EOFError, ConnectionError, UnicodeDecodeError, json.JSONDecodeError)
-    return OUTCOME_ERROR, "its process died" if isinstance(error, died) else reward_worker.message(error)
+    if isinstance(error, StrayLine):
+        return OUTCOME_ERROR, str(error)
+    died = isinstance(error, (EOFError, ConnectionError))
+    return OUTCOME_ERROR, "its process died" if died else reward_worker.message(error)
 
 
 class Worker:
@@ -219,7 +333,7 @@ class Worker:
             end([self])
             self.socket.close()
         self.socket, theirs = socket.socketpair()
-        self._ready, self.mark = False, f"{os.getpid()}.{time.monotonic_ns()}"
+        self._is_ready, self.mark = False, f"{os.getpid()}.{time.monotonic_ns()}"
         program = f"from jaxrl_llm.actor.{self._serves} import main; main({theirs.fileno()}, {self._specs!r})"
         with theirs:
             self.process = subprocess.Popen(
@@ -233,24 +347,62 @@ class Worker:
                 env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self.mark},
             )
 
-    def ask(self, call: tuple[Any, ...], timeout_s: float) -> Any:
-        """What the process answers to a call. When it raises, there is another process."""
-        payload = pickle.dumps(call)
-        self._printer.make_room()
+    def ready(self) -> None:
+        """Wait for a process that can take a call; replace one that died, or wrote a line unasked, since the last call.
+
+        Raises:
+            NoWorker: no such process starts.
+        """
         try:
-            if self.process.poll() is not None:  # it died while idle, which is not this call's fault
+            if self.process.poll() is not None or (self._is_ready and self._has_written()):
                 self._start()
-            if not self._ready and (said := self._hear(b"", MAX_START_S)) != reward_worker.READY:
-                raise OSError(f"no process starts: {said}")
-            self._ready = True
-            return self._hear(payload, timeout_s)
+            if not self._is_ready and (line := self._line(MAX_START_S)) != reward_worker.READY:
+                raise NoWorker(f"no process starts: {line!s:.300}")
+            self._is_ready = True
+        except NoWorker:
+            self._replace()
+            raise
+        except Exception as error:
+            self._replace()
+            raise NoWorker(f"no process starts: {failed(error)[1]}") from error
+
+    def _has_written(self) -> bool:
+        """Whether the process has written something, or closed the connection."""
+        self.socket.setblocking(False)
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def ask(self, call: tuple[Any, ...], timeout_s: float, is_answer: Callable[[Any], bool]) -> Any:
+        """Return what the process answers to a call. When the call fails, another process is started.
+
+        Raises:
+            TimeoutError: no answer in time.
+            StrayLine: a line without the call's mark came, or its answer is not what ``is_answer`` accepts.
+        """
+        mark = secrets.token_hex(16)
+        payload = pickle.dumps((mark, call))
+        self._printer.make_room()
+        self.ready()
+        try:
+            line = self._line(timeout_s, payload)
+            if not (isinstance(line, list) and len(line) == 2 and line[0] == mark and is_answer(line[1])):
+                raise StrayLine("its process wrote a line that does not answer the call")
+            return line[1]
         except Exception:
-            with contextlib.suppress(OSError):  # the next call says that none starts
-                self._start()
+            self._replace()
             raise
 
-    def _hear(self, payload: bytes, timeout_s: float) -> Any:
-        """Send the payload; the line of JSON that comes back."""
+    def _replace(self) -> None:
+        with contextlib.suppress(OSError):  # the next call says that none starts
+            self._start()
+
+    def _line(self, timeout_s: float, payload: bytes = b"") -> Any:
+        """Send the payload; return the line of JSON that comes back."""
         line, deadline = bytearray(), time.monotonic() + timeout_s
         try:
             self.socket.settimeout(timeout_s)
@@ -258,12 +410,17 @@ class Worker:
             while not line.endswith(b"\n"):
                 self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
                 received = self.socket.recv(2**20)
-                if not received or len(line) > 2**26:
+                if not received:
                     raise EOFError
                 line += received
+                if len(line) > MAX_ANSWER_BYTES:
+                    raise StrayLine(f"its process wrote more than {MAX_ANSWER_BYTES} bytes")
         except TimeoutError:
-            raise TimeoutError(f"no answer after {timeout_s:g} s") from None
-        return json.loads(line)
+            raise TimeoutError(f"no answer after {timeout_s:.3g} s") from None
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError):  # not JSON, two lines, or brackets without end
+            raise StrayLine("its process wrote a line that is not one line of JSON") from None
 
 
 def end(workers: Sequence[Worker]) -> None:
@@ -303,13 +460,13 @@ def imported(spec: str, said: str) -> Any:
         raise ConfigError(f"{said} cannot be used: {reward_worker.message(error)}") from error
 
 
-def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, tuple[str, ...]]:
-    """The spec that ``name`` stands for, and which of MORE it takes.
+def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, tuple[str, ...], bool]:
+    """Return the spec that ``name`` stands for, which of MORE it takes, and whether it scores completions one by one.
 
-    It imports, is a function, and takes every column that an example has. "environment" is none: it has its own reward.
+    The spec can be imported and names a function that takes every column of the examples. "environment" has no spec.
     """
     if name == "environment":
-        return "", ()
+        return "", (), False
     if name == "task" and not task_scorer:
         raise ConfigError("rewards.functions: 'task' means nothing here: this prompts.source has no scorer of its own")
     spec: Any = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
@@ -325,4 +482,4 @@ def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> t
         except TypeError as error:
             said = f"rewards.functions: {name!r} cannot score {origin}: {error}"
             raise ConfigError(f"{said}; given: {', '.join(given)}") from error
-    return spec, more
+    return spec, more, getattr(function, "one_by_one", False) is True

@@ -171,7 +171,7 @@ class Hindsight(Lines):
             self._worker = Worker([self._name], self._printer, "hindsight_worker")
         try:
             call = self._name, example.prompt, example.columns, texts, {}
-            made, reason = self._worker.ask(call, self._timeout_s)
+            made, reason = self._worker.ask(call, self._timeout_s, _are_lines)
         except Exception as error:
             made, reason = [], failed(error)[1]
         return [line.encode() for line in made], reason and f"{example.origin}: {visible(reason)}"
@@ -190,3 +190,11 @@ class Hindsight(Lines):
     def restore(self, state: dict[str, Any]) -> None:
         self._lines = [line.encode() for line in state["lines"]]
         self.skipped, self.failed = state["skipped"], state["failed"]
+
+
+def _are_lines(answer: Any) -> bool:
+    """Whether an answer has the form of ``hindsight_worker.call``."""
+    match answer:
+        case [list(lines), str()]:
+            return all(isinstance(line, str) for line in lines)
+    return False

@@ -13,8 +13,9 @@ from support.replies import by, text
 
 from jaxrl_llm.actor import environment_worker, evaluation
 from jaxrl_llm.actor.conversation import Played
-from jaxrl_llm.actor.environment import Environment, opened, shown
+from jaxrl_llm.actor.environment import Environment, _is_reply, opened, shown
 from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.actor.sources import Hindsight
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
@@ -418,3 +419,67 @@ def test_where_no_question_can_be_begun_the_first_reason_is_told(tmp_path):
     held_out = EvalConfig(num_prompts=1, name=str(tmp_path / "all.jsonl"))
     with pytest.raises(ConfigError, match=f"no question held out {where}"):
         evaluation.questions(dataclasses.replace(given, prompts=prompts, eval=held_out), Template(True))
+
+
+STRAY = """
+import os, stat
+
+def write_stray(line):
+    for descriptor in range(3, 64):
+        try:
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                os.write(descriptor, line)
+        except OSError:
+            pass
+
+def echo(prompt, turns, **columns):
+    if turns[-1] == "stray":
+        write_stray(b'[[{"role": "user", "content": "another\\'s"}], 1.0, null, null, null]\\\\n')
+    return turns[-1]
+
+def hindsight(prompts, completions, **columns):
+    if completions == ["stray"]:
+        write_stray(b'[["{}"], ""]\\\\n')
+    return [{"said": text} for text in completions]
+"""
+
+
+def test_a_stray_line_fails_one_turn_and_answers_no_other(tmp_path):
+    (tmp_path / "stray.py").write_text(STRAY)
+    own = EnvironmentsConfig(factory=f"{tmp_path}/stray.py:echo", num_workers=1, timeout_s=5.0)
+    with Environment(dataclasses.replace(Config(), environments=own), [ONE]) as environment:
+        replies = [environment.ask(i, ONE, [said], []).result(30) for i, said in enumerate(("a", "stray", "b", "c"))]
+    assert [reply.outcome for reply in replies] == [OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_SCORE]
+    assert [replies[i].answer for i in (0, 2, 3)] == [by("user", said) for said in ("a", "b", "c")]
+
+
+def test_a_stray_line_fails_one_call_of_a_hindsight_function(tmp_path):
+    (tmp_path / "stray.py").write_text(STRAY)
+    name, run = f"{tmp_path}/stray.py:hindsight", dataclasses.replace(Config(), rewards=RewardsConfig(timeout_s=5.0))
+    source = Hindsight(name, types.SimpleNamespace(config=run))
+    try:
+        made = [source._made_of(ONE, [said]) for said in ("a", "stray", "b", "c")]
+    finally:
+        source.close()
+    assert [lines for lines, _ in made] == [[b'{"said": "a"}'], [], [b'{"said": "b"}'], [b'{"said": "c"}']]
+    assert [bool(reason) for _, reason in made] == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_reply"),
+    [
+        ([[{"role": "user", "content": "a"}], None, None, None, None], True),
+        ([None, 1.0, None, {"a": 1}, []], True),
+        ([None, None, "it raised", None, None], True),
+        ([None, float("nan"), None, None, None], False),
+        ([None, "1", None, None, None], False),
+        ([None, True, None, None, None], False),
+        ([None, 1e13, None, None, None], False),
+        ([None, None, 3, None, None], False),
+        ([None] * 4, False),
+        ("reply", False),
+        (None, False),
+    ],
+)
+def test_only_what_has_the_form_of_a_reply_is_one(answer, is_reply):
+    assert _is_reply(answer) == is_reply

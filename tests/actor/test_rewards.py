@@ -410,7 +410,7 @@ def test_what_cannot_be_mended_is_counted_and_the_next_call_has_another_process(
         "close all": (E, "its process died"),
         "reopen all": (T, "no answer after 1 s"),
         "builtins": (E, "its process died"),
-        "junk": (E, "its process died"),
+        "junk": (E, "its process wrote a line that is not one line of JSON"),
         "stop": (T, "no answer after 1 s"),
         "fork and die": (E, "its process died"),
         "crash": (E, "its process died"),
@@ -668,6 +668,130 @@ def test_what_a_worker_prints_before_its_first_call_is_not_half_shown(capfd):
     os.write(printer.descriptor, b"called\n")
     printer.close()
     assert capfd.readouterr().err == "called\n"
+
+
+# ---- functions that score completions one by one -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["alone", "alone_by_class"])
+def test_of_a_function_that_scores_one_by_one_a_completion_fails_alone(name):
+    texts = ["1", "hang", "0.5", "raise", "die", "nan", "count", "killed", "exit", "-2"]
+    with pool(user(name), timeout_s=4.0) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, texts)])
+        after = rewards.collect([rewards.submit(EXAMPLE, ["3"])])
+    np.testing.assert_array_equal(got.outcome, [S, T, S, E, E, E, E, E, E, S])
+    np.testing.assert_array_equal(got.total, [1, NAN, 0.5, NAN, NAN, NAN, NAN, NAN, NAN, -2])
+    assert len(got.errors) == 5 and after.total.tolist() == [3.0]
+
+
+def test_completions_that_all_hang_take_the_time_of_one_call():
+    with pool(user("alone"), timeout_s=1.6) as rewards:
+        assert rewards.collect([rewards.submit(EXAMPLE, ["1"])]).total.tolist() == [1.0]
+        began = time.monotonic()
+        got = rewards.collect([rewards.submit(EXAMPLE, ["hang"] * 8)])
+        took = time.monotonic() - began
+    assert got.outcome.tolist() == [T] * 8
+    assert 1.5 < took < 1.6 + 8 * 1.5  # and eight starts of a process
+
+
+def test_siblings_of_completions_that_hang_keep_their_scores():
+    texts = ["hang"] * 6 + ["1", "2"]
+    with pool(user("alone"), timeout_s=4.0) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, texts)])
+    np.testing.assert_array_equal(got.total, [NAN] * 6 + [1, 2])
+    assert got.outcome.tolist() == [T] * 6 + [S] * 2
+
+
+def test_a_slow_completion_is_tried_again_with_the_time_that_the_others_left():
+    with pool(user("alone"), timeout_s=4.0) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, ["late 1.5 7", "1", "2", "3"])])
+    assert got.total.tolist() == [7.0, 1.0, 2.0, 3.0] and got.errors == ()
+
+
+def test_a_process_that_does_not_start_fails_the_completions_that_are_left_at_once(monkeypatch):
+    with pool(user("alone"), timeout_s=10.0) as rewards:
+        assert rewards.collect([rewards.submit(EXAMPLE, ["1"])]).total.tolist() == [1.0]
+
+        def none_left(*_, **__):
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(subprocess, "Popen", none_left)
+        got = rewards.collect([rewards.submit(EXAMPLE, ["1", "die", "2", "3"])])
+        monkeypatch.undo()
+        after = rewards.collect([rewards.submit(EXAMPLE, ["4"])])
+    np.testing.assert_array_equal(got.total, [1, NAN, NAN, NAN])
+    assert got.outcome.tolist() == [S, E, E, E] and after.total.tolist() == [4.0]
+
+
+def test_messages_and_turns_of_completions_that_are_scored_one_by_one():
+    with pool(user("alone_by_turn")) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, ["", ""], played("a x bb", "ccc"))])
+    np.testing.assert_array_equal(got.by_turn, [[1, 2, 0, 0], [3, 0, 0, 0]])
+
+
+def test_of_math_one_formula_fails_alone():
+    """A polynomial of three unknowns is within the bounds of a formula, and takes minutes to expand."""
+    pytest.importorskip("math_verify")
+    with pool("math", timeout_s=8.0) as rewards:
+        texts = [r"\boxed{5}", r"\boxed{(x+y+z)^{90}}", r"\boxed{4}", r"\boxed{9^{9^{9}}}"]
+        got = rewards.collect([rewards.submit(Example("?", {"answer": "5"}), texts)])
+    np.testing.assert_array_equal(got.total, [1, NAN, 0, 0])
+    assert got.outcome.tolist() == [S, T, S, S]
+
+
+# ---- lines on the socket that answer no call ---------------------------------------------------------------------
+
+
+def test_a_stray_line_is_an_error_of_its_call_and_shifts_no_answer():
+    strays = runpy.run_path(str(FUNCTIONS))["STRAYS"]
+    with pool(user("strays"), timeout_s=3.0) as rewards:
+        for kind in strays:
+            for text in ("a", kind, "bb", "ccc"):
+                got = rewards.collect([rewards.submit(EXAMPLE, [text])])
+                if text == kind:
+                    assert got.outcome.tolist() == [E] and np.isnan(got.total).all(), kind
+                else:
+                    assert got.total.tolist() == [len(text)], kind
+
+
+@pytest.mark.parametrize("kind", ["an answer", "no JSON", "without an end"])
+def test_a_line_that_comes_between_two_calls_fails_neither(kind):
+    with pool(user("strays"), timeout_s=3.0) as rewards:
+        got = []
+        for text in ("a", f"{kind}; later", "bb", "ccc"):
+            got += rewards.collect([rewards.submit(EXAMPLE, [text])]).total.tolist()
+            time.sleep(0.5)
+    assert got == [1, len(kind) + 7, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "null",
+        "[]",
+        "[[], [], []]",
+        "[[1.0, 1.0], [], [[], []]]",
+        "[[NaN], [], [[]]]",
+        "[[1e999], [], [[]]]",
+        "[[1e13], [], [[]]]",
+        "[[true], [], [[]]]",
+        '[["1.0"], [], [[]]]',
+        "[[{}], [], [[]]]",
+        "[[[[1.0]]], [], [[]]]",
+        "[[1.0], [1], [[]]]",
+        '[[1.0], "", [[]]]',
+        "[[1.0], [], [0]]",
+        "[[1.0], [], [[0]]]",
+        "[[1.0], [], [[[0]]]]",
+        '[[1.0], [], [[["a", 1]]]]',
+        '{"scores": [1.0]}',
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_of_its_call(answer):
+    with pool(user("forges"), user("process_id"), timeout_s=5.0) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, [answer])])
+    assert got.outcome.tolist() == [E] and np.isnan(got.parts[user("forges")]).all(), got
+    assert not np.isnan(got.parts[user("process_id")]).any()
 
 
 def there(reward, outcome=OUTCOME_SCORE):

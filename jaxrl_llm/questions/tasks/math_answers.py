@@ -93,6 +93,9 @@ def reward(prompts: list, completions: list[str], *, answer: list, **columns) ->
     return [float(_equals(text, labels[repr(right)])) for text, right in zip(completions, answer, strict=True)]
 
 
+reward.one_by_one = True  # a completion that takes too long fails alone
+
+
 def _equals(text: str, label: _Label) -> bool:
     marked = answers.marked(text)
     if marked == "":

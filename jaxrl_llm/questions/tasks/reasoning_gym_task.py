@@ -192,6 +192,9 @@ def reward(
     ]
 
 
+reward.one_by_one = True  # a completion that takes too long fails alone
+
+
 def again(prompt: Any, turns: list[str], **columns) -> str | None:
     """An environment (``environments.factory``): asks for another try until the dataset's scorer is content."""
     given = {name: [value] for name, value in columns.items()}
