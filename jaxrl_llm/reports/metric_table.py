@@ -22,6 +22,8 @@ AGE_LABELS = (
     *(f"{low}-{high}" if low < high else f"{high}" for low, high in zip(_LOWEST, AGE_BUCKETS, strict=False)),
     f"{_LOWEST[-1]}+",
 )
+# The reward function that takes the majority answer of a question for its label (TTRL).
+VOTE = "jaxrl_llm.questions.tasks.scores:majority"
 # Turns whose rewards are shown each by itself; later ones count in the total alone.
 TURNS_SHOWN = 4
 # Reward functions whose scores are shown each by itself; later ones too count in the total alone.
@@ -69,6 +71,20 @@ METRICS: dict[str, Metric] = {
         )
         for k in range(1, FUNCTIONS_SHOWN + 1)
     },
+    "rollout/majority_frac": Metric(
+        "fraction",
+        "Rollouts that give the majority answer of their question (scores:majority), over scored rollouts.",
+    ),
+    "rollout/label_accuracy": Metric(
+        "fraction",
+        "Questions whose majority answer is right, over questions with one. Another reward function, of weight 0, says "
+        "what is right (rewards.pass_threshold or more).",
+    ),
+    "rollout/reward_accuracy": Metric(
+        "fraction",
+        "Rollouts that scores:majority and that function judge alike, over the rollouts that both scored. At least the "
+        "label accuracy if wrong answers differ from each other.",
+    ),
     "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
     "rollout/degenerate_group_frac": Metric(
         "fraction",
@@ -315,6 +331,38 @@ def function_values(functions: Sequence[str], rewards: Rewards) -> dict[str, flo
     given = [np.asarray(rewards.parts[name]) for name in functions[:FUNCTIONS_SHOWN] if len(functions) > 1]
     scored = {f"rollout/reward_function_{k}": part[np.isfinite(part)] for k, part in enumerate(given, start=1)}
     return {name: float(part.mean()) for name, part in scored.items() if part.size}
+
+
+def vote_values(
+    functions: Sequence[str], weights: Sequence[float], threshold: float, sizes: Sequence[int], rewards: Rewards
+) -> dict[str, float]:
+    """Return how good the labels are that ``scores:majority`` votes for; {} if it is not among the functions.
+
+    Args:
+        threshold: the other function finds an answer right if its score is at least this.
+        sizes: rollouts of each group, in the order of the rewards.
+
+    Source: TTRL, arXiv:2504.16084, label accuracy, reward accuracy and majority ratio.
+    """
+    if VOTE not in functions:
+        return {}
+    votes = np.asarray(rewards.parts[VOTE])
+    values = {"rollout/majority_frac": float(votes[np.isfinite(votes)].mean())} if np.isfinite(votes).any() else {}
+    known = [name for name, weight in zip(functions, weights, strict=True) if weight == 0 and name != VOTE]
+    if not known:
+        return values
+    scores = np.asarray(rewards.parts[known[0]])
+    is_scored = np.isfinite(votes) & np.isfinite(scores)
+    is_label = is_scored & (votes == 1)
+    is_right = is_scored & (scores >= threshold)
+    group = np.repeat(np.arange(len(sizes)), sizes)
+    has_label = np.bincount(group, is_label, len(sizes)) > 0
+    label_is_right = np.bincount(group, is_label & is_right, len(sizes)) > 0
+    if has_label.any():
+        values["rollout/label_accuracy"] = float(label_is_right[has_label].mean())
+    if is_scored.any():
+        values["rollout/reward_accuracy"] = float((is_label == is_right)[is_scored].mean())
+    return values
 
 
 def evaluation_values(result: Mapping[str, Any]) -> dict[str, float | None]:

@@ -26,7 +26,7 @@ from tensorboardX.summary import scalar
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
 from jaxrl_llm.reports import records
-from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, function_values, turn_values
+from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, function_values, turn_values, vote_values
 from jaxrl_llm.runtime import hosts, json_lines
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -68,6 +68,13 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         **turn_values(turns, rewards),
         **function_values(config.rewards.functions, rewards),
+        **vote_values(
+            config.rewards.functions,
+            config.rewards.weights,
+            config.rewards.pass_threshold,
+            [len(group.lengths) for group in groups],
+            rewards,
+        ),
     }
 
 

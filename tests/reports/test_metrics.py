@@ -14,7 +14,7 @@ import rich.console
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
 from jaxrl_llm.reports import metrics
-from jaxrl_llm.reports.metric_table import RATIOS, function_values, turn_values
+from jaxrl_llm.reports.metric_table import RATIOS, VOTE, function_values, turn_values, vote_values
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, SHARED_FILE, STOP_EOS, STOP_LENGTH, STOP_STRING, Rewards
 
@@ -416,6 +416,30 @@ def test_rewards_by_turn_are_means_over_the_scored_rollouts_that_have_the_turn()
         "rollout/reward_turn_1": 2.0,
     }
     assert turn_values([], Rewards(total, {}, outcome)) == {}
+
+
+def test_labels_of_a_vote_are_compared_with_those_that_are_known():
+    """TTRL: four questions of three, of which one was not scored; by hand."""
+    votes = np.array([1, 1, 0, 1, 1, 0, 1, 0, 0, np.nan, np.nan, np.nan])
+    truth = np.array([1, 1, 0, 0, 0, 1, 0, 0, 0, 1.0, 1.0, 0.0])
+    outcome = np.array([OUTCOME_SCORE] * 9 + [OUTCOME_ERROR] * 3)
+    rewards = Rewards(np.zeros(12), {VOTE: votes, "task": truth}, outcome)
+    sizes = [3, 3, 3, 3]
+    values = vote_values((VOTE, "task"), (1.0, 0.0), 1.0, sizes, rewards)
+    assert values == {
+        "rollout/majority_frac": pytest.approx(5 / 9),
+        "rollout/label_accuracy": pytest.approx(1 / 3),  # of the three questions with a vote the first
+        "rollout/reward_accuracy": pytest.approx(5 / 9),  # 3 of 3, 0 of 3, 2 of 3
+    }
+    assert values["rollout/reward_accuracy"] >= values["rollout/label_accuracy"]
+    assert vote_values((VOTE, "task"), (1.0, 1.0), 1.0, sizes, rewards) == {
+        "rollout/majority_frac": pytest.approx(5 / 9)
+    }
+    assert vote_values(("task",), (0.0,), 1.0, sizes, rewards) == {}
+    config = freeze({"rewards": {"functions": (VOTE, "task"), "weights": (1.0, 0.0)}})
+    groups = [types.SimpleNamespace(lengths=[1] * 3, stop_reasons=[0] * 3, turns=[]) for _ in range(4)]
+    assert metrics.rollout_values(config, groups, rewards, 0)["rollout/label_accuracy"] == pytest.approx(1 / 3)
+    assert set(values) < set(METRICS)
 
 
 def test_each_of_several_reward_functions_has_a_mean_over_what_it_scored():

@@ -103,14 +103,14 @@ def _share(text: str, wanted: list) -> float:
 
 
 def majority(prompts: list, completions: list[str], **columns: Any) -> list[float]:
-    """1.0 where the answer is that of most of the question's completions; of several as frequent, the first said.
+    """Return 1.0 for the most frequent answer to the question, else 0.0; the first given wins a tie.
 
-    Completions without any answer vote for none. Give the right answer's function a weight of 0 besides, where it is
-    known, and samples.jsonl tells how good the votes are.
+    Completions without any answer vote for none. If the right answer is known, add its reward function with weight 0:
+    the metrics rollout/label_accuracy and rollout/reward_accuracy then say how good the votes are.
 
     Source: TTRL, Zuo et al. 2025, arXiv:2504.16084. Differs: all completions vote and are trained on; it has 64 vote
-        and trains on 32 of them, and a grader of mathematics say which answers are the label, where here they are the
-        same text, or the same number.
+        and trains on 32 of them, and a grader of mathematics says which answers are the label. Here two answers are
+        the same if they are the same number, choice, words or formula.
     """
     answers = [vote(text) for text in completions]
     votes = collections.Counter(answer for answer in answers if answer)
