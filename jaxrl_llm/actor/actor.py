@@ -75,7 +75,8 @@ class Actor:
         environment: Environment | None,
     ):
         self._config, self._stream, self._pool, self._external = run.config, stream, pool, external
-        self._decode, self._choose = tokenizer.decode, compiled.get("choose")
+        self._decode, self._byte_ids = tokenizer.decode, tokenizer.byte_ids
+        self._choose = compiled.get("choose")
         self._key = sharding.put(rng.stream(run.config.seed, "sample"), sharding.replicated(run.mesh, 0))
         talk = Conversations(environment, tokenizer, run.config) if environment else None
         how = run.config.rollout.max_lag_iterations, pool.check, talk
@@ -131,7 +132,7 @@ class Actor:
 
     def _score(self, group: FinishedGroup) -> Any:
         ids, is_masked = group.completions, "reward_mask" in self._config.algorithm.columns
-        in_spans = (lambda i, spans: tokens_in(self._decode, ids[i], spans)) if is_masked else None
+        in_spans = (lambda i, spans: tokens_in(self._decode, ids[i], spans, self._byte_ids)) if is_masked else None
         return self._pool.submit(group.example, [self._decode(c) for c in ids], group.played, in_spans)
 
     def _questions(self, groups: list[FinishedGroup]) -> list[int]:

@@ -8,13 +8,14 @@ Owns: which text may be one, where a row is cut, and the cut. Does not know: whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.actor import decoding
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING
@@ -58,7 +59,7 @@ def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.n
 
 def find(
     stops: Sequence[str],
-    decode_text: Callable[[list[int]], str],
+    decode_text: decoding.Decode,
     tokens: Mapping[int, np.ndarray],
     prompt_lengths: Mapping[tuple[int, int], int],
     reasons: np.ndarray,
@@ -87,18 +88,23 @@ def find(
     return new_length
 
 
-def completed_at(
-    stops: Sequence[str], decode_text: Callable[[list[int]], str], ids: list[int], looked_at: int
-) -> int | None:
-    """With how many of these tokens, more than were ``looked_at`` before, a stop string is complete; None: none is."""
+def completed_at(stops: Sequence[str], decode_text: decoding.Decode, ids: list[int], looked_at: int) -> int | None:
+    """Return with how many of these tokens, more than ``looked_at``, a stop string is first complete. None: none is.
 
-    def is_complete(ids: list[int]) -> bool:
-        text = decode_text(ids)
-        return any(stop in text for stop in stops)
-
-    if not stops or not is_complete(ids):
+    Only the new tokens are decoded, and as many before them as a stop string may reach back.
+    """
+    if not stops:
         return None
-    return next((n for n in range(looked_at + 1, len(ids)) if is_complete(ids[:n])), max(looked_at + 1, len(ids)))
+    is_complete = lambda text: any(stop in text for stop in stops)
+    begin = decoding.window_before(decode_text, ids, looked_at, max(map(len, stops)))
+    text = decode_text(ids[begin:])
+    # A replacement character before the end may hide a stop string that was complete before the row's newest bytes.
+    if not is_complete(text) and decoding.REPLACEMENT not in text[:-1]:
+        return None
+    for size in range(looked_at + 1, len(ids) + 1):
+        if is_complete(decode_text(ids[begin:size])) and (begin == 0 or is_complete(decode_text(ids[:size]))):
+            return size
+    return None
 
 
 def cut(state: Any, new_length: Any) -> tuple[Any, Any]:

@@ -1,14 +1,17 @@
-"""Spans of a completion's text that reward functions mask: how one says so, and which tokens they have.
+"""Spans of a completion's text that a reward function masks.
 
-Owns: these two. Does not know: what masking does (algorithms.shaping), jax.
+Owns: the form in which a reward function returns spans, and which tokens lie in them. Does not know: what masking does
+(algorithms.shaping), jax.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from jaxrl_llm.actor import decoding
 
 
 def unpacked(value: Any) -> tuple[Any, list[list[int]]]:
@@ -22,14 +25,35 @@ def unpacked(value: Any) -> tuple[Any, list[list[int]]]:
     return value, []
 
 
-def tokens_in(decode: Callable[[list[int]], str], ids: list[int], spans: Sequence[Sequence[int]]) -> list[int]:
-    """Places, from 0, of the tokens whose characters all lie within spans of the decoded text.
+def tokens_in(
+    decode: decoding.Decode, ids: list[int], spans: Sequence[Sequence[int]], byte_ids: Collection[int] = ()
+) -> list[int]:
+    """Return places, from 0, of the tokens whose characters all lie within spans of the decoded text.
 
-    A token that has a character beside them is not in, nor one without a character of its own, such as that of the end,
+    A token with a character outside the spans is left out. So is a token without a character of its own: the end token,
     or the first bytes of a character.
+
+    Args:
+        decode, byte_ids: as in ``decoding``.
     """
-    ends = [len(decode(ids[:i])) for i in range(len(ids) + 1)]
+    ends = decoding.prefix_lengths(decode, ids, byte_ids)
     # Bytes apart are one character each to some decoders, until the last of them makes one character of all.
     ends = [*itertools.accumulate(reversed(ends), min)][::-1]
-    inside = {i for start, stop in spans for i in range(max(start, 0), min(stop, ends[-1]))}
-    return [i for i in range(len(ids)) if ends[i] < ends[i + 1] and inside.issuperset(range(ends[i], ends[i + 1]))]
+    covered = _covered(spans, ends[-1])
+    return [
+        i
+        for i in range(len(ids))
+        if ends[i] < ends[i + 1] and covered[ends[i + 1]] - covered[ends[i]] == ends[i + 1] - ends[i]
+    ]
+
+
+def _covered(spans: Sequence[Sequence[int]], length: int) -> list[int]:
+    """Return how many of the first n characters lie within spans, of each n from 0 to ``length``."""
+    changes = [0] * (length + 1)
+    for start, stop in spans:
+        start, stop = max(start, 0), min(stop, length)
+        if start < stop:
+            changes[start] += 1
+            changes[stop] -= 1
+    depths = itertools.accumulate(changes[:-1])
+    return [0, *itertools.accumulate(int(depth > 0) for depth in depths)]

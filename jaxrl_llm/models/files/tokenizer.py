@@ -37,6 +37,7 @@ class Tokenizer:
         eos_ids: every id that ends a completion.
         end_id: the one that the chat template ends an answer with, or the tokenizer's own; None where there is none.
         bos_id, pad_id: as the files say, None where they do not.
+        byte_ids: tokens of one byte each of SentencePiece's byte fallback; none in other tokenizers.
     """
 
     def __init__(self, fast: Any, eos_ids: tuple[int, ...] = ()):
@@ -48,6 +49,8 @@ class Tokenizer:
         vocabulary = fast.get_vocab()
         used = (i for x, i in vocabulary.items() if x not in (fast.pad_token, IMAGE))
         self.vocab_size: int = 1 + max(used, default=0)
+        fallback = (vocabulary.get(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_ids: frozenset[int] = frozenset(i for i in fallback if i is not None)
         template = str(fast.chat_template)
         ends = () if "<|return|>" in vocabulary else END_OF_TURN  # of GPT-OSS's, <|end|> ends one message of several
         turn_ends = [vocabulary[end] for end in ends if end in vocabulary and end in template]

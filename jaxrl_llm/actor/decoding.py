@@ -1,0 +1,121 @@
+"""Text of a row of tokens that grows, at a cost that is linear in its tokens.
+
+A token may be a part of a character, and a tokenizer may drop the space at the beginning of a text. So the text of a
+row is not the texts of its tokens one after the other. It is the texts of its parts if the row is split at a *cut*: a
+place between two tokens, across which no character reaches. The functions decode from a cut a few tokens back, not the
+whole row.
+
+    decode      token ids -> text, ``Tokenizer.decode``
+    byte_ids    tokens of one byte, <0x00> to <0xFF>, of SentencePiece's byte fallback. A run of these is decoded as a
+                whole: if one of its bytes makes it invalid, each byte becomes a replacement character.
+
+Owns: where a row can be cut, and what of its text later tokens do not change. Does not know: tokenizers, stop strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+REPLACEMENT = "\ufffd"  # in the place of bytes that are no character, or not yet
+CHARACTER_TOKENS = 4  # a character has at most so many bytes
+WINDOW = 32  # tokens that are decoded with the new ones
+
+Decode = Callable[[list[int]], str]
+
+
+class GrowingText:
+    """The text of tokens that come in pieces. The pieces of text together are the text of all tokens."""
+
+    def __init__(self, decode: Decode, byte_ids: Collection[int] = ()):
+        self._decode, self._byte_ids = decode, byte_ids
+        self._ids: list[int] = []  # from a cut on
+        self._returned = 0  # characters of their text
+        self._open_run = 0  # tokens at the end that may be a part of a run of bytes
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Return the text that is certain after some more tokens."""
+        self._ids += ids
+        self._open_run = self._run_at_end(ids)
+        if self._open_run > len(ids):
+            return ""
+        text = self._decode(self._ids[: len(self._ids) - self._open_run])
+        certain = len(text) - text.endswith(REPLACEMENT)
+        new = text[self._returned : certain]
+        self._returned = max(self._returned, certain)
+        if len(self._ids) - self._open_run > 2 * WINDOW:
+            self._move()
+        return new
+
+    def _run_at_end(self, ids: Sequence[int]) -> int:
+        """Return how many tokens at the end may be a part of a run of bytes, after ``ids`` have come."""
+        if not self._byte_ids:
+            return 0
+        for size, i in enumerate(reversed(ids)):
+            if i not in self._byte_ids and self._decode([i]):
+                return size
+        return self._open_run + len(ids)
+
+    def finish(self) -> str:
+        """Return the rest of the text."""
+        return self._decode(self._ids)[self._returned :]
+
+    def _move(self) -> None:
+        """Forget tokens that the text of later ones does not need."""
+        closed = len(self._ids) - self._open_run
+        cut = last_cut(self._decode, self._ids, closed - WINDOW, self._byte_ids)
+        waiting = len(self._decode(self._ids[:closed])) - self._returned
+        kept = len(self._decode(self._ids[cut:closed])) - waiting
+        if kept > 0:
+            self._ids, self._returned = self._ids[cut:], kept
+
+
+def prefix_lengths(decode: Decode, ids: list[int], byte_ids: Collection[int] = ()) -> list[int]:
+    """Return ``len(decode(ids[:i]))`` of each i from 0 to ``len(ids)``."""
+    lengths, begin, before = [0], 0, 0  # characters before the window, and where it begins
+    for i in range(1, len(ids) + 1):
+        lengths.append(before + len(decode(ids[begin:i])))
+        if i - begin >= 2 * WINDOW and (i - begin) % WINDOW == 0:
+            cut = last_cut(decode, ids[begin:i], i - begin - WINDOW, byte_ids)
+            kept = len(decode(ids[begin + cut : i]))
+            if cut and kept:
+                begin, before = begin + cut, lengths[i] - kept
+    return lengths
+
+
+def window_before(decode: Decode, ids: list[int], place: int, chars: int) -> int:
+    """Return a cut before ``place`` with at least so many characters between, not counting those of its first token."""
+    size = max(chars, CHARACTER_TOKENS)
+    while True:
+        begin = last_cut(decode, ids, max(0, place - size))
+        if begin == 0:
+            return 0
+        text = decode(ids[begin:place])
+        # What shows as replacement characters may become one character for four of them.
+        unclear = text.count(REPLACEMENT)
+        if len(text) - unclear + unclear // 4 - len(decode(ids[begin : begin + 1])) >= chars:
+            return begin
+        size *= 2
+
+
+def last_cut(decode: Decode, ids: list[int], place: int, byte_ids: Collection[int] = ()) -> int:
+    """Return the last cut at or before ``place``."""
+    while place > 0 and not _is_cut(decode, ids, place, byte_ids):
+        place -= 1
+    return max(place, 0)
+
+
+def _is_cut(decode: Decode, ids: list[int], place: int, byte_ids: Collection[int]) -> bool:
+    if byte_ids and (ids[place] in byte_ids or not decode(ids[place : place + 1])):
+        return False
+    right = decode(ids[place : place + CHARACTER_TOKENS])
+    if not right:
+        return False
+    if right[0] != REPLACEMENT:
+        return True
+    size = CHARACTER_TOKENS
+    while True:
+        begin = max(0, place - size)
+        left = decode(ids[begin:place])
+        if begin == 0 or len(left) >= CHARACTER_TOKENS:
+            return decode(ids[begin : place + CHARACTER_TOKENS]) == left + right
+        size *= 2
