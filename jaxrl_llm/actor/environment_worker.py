@@ -3,9 +3,9 @@
 An environment is a class with the interface of TRL's: a constructor without arguments, ``reset(**columns)``, public
 methods with a docstring, which are the tools that the policy calls, and ``get_reward()`` if its episodes have a reward
 of their own. A turn calls tools as Qwen and Hermes do, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, or
-as other families (tools), and is answered by what they return; one that calls none is the last. Or an environment is a
-function ``(prompt, turns, **columns) -> str | None`` of the texts of all turns so far: its answer to the newest, None
-after the last. Or an agent (agents), which asks the policy for its turns.
+as other families do (tool_calls). The turn is answered by what the tools return. A turn without a call is the last. Or
+an environment is a function ``(prompt, turns, **columns) -> str | None``. It takes the texts of all turns so far and
+returns its answer to the newest, None after the last. Or it is an agent (agents), which asks the policy for its turns.
 
 An episode lives here from its first turn on. A process that has it not, for it is new or another began it, plays it
 again from what the policy said, and compares its answers; or, of a class with ``state()`` and ``restore(state)``, goes
@@ -25,8 +25,9 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxrl_llm.actor import agents, reward_worker, tools
+from jaxrl_llm.actor import agents, reward_worker, tool_calls
 from jaxrl_llm.actor.reward_worker import message
+from jaxrl_llm.runtime import json_lines
 from jaxrl_llm.runtime.functions import awaited
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
@@ -50,7 +51,7 @@ def is_saved(environment: type) -> bool:
 
 
 @functools.cache
-def _kinds_of(environment: type) -> dict[str, tools.Kinds]:
+def _kinds_of(environment: type) -> dict[str, tool_calls.Kinds]:
     """Of what its tools take, as far as they say it."""
     found = {}
     for name in tools_of(environment):
@@ -93,21 +94,21 @@ class Episode:
         What a tool raises, and what is wrong with a call, is told to the policy: it may do better.
         """
         self.num_turns += 1
-        results = [result for body in tools.apart(turn)[1] for result in self._results(body)]
+        results = [result for call in tool_calls.calls_of(turn) for result in self._results(call)]
         return [{"role": "tool", "content": result} for result in results] or None
 
-    def _results(self, body: str) -> list[str]:
+    def _results(self, call: tool_calls.Call) -> list[str]:
         try:
-            calls = tools.read(body, _kinds_of(type(self.own)))
+            functions = tool_calls.read(call, _kinds_of(type(self.own)))
         except Exception as error:
             return [_told(error)]
-        return [self._call(*call) for call in calls]
+        return [self._call(*function) for function in functions]
 
     def _call(self, name: str, arguments: dict[str, Any] | str) -> str:
         try:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r:.100}, but {', '.join(self.tools)}")
-            given = json.loads(arguments) if isinstance(arguments, str) else arguments
+            given = json_lines.strict(arguments) if isinstance(arguments, str) else arguments
         except Exception as error:
             return _told(error)
         try:

@@ -1,29 +1,19 @@
-"""Calls of tools in the OpenAI API's form, and in the text of models:
+"""Calls of tools between the OpenAI API's messages and the text of models.
 
-    <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>   Hermes, Qwen, SmolLM2: one or a list
-    <tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>   Qwen3-Coder, Qwen3.5
-    {"name": "weather", "parameters": {"city": "Paris"}}   Llama 3: the whole text, one or a list
-    [TOOL_CALLS][{"name": "weather", "arguments": {..}}]   Mistral; where its mark is a special token it is not there
-
-Owns: how messages with calls become texts, and texts calls. Does not know: routes, chat templates.
+Owns: how messages with calls become texts, and texts messages. Does not know: where a call begins and ends
+(``tool_calls``), routes, chat templates.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import re
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-BEGIN, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
-THOUGHT = "</think>"  # ends what the model thinks, whose beginning may stand in the prompt
-
-Kinds = Mapping[str, Collection[str]]  # JSON schema's types of what a tool takes, by parameter
+from jaxrl_llm.actor import tool_calls
+from jaxrl_llm.actor.tool_calls import BEGIN, END, Kinds
+from jaxrl_llm.runtime import json_lines
 
 
 def functions_of(tools: Any) -> list[dict[str, Any]]:
@@ -39,8 +29,8 @@ def functions_of(tools: Any) -> list[dict[str, Any]]:
 
 
 def _json(value: Any) -> str:
-    """As a model's text has it: characters as they are, but for halves of surrogate pairs, which are no text."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    """Return JSON as models write it: characters as they are, halves of surrogate pairs as escapes."""
+    return json_lines.written(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
 
 
 def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
@@ -83,7 +73,7 @@ def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
             ]
             said.append({"role": role, "content": content or "", "tool_calls": named})
         else:
-            written = [f"{BEGIN}\n{_json(function)}\n</tool_call>" for function in functions]
+            written = [f"{BEGIN}\n{_json(function)}\n{END}" for function in functions]
             answered = _texts("tool_call_id", message) if apart else {}
             said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])} | answered)
     return said
@@ -118,99 +108,62 @@ def _kinds_of(function: dict[str, Any]) -> Kinds:
 def _function(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # text that is no JSON is what was said
-            arguments = json.loads(arguments)
+        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays text
+            arguments = json_lines.strict(arguments)
     return {"name": function["name"], "arguments": arguments}
 
 
+class Message:
+    """The assistant's message of a turn whose text comes in pieces. Any split gives the same content and calls.
+
+    Args:
+        tools: those of the request, as ``functions_of`` returns them. Without any, a call is text.
+
+    Attributes:
+        tool_calls: after ``finish``, in the API's form. If one of the calls cannot be parsed, all of them are text.
+    """
+
+    def __init__(self, tools: Sequence[dict[str, Any]]):
+        self.tool_calls: list[dict[str, Any]] = []
+        self._kinds = {tool["function"]["name"]: _kinds_of(tool["function"]) for tool in tools}
+        self._reader = tool_calls.Reader() if tools else None
+
+    def feed(self, piece: str) -> str:
+        """Return the content that can be shown after one more piece of text."""
+        return piece if self._reader is None else self._reader.feed(piece)
+
+    def finish(self) -> str:
+        """Return the rest of the content."""
+        if self._reader is None:
+            return ""
+        self._reader.finish()
+        found = self._read()
+        for name, arguments in found:
+            arguments = arguments if isinstance(arguments, str) else _json(arguments)
+            function = {"name": name, "arguments": arguments}
+            self.tool_calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
+        return self._reader.rest(is_called=bool(found))
+
+    def _read(self) -> list[tuple[str, dict[str, Any] | str]]:
+        try:
+            return [one for call in self._reader.calls for one in tool_calls.read(call, self._kinds)]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return []
+
+
 def message_of(turn: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message of a turn, its calls apart where the request had tools."""
-    text, calls = calls_in(turn, tools) if tools else (turn, [])
-    return {"role": "assistant", "content": text} | ({"tool_calls": calls} if calls else {})
+    """Return the assistant's message of a whole turn, with its calls apart if the request had tools."""
+    content, calls = calls_in(turn, tools)
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
 
-def calls_in(text: str, tools: Sequence[dict[str, Any]] = ()) -> tuple[str | None, list[dict[str, Any]]]:
-    """What is said beside calls, None where nothing is, and the calls; where one of them is none, all of it is text.
+def calls_in(turn: str, tools: Sequence[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:
+    """Return the text beside the calls of a turn, None if there is only space, and the calls.
 
-    Args:
-        tools: those of the request, as ``functions_of`` returns them.
+    If a call cannot be parsed, or without ``tools``, the whole turn is text.
     """
-    beside, bodies = apart(text)
-    try:
-        kinds = {tool["function"]["name"]: _kinds_of(tool["function"]) for tool in tools}
-        found = [call for body in bodies for call in read(body, kinds)]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        found = []
-    calls = []
-    for name, arguments in found:
-        arguments = arguments if isinstance(arguments, str) else _json(arguments)
-        function = {"name": name, "arguments": arguments}
-        calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
-    return (beside.strip() or None) if calls else text, calls
-
-
-def apart(text: str) -> tuple[str, list[str]]:
-    """What is said beside calls, and the bodies of these, which ``read`` reads, be they right or wrong.
-
-    A call that stands in what the model thinks is none.
-    """
-    thought, answer = after_thinking(text)
-    if bodies := TOOL_CALL.findall(answer):
-        return thought + TOOL_CALL.sub("", answer), bodies
-    beside, mark, body = answer.partition(MISTRAL)
-    if mark:
-        return thought + beside, [body]
-    return (thought, [answer]) if _is_call(answer) else (text, [])
-
-
-def after_thinking(text: str) -> tuple[str, str]:
-    """What the model thinks, with its end, and what follows; together the text."""
-    thought, end, answer = text.rpartition(THOUGHT)
-    return thought + end, answer
-
-
-def may_become_call(text: str) -> bool:
-    """Whether the text may be the beginning of one that is a call as a whole."""
-    return re.match(r"\s*(\[\s*)?(\{|\Z)", text) is not None
-
-
-def _is_call(text: str) -> bool:
-    """Whether a text without marks is one: JSON that has other keys is an answer."""
-    if not text or not may_become_call(text):
-        return False
-    with contextlib.suppress(ValueError, RecursionError):
-        given = json.loads(text)
-        calls = given if isinstance(given, list) else [given]
-        has_all = lambda x: isinstance(x, dict) and "name" in x and ("arguments" in x or "parameters" in x)
-        return bool(calls) and all(map(has_all, calls))
-    return False
-
-
-def read(body: str, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, Any] | str]]:
-    """``(name, arguments)`` of each call in a body; arguments that are a text are JSON, or what was said.
-
-    Args:
-        kinds: by tool, of those of which something is known.
-
-    Raises:
-        ValueError, TypeError, KeyError: it holds none.
-    """
-    if found := FUNCTION.findall(body):
-        calls = [(name, PARAMETER.findall(inside), kinds.get(name, {})) for name, inside in found]
-        return [(name, {key: _value(text, of.get(key, ())) for key, text in given}) for name, given, of in calls]
-    given, calls = json.loads(body), []
-    for call in given if isinstance(given, list) else [given]:
-        name, arguments = call["name"], call["arguments"] if "arguments" in call else call.get("parameters", {})
-        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
-            raise TypeError(f"a call must have a name and arguments by name, and is {call!r:.100}")
-        calls.append((name, arguments))
-    return calls
-
-
-def _value(text: str, kinds: Collection[str]) -> Any:
-    """Of a parameter that stands in a text: the text where it takes one, else what JSON says, or the text."""
-    if "string" in kinds and not (text == "null" and "null" in kinds):
-        return text
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return text
+    message = Message(tools)
+    content = message.feed(turn)
+    content += message.finish()
+    is_empty = bool(message.tool_calls) and not content.strip()
+    return None if is_empty else content, message.tool_calls

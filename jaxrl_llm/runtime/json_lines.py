@@ -1,6 +1,9 @@
-"""Files of JSON, and of JSON lines: questions, answers, documents, what an agent has seen, what a run writes.
+"""JSON that other programs read, and files of JSON: questions, answers, documents, what a run writes.
 
-Owns: what a line of JSON is, and how a bad one is reported. Does not know: what its keys mean.
+Python's ``json`` writes and reads NaN and Infinity, which are not JSON. ``written`` writes whatever leaves the process.
+``strict`` reads what a model or a client sends.
+
+Owns: which JSON is written and read, what a line of it is, how a bad one is reported. Does not know: what keys mean.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +24,57 @@ MAX_DEPTH = 100  # of lists and objects in a row: columns go on to other process
 
 class BadRowError(Exception):
     """Why one row cannot be used."""
+
+
+def written(value: Any, **how: Any) -> str:
+    """Return ``value`` as JSON that every reader takes: a float that is not finite becomes null.
+
+    Args:
+        how: what ``json.dumps`` takes.
+    """
+    return json.dumps(finite(value), allow_nan=False, **how)
+
+
+def finite(value: Any) -> Any:
+    """Return ``value`` with None for every float that JSON cannot hold (the reward of a rollout that failed is NaN)."""
+    if isinstance(value, dict):
+        return {finite(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def strict(text: str | bytes) -> Any:
+    """Return the value of a JSON text that every reader of JSON reads alike.
+
+    Raises:
+        ValueError: not JSON, or NaN, Infinity, a number beyond a float, or a key that an object has twice.
+        RecursionError: nested too deeply.
+    """
+    return json.loads(text, parse_constant=_refused, parse_float=_float, object_pairs_hook=_distinct)
+
+
+def _refused(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.60} is too large")
+    return value
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise ValueError(f"the key {_twice(pairs)!r:.60} stands in an object twice")
+    return made
+
+
+def _twice(pairs: list[tuple[str, Any]]) -> str:
+    """Return the key that most pairs have."""
+    return collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -130,8 +185,7 @@ def parse(line: bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
-        twice = collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise BadRowError(f"key {twice!r:.60} stands in an object twice")
+        raise BadRowError(f"key {_twice(pairs)!r:.60} stands in an object twice")
     return made
 
 

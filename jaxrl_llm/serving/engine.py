@@ -178,7 +178,7 @@ class Engine:
             request, first = row.request, len(row.request.prompt)
             end = min(int(lengths[*where, 0]) - first, request.max_tokens)
             begin, is_over = len(row.drawn), bool(reasons[*where, 0] != STOP_NONE)
-            row.drawn = tokens[*where, 0, first : first + end].tolist()
+            row.drawn += tokens[*where, 0, first + begin : first + end].tolist()
             why = "stop" if is_over and row.drawn[-1] in self.sampler.eos_ids else None
             if (stopped := self._stopped(row, begin)) is not None:
                 end, why = stopped, "stop"

@@ -29,6 +29,7 @@ from jaxrl_llm.actor import openai_api, stop_strings, tools
 from jaxrl_llm.actor.environment import has_place_for_tools
 from jaxrl_llm.actor.openai_api import Refused
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.serving.content import Content
 from jaxrl_llm.serving.engine import BusyError, Engine, Request
 
 POLL_S = 1.0  # between looks at whether a client is still there
@@ -147,8 +148,8 @@ class Handler(openai_api.Handler):
             if stream:
                 return self._stream(request, base, wants_usage, given, wants_logprobs)
             tokens, logps, why = self._whole(request)
-        text = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=True)
-        message = tools.message_of(text, given)
+        text = Content(self.server.tokenizer, request.stop, [])
+        message = tools.message_of(text.feed(tokens) + text.finish(), given)
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else why}
         choice["logprobs"] = self._logprobs(tokens, logps) if wants_logprobs else None
         usage = openai_api.usage(len(ids), len(tokens))
@@ -185,25 +186,20 @@ class Handler(openai_api.Handler):
             say({"choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": logprobs}]})
             logps.clear()
 
-        tokens, logps, said, held = [], [], "", (tools.BEGIN, tools.MISTRAL) if given else ()
+        tokens, logps = [], []
+        content = Content(self.server.tokenizer, request.stop, given)
         delta({"role": "assistant", "content": ""})
         for new, its_logps, why in self._deltas(request):
             tokens += new
             logps += its_logps
-            whole = _before(self.server.tokenizer.decode(tokens), request.stop, is_whole=bool(why))
-            text, calls = tools.calls_in(whole, given) if given and why else (whole, [])
-            if calls:
-                text = tools.apart(whole)[0]
-            elif not why:  # what may be a call is not told as text
-                thought, answer = tools.after_thinking(whole)
-                is_held = given and tools.may_become_call(answer)
-                text = thought + ("" if is_held else _before(answer, held, is_whole=False))
-            if len(text) > len(said):  # what was said stays said, if later bytes make of its last character another
-                delta({"content": text[len(said) :]})
-                said = text
-            if calls:
-                delta({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
+            text = content.feed(new)
+            text += content.finish() if why else ""
+            if text:
+                delta({"content": text})
             if why:
+                calls = content.tool_calls
+                if calls:
+                    delta({"tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]})
                 delta({}, "tool_calls" if calls else why)
         if wants_usage:
             say({"choices": [], "usage": openai_api.usage(len(request.prompt), len(tokens))})
@@ -305,8 +301,10 @@ class Handler(openai_api.Handler):
 
     def _whole(self, request: Request) -> tuple[list[int], list[float], str | None]:
         tokens, logps, why = [], [], None
-        for new, of_new, ended in self._deltas(request):
-            tokens, logps, why = tokens + new, logps + of_new, ended
+        for new, its_logps, ended in self._deltas(request):
+            tokens += new
+            logps += its_logps
+            why = ended
         return tokens, logps, why
 
 
@@ -314,15 +312,3 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | None):
         raise Refused(400, f"{name}={value!r:.100} must be true or false")
     return bool(value)
-
-
-def _before(text: str, stop: tuple[str, ...], *, is_whole: bool) -> str:
-    """What may be shown of a text: all before a stop string, and while more may come, before what may become one."""
-    places = [place for x in stop if (place := text.find(x)) >= 0]
-    if places:
-        return text[: min(places)]
-    if is_whole:
-        return text
-    text = text.rstrip("\ufffd")  # half a character is no text yet
-    begun = [n for x in stop for n in range(1, len(x)) if text.endswith(x[:n])]
-    return text[: len(text) - max(begun, default=0)]

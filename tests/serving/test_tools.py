@@ -16,6 +16,7 @@ import pytest
 from jaxrl_llm.actor import stop_strings, tools
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.environments import chat
+from jaxrl_llm.serving.content import TextBefore
 from jaxrl_llm.serving.http import Server
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -59,6 +60,8 @@ class Broken(Scripted):
 
 class Characters:
     """A tokenizer of characters, whose template has a place for tools and for calls of them or has none."""
+
+    byte_ids = frozenset()
 
     def __init__(self, takes_tools, takes_calls=False):
         self.takes_tools, self.takes_calls, self.seen = takes_tools, takes_calls, []
@@ -127,7 +130,7 @@ def scripted(text, takes_tools=True, takes_calls=False, *, kind=Scripted, host="
     ],
 )
 def test_what_a_text_calls(text, content, calls):
-    said, found = tools.calls_in(text)
+    said, found = tools.calls_in(text, TOOLS)
     assert said == content
     assert [(x["function"]["name"], json.loads(x["function"]["arguments"])) for x in found] == calls
     assert len({x["id"] for x in found}) == len(found) and all(x["type"] == "function" for x in found)
@@ -180,7 +183,7 @@ def test_calls_come_as_calls_whole_and_streamed(text, content, called):
             assert choice["message"] == {"role": "assistant", "content": text}
         streamed = stream(server, {"messages": messages, "tools": TOOLS})
         shown = "".join(delta.get("content") or "" for delta, _ in streamed)
-        assert shown.strip() == (content or "")
+        assert shown == (content or "")
         told = [call for delta, _ in streamed for call in delta.get("tool_calls", [])]
         assert [call["function"] for call in told] == got and [call["index"] for call in told] == [*range(len(got))]
         assert streamed[-1][1] == ("tool_calls" if called else "stop")
@@ -239,7 +242,7 @@ def test_an_assistants_calls_and_a_tools_answer_are_read_back():
         assert ask(server, CHAT, {"messages": messages, "tools": TOOLS, "parallel_tool_calls": True})[0] == 200
         texts = [message["content"] for message in tokenizer.seen[-1][0]]
         assert texts == ["Rain?", CALL, "no"]
-        assert tools.calls_in(texts[1])[1][0]["function"] == call["function"]
+        assert tools.calls_in(texts[1], TOOLS)[1][0]["function"] == call["function"]
 
 
 @pytest.mark.parametrize("asked", [{}, {"tools": TOOLS}])
@@ -337,7 +340,7 @@ def test_texts_that_are_not_english_are_told_as_they_are():
     assert "Zürich? 天气" in system["content"]
     (said,) = tools.texts_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert '"ort": "Zürich"' in said["content"]
-    assert tools.calls_in(said["content"])[1][0]["function"] == call["function"]
+    assert tools.calls_in(said["content"], TOOLS)[1][0]["function"] == call["function"]
     call["function"]["arguments"] = '{"ort": "\\ud800"}'  # half a pair is no text, and stays an escape
     assert '"ort": "\\ud800"' in tools.texts_of([{"role": "assistant", "tool_calls": [call]}])[0]["content"]
 
@@ -443,12 +446,31 @@ def test_a_client_is_told_why_it_is_refused():
         assert chat.said(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
 
 
-def test_stop_strings_are_looked_for_in_one_decoding():
+def test_stop_strings_are_looked_for_in_the_new_tokens():
     decoded = []
 
     def decode(ids):
         decoded.append(len(ids))
         return "".join(map(chr, ids))
 
-    assert stop_strings.completed_at(["x", "y", "cd"], decode, [ord(c) for c in "abcde"], 3) == 4
-    assert decoded == [5, 4] and stop_strings.completed_at([], decode, [1], 0) is None and decoded == [5, 4]
+    row = [ord(x) for x in "a" * 1000 + "bcde"]
+    assert stop_strings.completed_at(["x", "y", "cd"], decode, row, 1002) == 1003
+    assert sum(decoded) < 100 + 1003  # the whole row once, where the window has one
+    decoded.clear()
+    assert stop_strings.completed_at(["x", "y"], decode, row, 1002) is None and sum(decoded) < 100
+    decoded.clear()
+    assert stop_strings.completed_at([], decode, [1], 0) is None and decoded == []
+
+
+def test_the_text_before_stop_strings_is_that_before_the_first_to_be_complete():
+    for stops, text, expected in (
+        (("abcd", "bc"), "xabcd", "xa"),
+        (("b", "ab"), "xab", "x"),
+        (("END",), "the EN", "the EN"),
+        (("\n\n",), "a\n\nb", "a"),
+        ((), "a", "a"),
+    ):
+        for size in range(1, len(text) + 1):
+            before = TextBefore(stops)
+            pieces = [before.feed(text[i : i + size]) for i in range(0, len(text), size)]
+            assert "".join(pieces) + before.finish() == expected

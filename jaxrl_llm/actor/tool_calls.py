@@ -1,0 +1,460 @@
+"""Calls of tools in the text of a model, read while the text comes or all at once.
+
+    <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>   Hermes, Qwen, SmolLM2: one or a list
+    <tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>   Qwen3-Coder, Qwen3.5
+    {"name": "weather", "parameters": {"city": "Paris"}}   Llama 3: the whole text, one or a list
+    [TOOL_CALLS][{"name": "weather", "arguments": {..}}]   Mistral, with its mark or not
+
+A mark inside an argument is part of the argument: JSON is parsed to its end, and ``</parameter>`` closes a value only
+if the next element of the grammar follows. Calls before the last ``</think>`` that stands outside of a call are part of
+what the model thinks.
+
+Owns: the grammar of calls, and where one begins and ends. Does not know: the OpenAI API, tools, routes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Collection, Generator, Mapping
+from typing import Any
+
+from jaxrl_llm.runtime import json_lines
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+MISTRAL = "[TOOL_CALLS]"
+THINK, THOUGHT = "<think>", "</think>"  # the beginning of a thought may stand in the prompt
+MARKS = (BEGIN, END, MISTRAL, THOUGHT)
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+MAX_NAME_CHARS = 256
+
+_MARK = re.compile("|".join(map(re.escape, MARKS)))
+_NAME = re.compile(rf"([^>\n]{{1,{MAX_NAME_CHARS}}})>")
+_SPACE = re.compile(r"\s*")
+_JSON_SPACE = re.compile(r"[ \t\n\r]*")
+_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_WORD = re.compile(r"[-+.0-9A-Za-z]*")
+_SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_NO_CALL = re.compile(r"\s*(?:[^\s<{\[]|<[^f])")  # where it matches behind a mark, no call begins
+_LATER_CALL = re.compile(rf"{BEGIN}\s*(?:{FUNCTION}|[\[{{])")
+
+Kinds = Mapping[str, Collection[str]]  # types of JSON schema that a tool takes, by parameter
+Step = Generator[None, None, Any]  # a part of the parser: it yields when it needs more text
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call, or what stands in the place of one.
+
+    Attributes:
+        body: the text between the marks.
+        start, end: where the call begins and ends in the text, marks included.
+        functions: name and parameters' texts of each function in Qwen3-Coder's form. None if the body is JSON.
+        is_broken: the body is not of the grammar. ``read`` raises.
+    """
+
+    body: str
+    start: int
+    end: int
+    functions: list[tuple[str, list[tuple[str, str]]]] | None = None
+    is_broken: bool = False
+
+
+class Reader:
+    """Parser of one turn's text, which comes in pieces. Any split into pieces gives the same text and calls.
+
+    Attributes:
+        calls: the calls after the last thought, in order, after ``finish``.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._is_broken = False  # one of the calls is
+        self._text = ""
+        self._is_whole = False
+        self._settled = 0  # the text before it stays text, whatever comes
+        self._solid = 0  # the end of the last word before that
+        self._shown = 0
+        self._closes: dict[bool, tuple[int, float]] = {}  # by form of a value: a start, and the next end after it
+        self._unclosed: set[int] = set()  # starts of values after which no call ends
+        self._thought_in_value: int | None = None
+        self._parser = self._turn()
+
+    def feed(self, piece: str) -> str:
+        """Return the text that can be shown after one more piece. Space at its end waits for more text."""
+        self._text += piece
+        settled = self._settled
+        next(self._parser, None)
+        new = self._text[settled : self._settled].rstrip()
+        if new:
+            self._solid = settled + len(new)
+        shown, self._shown = self._shown, max(self._shown, self._solid)
+        return self._text[shown : self._shown]
+
+    def finish(self) -> None:
+        """The text has ended: read the rest of it."""
+        self._is_whole = True
+        next(self._parser, None)
+
+    def rest(self, *, is_called: bool) -> str:
+        """Return the text that was not shown, without the calls and the space around it if they are carried out."""
+        if not is_called:
+            return self._text[self._shown :]
+        beside, place = [], self._shown
+        for call in self.calls:
+            beside.append(self._text[place : call.start])
+            place = call.end
+        text = "".join([*beside, self._text[place:]]).rstrip()
+        return text if self._shown else text.lstrip()
+
+    # ---- the grammar ----
+
+    def _turn(self) -> Step:
+        place = 0
+        while place is not None:
+            place = yield from self._answer(place)
+
+    def _answer(self, place: int) -> Step:
+        """Read what follows a thought. Return where the next thought ends, None at the end of the text."""
+        self.calls, self._is_broken = [], False
+        place = yield from self._call_without_mark(place)
+        opened = mistral = None  # the last mark of each kind without a call behind it
+        while True:
+            mark = yield from self._next_mark(place)
+            if mark is None:
+                break
+            place = mark.end()
+            if mark[0] == THOUGHT:
+                return self._end_thought(place)
+            if mark[0] == BEGIN:
+                call = None if _NO_CALL.match(self._text, place) else (yield from self._marked_call(mark))
+                if self._thought_in_value is not None:
+                    return self._end_thought(self._thought_in_value)
+                opened = mark if call is None else None
+                if call is not None:
+                    place = self._add(call)
+            elif mark[0] == END and opened is not None:
+                body = self._text[opened.end() : mark.start()]
+                self._add(Call(body, opened.start(), place, is_broken=True))
+                opened = None
+            elif mark[0] == MISTRAL:
+                mistral = mark
+                end = yield from self._json_after(place)
+                after = None if end is None else (yield from self._after_space(end))
+                place = place if end is None else end
+                if after is not None and after == len(self._text):
+                    self._add(Call(self._text[mark.end() : end], mark.start(), after))
+                    place, mistral = after, None
+        if mistral is not None and not self.calls:
+            self._add(Call(self._text[mistral.end() :], mistral.start(), len(self._text), is_broken=True))
+        return None
+
+    def _end_thought(self, place: int) -> int:
+        self.calls, self._is_broken = [], False
+        self._thought_in_value = None
+        self._settled = place
+        return place
+
+    def _add(self, call: Call) -> int:
+        self._is_broken = self._is_broken or call.is_broken
+        self.calls.append(call)
+        return call.end
+
+    def _settle(self, place: int) -> None:
+        """Note that all before ``place`` is text, unless it has calls that may be carried out."""
+        if not self.calls or self._is_broken:
+            self._settled = max(self._settled, place)
+
+    def _next_mark(self, place: int) -> Step:
+        """Return the match of the next mark, None at the end of the text."""
+        while True:
+            mark = _MARK.search(self._text, place)
+            if mark is not None:
+                self._settle(mark.start())
+                return mark
+            place = max(place, len(self._text) - len(_begun_mark(self._text)))
+            self._settle(place)
+            if self._is_whole:
+                return None
+            yield
+
+    def _call_without_mark(self, begin: int) -> Step:
+        """Read JSON that is the whole answer, as Llama calls. Return from where marks are to be looked for."""
+        end = yield from self._json_after(begin)
+        if end is None:
+            return begin
+        if not _is_call(self._text[begin:end]):
+            return end
+        after = yield from self._after_space(end)
+        if after < len(self._text):
+            return end
+        return self._add(Call(self._text[begin:end], begin, after))
+
+    def _marked_call(self, mark: re.Match) -> Step:
+        """Return the call behind a mark, None if there is none."""
+        place = yield from self._after_space(mark.end())
+        if (yield from self._starts(place, FUNCTION)):
+            return (yield from self._written_call(mark.start(), mark.end(), place))
+        end = yield from self._json_after(place)
+        if end is None:
+            return None
+        after = yield from self._after_space(end)
+        if not (yield from self._starts(after, END)):
+            return None
+        return Call(self._text[mark.end() : after], mark.start(), after + len(END))
+
+    # ---- Qwen3-Coder's form ----
+
+    def _written_call(self, start: int, begin: int, place: int) -> Step:
+        """Return the call whose first function stands at ``place``, None if it is not of the grammar."""
+        functions: list[tuple[str, list[tuple[str, str]]]] = []
+        values: list[int] = []
+        while not (yield from self._starts(place, END)):
+            name, place = yield from self._named(place, FUNCTION)
+            if name is None:
+                break
+            functions.append((name, []))
+            place = yield from self._parameters(place, functions[-1][1], values)
+            if place is None:
+                break
+        else:
+            return Call(self._text[begin:place], start, place + len(END), functions)
+        self._unclosed.update(values)
+        return None
+
+    def _parameters(self, place: int, found: list[tuple[str, str]], values: list[int]) -> Step:
+        """Add a function's parameters to ``found``, and where their values begin to ``values``.
+
+        Return the place of what follows the function, None if it is not of the grammar.
+        """
+        while True:
+            place = yield from self._after_space(place)
+            if (yield from self._starts(place, FUNCTION_END)):
+                return (yield from self._after_space(place + len(FUNCTION_END)))
+            name, begin = yield from self._named(place, PARAMETER)
+            if name is None or begin in self._unclosed:
+                return None
+            values.append(begin)
+            close = yield from self._close(begin)
+            if close is None or self._ends_thought(begin, close):
+                return None
+            value = self._text[begin:close].removeprefix("\n").removesuffix("\n")
+            found.append((name, value))
+            place = close + len(PARAMETER_END)
+
+    def _close(self, begin: int) -> Step:
+        """Return the place of the ``</parameter>`` that closes the value at ``begin``, None if none does."""
+        on_lines = yield from self._starts(begin, "\n")
+        start, close = self._closes.get(on_lines, (0, -1))
+        if not start <= begin <= close:
+            close, place = -1, begin
+            while close < 0:
+                place = yield from self._find(PARAMETER_END, place)
+                if place is None:
+                    close = float("inf")
+                elif (yield from self._is_closed(place + len(PARAMETER_END), on_lines)):
+                    close = place
+                else:
+                    place += 1
+            self._closes[on_lines] = begin, close
+        return None if close == float("inf") else close
+
+    def _is_closed(self, begin: int, on_lines: bool) -> Step:
+        """Return whether another parameter, or the end of the function and what may follow it, stands at ``begin``."""
+        place = yield from self._after_space(begin)
+        if (yield from self._starts(place, FUNCTION_END)):
+            place = yield from self._after_space(place + len(FUNCTION_END))
+            if (yield from self._starts(place, END)):
+                return True
+            name, _ = yield from self._named(place, FUNCTION)
+            return name is not None
+        if on_lines and place > begin and "\n" not in self._text[begin:place]:
+            return False  # the template writes each parameter on lines of its own
+        name, _ = yield from self._named(place, PARAMETER)
+        return name is not None
+
+    def _ends_thought(self, begin: int, close: int) -> bool:
+        """Return whether a call that was never finished is only mentioned in a thought, after which another call comes.
+
+        The thought's end is then kept in ``_thought_in_value``.
+        """
+        end = self._text.find(THOUGHT, begin, close)
+        if end < 0 or self._text.find(THINK, begin, end) >= 0:
+            return False
+        if _LATER_CALL.search(self._text, end, close) is None:
+            return False
+        self._thought_in_value = end + len(THOUGHT)
+        return True
+
+    def _named(self, place: int, mark: str) -> Step:
+        """Return (name, its end) of ``<function=NAME>`` or ``<parameter=NAME>``; name is None if it is not there."""
+        if (yield from self._starts(place, mark)):
+            place += len(mark)
+            while True:
+                name = _NAME.match(self._text, place)
+                if name is not None:
+                    return name[1], name.end()
+                begun = self._text[place : place + MAX_NAME_CHARS + 1]
+                if self._is_whole or len(begun) > MAX_NAME_CHARS or "\n" in begun or ">" in begun:
+                    break
+                yield
+        return None, place
+
+    # ---- JSON ----
+
+    def _json_after(self, place: int) -> Step:
+        """Return the end of the JSON object or list that follows, None if there is none."""
+        place = yield from self._after_space(place)
+        if self._text[place : place + 1] not in ("{", "["):
+            return None
+        closers: list[str] = []
+        expected = "value"
+        while True:
+            place = yield from self._after_space(place, _JSON_SPACE)
+            sign = self._text[place : place + 1]
+            if sign == "":
+                return None
+            if sign in "]}" and closers and sign == closers[-1] and expected in ("first value", "first key", "next"):
+                closers.pop()
+                place += 1
+                expected = "next"
+                if not closers:
+                    return place
+            elif expected == "next" and sign == ",":
+                expected = "key" if closers[-1] == "}" else "value"
+                place += 1
+            elif expected == "colon" and sign == ":":
+                expected = "value"
+                place += 1
+            elif expected.endswith("key") and sign == '"':
+                expected = "colon"
+                place = yield from self._string(place + 1)
+            elif expected.endswith("value") and sign in "{[":
+                closers.append("}" if sign == "{" else "]")
+                expected = "first key" if sign == "{" else "first value"
+                place += 1
+            elif expected.endswith("value"):
+                expected = "next"
+                place = yield from (self._string(place + 1) if sign == '"' else self._scalar(place))
+            else:
+                return None
+            if place is None:
+                return None
+
+    def _string(self, place: int) -> Step:
+        """Return the end of the string whose characters begin at ``place``, None if it is not JSON."""
+        while True:
+            place = _PLAIN.match(self._text, place).end()
+            sign = self._text[place : place + 1]
+            if sign == '"':
+                return place + 1
+            escape = _ESCAPE.match(self._text, place)
+            if escape is not None:
+                place = escape.end()
+            elif self._is_whole or (sign and (sign != "\\" or len(self._text) - place >= len(r"\u0000"))):
+                return None
+            else:
+                yield
+
+    def _scalar(self, begin: int) -> Step:
+        """Return the end of the number, true, false or null at ``begin``, None if there is none."""
+        place = begin
+        while True:
+            place = _WORD.match(self._text, place).end()
+            if place < len(self._text) or self._is_whole:
+                return place if _SCALAR.fullmatch(self._text, begin, place) else None
+            yield
+
+    # ---- text that may go on ----
+
+    def _after_space(self, place: int, space: re.Pattern = _SPACE) -> Step:
+        """Return the place after the space that begins at ``place``."""
+        while True:
+            place = space.match(self._text, place).end()
+            if place < len(self._text) or self._is_whole:
+                return place
+            yield
+
+    def _starts(self, place: int, wanted: str) -> Step:
+        """Return whether ``wanted`` stands at ``place``."""
+        while True:
+            there = self._text[place : place + len(wanted)]
+            if there == wanted or self._is_whole or not wanted.startswith(there):
+                return there == wanted
+            yield
+
+    def _find(self, wanted: str, place: int) -> Step:
+        """Return the next place of ``wanted``, None if there is none."""
+        while True:
+            found = self._text.find(wanted, place)
+            if found >= 0:
+                return found
+            if self._is_whole:
+                return None
+            place = max(place, len(self._text) - len(wanted) + 1)
+            yield
+
+
+def _begun_mark(text: str) -> str:
+    """Return the end of a text that may become a mark."""
+    tail = text[1 - max(map(len, MARKS)) :]
+    begun = tail[max(tail.rfind("<"), tail.rfind("[")) :]
+    return begun if begun and any(mark.startswith(begun) for mark in MARKS) else ""
+
+
+def _is_call(text: str) -> bool:
+    """Return whether JSON without marks calls tools: JSON with other keys is an answer."""
+    with contextlib.suppress(ValueError, RecursionError):
+        given = json_lines.strict(text)
+        calls = given if isinstance(given, list) else [given]
+        has_all = lambda x: isinstance(x, dict) and "name" in x and ("arguments" in x or "parameters" in x)
+        return bool(calls) and all(map(has_all, calls))
+    return False
+
+
+def calls_of(text: str) -> list[Call]:
+    """Return the calls of a turn, broken ones too."""
+    reader = Reader()
+    reader.feed(text)
+    reader.finish()
+    return reader.calls
+
+
+def read(call: Call, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, Any] | str]]:
+    """Return ``(name, arguments)`` of each function that a call names. Arguments that are text are JSON or plain text.
+
+    Args:
+        kinds: the types of parameters by tool, as far as they are known.
+
+    Raises:
+        ValueError, TypeError, KeyError, RecursionError: the call cannot be parsed.
+    """
+    if call.functions is not None:
+        return [
+            (name, {key: _value(text, kinds.get(name, {}).get(key, ())) for key, text in parameters})
+            for name, parameters in call.functions
+        ]
+    if call.body.lstrip().startswith(FUNCTION):
+        form = f"{FUNCTION}NAME>{PARAMETER}KEY>VALUE{PARAMETER_END}{FUNCTION_END}"
+        raise ValueError(f"the call {call.body!r:.100} must have the form {form}")
+    given = json_lines.strict(call.body)
+    found = []
+    for one in given if isinstance(given, list) else [given]:
+        name = one["name"]
+        arguments = one["arguments"] if "arguments" in one else one.get("parameters", {})
+        if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
+            raise TypeError(f"a call must have a name and arguments by name, and is {one!r:.100}")
+        found.append((name, arguments))
+    return found
+
+
+def _value(text: str, kinds: Collection[str]) -> Any:
+    """Return a parameter's value: the text if the parameter takes text, else what it is in JSON, or the text."""
+    if "string" in kinds and not (text == "null" and "null" in kinds):
+        return text
+    with contextlib.suppress(ValueError, RecursionError):
+        return json_lines.strict(text)
+    return text

@@ -1,0 +1,68 @@
+"""The content and the tool calls of an answer, from its tokens as they come or from all at once.
+
+    tokens --> text (decoding.GrowingText) --> text before a stop string --> content beside calls (tools.Message)
+
+Owns: the order of these steps, and what stop strings leave of a text. Does not know: requests, events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_llm.actor import decoding, tools
+
+
+class Content:
+    """An answer that comes in pieces of tokens. Any split into pieces gives the same content and calls.
+
+    Args:
+        tokenizer: with ``decode`` and ``byte_ids``.
+        stops: the answer ends before the first of these texts.
+        functions: the request's tools; without any, calls are text.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], functions: Sequence[dict[str, Any]]):
+        self._text = decoding.GrowingText(tokenizer.decode, tokenizer.byte_ids)
+        self._before = TextBefore(stops)
+        self._message = tools.Message(functions)
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls in the OpenAI API's form, after ``finish``."""
+        return self._message.tool_calls
+
+    def feed(self, tokens: list[int]) -> str:
+        """Return the content that can be shown after some more tokens."""
+        return self._message.feed(self._before.feed(self._text.feed(tokens)))
+
+    def finish(self) -> str:
+        """Return the rest of the content."""
+        text = self._before.feed(self._text.finish()) + self._before.finish()
+        return self._message.feed(text) + self._message.finish()
+
+
+class TextBefore:
+    """The part of a text before the stop string that is complete first."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held, self._is_over = stops, "", False
+
+    def feed(self, piece: str) -> str:
+        """Return what is certain to stand before a stop string after one more piece."""
+        if self._is_over:
+            return ""
+        text = self._held + piece
+        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self._is_over, self._held = True, ""
+            return text[: min(found)[1]]
+        begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+        certain = len(text) - max(begun, default=0)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """Return what was held back because it might have become a stop string."""
+        held, self._held = self._held, ""
+        return held
