@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.actor import evaluation, resampling
+from jaxrl_llm.actor import evaluation, quotas, resampling
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, flatten
 from jaxrl_llm.learner import adapter_modules, low_memory, optim, publish
@@ -119,6 +119,7 @@ def assemble(
     most = (config.update.micro_batch_tokens if packed else padded_tokens) // shards
     chunk = chunk_tokens(setting, mesh.devices.flat[0], most=most, vocab=model.arch.vocab_size, packed=packed)
     sampler_mesh = sharding.sampler_mesh(config.mesh, mesh)
+    rollout = config.rollout
     sampler = Sampler(
         model=model_of(config, arch, sampler_mesh),
         mesh=sampler_mesh,
@@ -130,7 +131,13 @@ def assemble(
         max_prompt_tokens=config.prompts.max_tokens,
         num_slots=config.num_slots,
         chunk_steps=config.rollout.chunk_steps,
-        lookahead=config.rollout.lookahead_prompts,
+        lookahead=rollout.lookahead_prompts,
+        slack=quotas.slack_of(
+            rollout.prompts_per_iteration,
+            rollout.lookahead_prompts,
+            sharding.num_data_shards(sampler_mesh),
+            rollout.max_lag_iterations,
+        ),
         keeps_entropy=config.keeps_entropy,
         keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
         keeps_experts=config.model.routing_replay,

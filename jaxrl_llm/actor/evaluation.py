@@ -192,6 +192,7 @@ def sampler_of(config: Config, sampler: Sampler) -> Sampler:
         group_size=samples,
         num_slots=min(at_once * samples, slots),
         lookahead=0,
+        slack=0,
         keeps_support=False,
         keeps_entropy=False,
         keeps_old_logp=False,

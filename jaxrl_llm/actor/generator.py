@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm.actor import staleness, stop_strings
+from jaxrl_llm.actor import quotas, staleness, stop_strings
 from jaxrl_llm.actor.conversation import Conversations
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import sharding
@@ -133,7 +133,6 @@ class Generator:
         if self.state is None:
             self.state = self.run["init_sampler"]()
         self._open(params, prompts)
-        per_shard = sampler.num_prompts // sampler.shards
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
         # A stop string is found on the host alone: there the next chunk waits for what the host has to say.
         ahead = 0 if sampler.sampling.stop_strings else 1
@@ -159,17 +158,20 @@ class Generator:
             leaving = self._read(reasons, lengths, *heard)
             # Every shard must have its share, oldest prompts first, and with it those that may not stay.
             done = [[where for where in self.finished if where[0] == shard] for shard in range(sampler.shards)]
-            if all(len(places) >= per_shard for places in done) and due <= self.finished.keys():
+            is_enough = quotas.is_enough(np.array([len(places) for places in done]), sampler.num_prompts, sampler.slack)
+            if is_enough and due <= self.finished.keys():
                 break
         self._receive(leaving, on_finished)
-        self._chosen = [sorted(x, key=lambda where: self.open_prompts[where].group_id)[:per_shard] for x in done]
-        return [self.finished[where] for places in self._chosen for where in places]
+        age = lambda where: self.open_prompts[where].group_id
+        self._chosen = quotas.chosen(done, age, due, sampler.num_prompts, sampler.slack)
+        return [self.finished[where] for where in quotas.in_rows(self._chosen, sampler.num_prompts)]
 
     def take(self) -> Rollout:
         """P*G rows of the groups that the last call of ``generate`` gave, in the same order; on the device."""
-        entries = np.asarray([[entry for _, entry in places] for places in self._chosen], np.int32)
-        entries = sharding.put(entries, sharding.leading(self.sampler.mesh, entries))
-        rollout, draws, self.state = self.run["collect"](self.state, entries)
+        sampler = self.sampler
+        leaving = quotas.arrays(self._chosen, sampler.num_prompts, sampler.slack, sampler.entries)
+        leaving = sharding.put(leaving, sharding.leading(sampler.mesh, leaving))
+        rollout, draws, self.state = self.run["collect"](self.state, *leaving)
         self.draws.append(draws)
         for where in (where for places in self._chosen for where in places):
             del self.open_prompts[where], self.finished[where]

@@ -10,7 +10,7 @@
 
 A slot starts at the last prompt token (its own cache takes that token's key, the prompt's is hidden), so
 every completion token, the first one too, is drawn in the one decode step. All bookkeeping is local to a
-data shard m: no collective moves a rollout. With ``lookahead_prompts`` the table holds prompts of later
+data shard m: no collective moves a rollout until it leaves. With ``lookahead_prompts`` the table holds prompts of later
 iterations, which keep the slots busy while stragglers finish; their state stays here between iterations.
 
 Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all
@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.actor import stop_strings, turns
+from jaxrl_llm.actor import quotas, stop_strings, turns
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models import delta_rule, moe
 from jaxrl_llm.models import rope as ropes
@@ -86,6 +86,7 @@ class Sampler:
         learner_mesh: where the rollouts go, the same devices; None = as ``mesh``.
         keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
         keeps_experts: the learner is to choose each token's experts again.
+        slack: groups that a shard may give to a call beyond its share (``quotas``).
         eos_ids: tokens that end a completion; () never stops early.
         cuts_rows: the host ends rows, as at stop strings, where it wants to.
         answer_tokens: A, the most an environment answers when they end a turn; 0 = they end the completion.
@@ -108,6 +109,7 @@ class Sampler:
     keeps_old_logp: bool = False
     keeps_experts: bool = False
     cuts_rows: bool = False
+    slack: int = 0
     answer_tokens: int = 0
     turn_tokens: int = 0
     branches: tuple[int, int] = (0, 0)
@@ -190,8 +192,15 @@ class Sampler:
 
     def abstract_rollout(self) -> Rollout:
         """Shapes of what an iteration generates; on no device yet."""
-        entry = jax.ShapeDtypeStruct((self.shards, self.num_prompts // self.shards), jnp.int32)
-        return jax.eval_shape(self._collect, jax.eval_shape(self._empty), entry)[0]
+        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._leaving)
+        return jax.eval_shape(self._collect, jax.eval_shape(self._empty), *given)[0]
+
+    @property
+    def _leaving(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Abstract arguments of ``_collect``: what ``quotas.arrays`` makes."""
+        M, quota = self.shards, self.num_prompts // self.shards
+        entry = sharding.rows(self.mesh, (M, quota + self.slack), jnp.int32)
+        return (entry, sharding.rows(self.mesh, (M, quota), jnp.int32)) if self.slack else (entry,)
 
     # ---- programs ----------------------------------------------------------------------------------
 
@@ -205,7 +214,7 @@ class Sampler:
         scalar = sharding.undivided(self.mesh, jnp.int32)
         key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "sample")).dtype)
         entry = rows((M, P // M), jnp.int32)
-        rollout = jax.eval_shape(self._collect, state, entry)[0]
+        rollout = jax.eval_shape(self._collect, state, *self._leaving)[0]
         table, A = (M, self.entries, self.group_size), self.answer_tokens
         answers = (rows((*table, A), jnp.int32), rows(table, jnp.int32)) if A else ()
         told = (*(whole,) * 4, *(rows((M,), jnp.int32).sharding,) * 2) if A else whole
@@ -230,7 +239,7 @@ class Sampler:
             ),
             "collect": Program(
                 self._collect,
-                (state, entry),
+                (state, *self._leaving),
                 (sharding.leading(self.learner_mesh or self.mesh, rollout), whole, state_layout),
                 donate=(0,),
             ),
@@ -307,9 +316,9 @@ class Sampler:
     def _decode(self, params, state: SamplerState, version, key, due, *answers):
         """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
 
-        Where every shard has its share of finished prompts already, and none that is ``due`` [M, E] bool is unfinished,
-        nothing is done: the host, which dispatches a chunk before it knows what the one before has brought, may come
-        with one too many.
+        If enough groups have finished already (``quotas.is_enough``) and none that is ``due`` [M, E] bool is
+        unfinished, nothing is done: the host dispatches a chunk before it knows what the one before has brought, so it
+        may dispatch one too many.
 
         Args:
             answers: of an environment to the rows that wait, as ``turns.hear`` has them.
@@ -318,7 +327,8 @@ class Sampler:
         ``turns.told`` says.
         """
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
-        is_wanted = jnp.any(jnp.sum(finished, axis=1) < self.num_prompts // self.shards) | jnp.any(due & ~finished)
+        is_enough = quotas.is_enough(jnp.sum(finished, axis=1), self.num_prompts, self.slack)
+        is_wanted = ~is_enough | jnp.any(due & ~finished)
         # Not a condition of the loop alone: what all its steps share costs too.
         state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key, answers), state)
         return state, turns.told(state) if answers else (state.stop_reason, state.length)
@@ -456,10 +466,10 @@ class Sampler:
         """Tokens [M,G,S] of one open prompt's rows by shard, each where they lie."""
         return sharding.by_device(jax.vmap(lambda t, e: t[e]), tokens, entry_M, axes=(("batch",),) * 2)
 
-    def _collect(self, state: SamplerState, entry_MP) -> tuple[Rollout, DrawSums, SamplerState]:
-        """Take P finished groups out of the table, shard by shard in the order given, and free their entries."""
+    def _collect(self, state: SamplerState, entry_MX, *source_MP) -> tuple[Rollout, DrawSums, SamplerState]:
+        """Take P finished groups out of the table, as ``quotas.arrays`` names them, and free their entries."""
         G = self.group_size
-        take = lambda x: jax.vmap(lambda t, e: t[e])(x, entry_MP)  # [M, P/M, G, ...]
+        take = lambda x: quotas.take(x, entry_MX, *source_MP)  # [M, P/M, G, ...]
         flat = lambda x: take(x).reshape(-1, *x.shape[3:])
         group_id = jnp.repeat(take(state.group_id).reshape(-1), G)
         rollout = Rollout(
@@ -472,7 +482,7 @@ class Sampler:
             stop_reason=flat(state.stop_reason),
             columns={name: flat(x) for name, x in state.columns.items()},
         )
-        free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT))(state.group_id, entry_MP)
+        free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT, mode="drop"))(state.group_id, entry_MX)
         return rollout, state.drawn, state.replace(group_id=free, drawn=self._no_draws())
 
 

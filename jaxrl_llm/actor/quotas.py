@@ -1,0 +1,127 @@
+"""Quotas: how many finished groups each data shard gives to an iteration, and which ones.
+
+The learner takes the same number of rows from every shard: the quota, P / M groups. If each shard had to finish its own
+quota, the slowest shard would decide when a call of ``generate`` ends, and with few groups a shard it would take twice
+as long. So a call ends when all shards together have P finished groups. A shard may give up to ``slack`` groups beyond
+its quota, and the surplus moves to the shards that have less:
+
+    shard 0   quota 4, 6 finished     gives 5     rows 1-4 stay, row 5 moves -+
+    shard 1   quota 4, 3 finished     gives 3     rows 1-3 stay, row 4  <-----+
+
+``benchmarks/shard_quotas.py`` simulates what a slack gains.
+
+Letters: M data shards, P groups of a call, q = P / M the quota, s the slack, E entries of a shard, G rows of a group.
+Owns: when a call has enough, which groups leave, how a surplus moves. Does not know: how a group is generated, what
+must leave with a call (``staleness``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.runtime import sharding
+
+Place = tuple[int, int]  # shard, entry
+
+
+def slack_of(num_prompts: int, lookahead: int, shards: int, max_lag: int) -> int:
+    """Return how many groups beyond its quota a shard may give: the root of the quota, rounded up.
+
+    The result is 0 in three cases:
+
+    - Without lookahead prompts, every open group leaves with its call.
+    - With one shard, there is no other shard to give to.
+    - With a staleness gate so tight that a shard may have to give its whole quota to keep the gate.
+    """
+    quota, entries = num_prompts // shards, (num_prompts + lookahead) // shards
+    if lookahead == 0 or shards == 1 or 0 < max_lag * quota < entries:
+        return 0
+    return min(math.isqrt(quota - 1) + 1, entries - quota)
+
+
+def is_enough(num_finished_M: Any, num_prompts: int, slack: int) -> Any:
+    """Return whether the shards' finished groups fill a call; for numpy and, inside a program, for jax arrays."""
+    quota = num_prompts // num_finished_M.shape[0]
+    return num_finished_M.clip(0, quota + slack).sum() >= num_prompts
+
+
+def chosen(
+    finished: list[list[Place]], age: Callable[[Place], int], due: set[Place], num_prompts: int, slack: int
+) -> list[list[Place]]:
+    """Return the P groups that leave, by the shard that has them, oldest first.
+
+    Those that are due leave in any case, then the oldest of all shards, at most the quota and the slack of each.
+
+    Args:
+        finished: places of finished groups by shard, ``is_enough`` of them, the due ones among them.
+        age: gives a number for a place, smaller for older groups.
+    """
+    most = num_prompts // len(finished) + slack
+    queue = sorted((place for places in finished for place in places), key=lambda x: (x not in due, age(x)))
+    leaving: list[list[Place]] = [[] for _ in finished]
+    left = num_prompts
+    for place in queue:
+        of_shard = leaving[place[0]]
+        if left and len(of_shard) < most:
+            of_shard.append(place)
+            left -= 1
+    return [sorted(places, key=age) for places in leaving]
+
+
+def in_rows(leaving: list[list[Place]], num_prompts: int) -> list[Place]:
+    """Return the places in the order of the rollout's groups: a shard's own, then what moves to it."""
+    quota = num_prompts // len(leaving)
+    surplus = iter([place for places in leaving for place in places[quota:]])
+    rows = []
+    for places in leaving:
+        own = places[:quota]
+        rows += own + [next(surplus) for _ in range(quota - len(own))]
+    return rows
+
+
+def arrays(leaving: list[list[Place]], num_prompts: int, slack: int, entries: int) -> tuple[np.ndarray, ...]:
+    """Return what ``take`` needs of the groups that leave.
+
+    Returns:
+        Entries [M,q+s] i32, ``entries`` where a shard gives less. With a slack, also from where each group of a shard's
+        quota comes [M,q] i32: -1 = its own, otherwise its number among the M s groups beyond the quotas.
+    """
+    M = len(leaving)
+    quota = num_prompts // M
+    entry = np.full((M, quota + slack), entries, np.int32)
+    for shard, places in enumerate(leaving):
+        entry[shard, : len(places)] = [where[1] for where in places]
+    if not slack:
+        return (entry,)
+    surplus = iter([shard * slack + i for shard, places in enumerate(leaving) for i in range(len(places) - quota)])
+    source = np.full((M, quota), -1, np.int32)
+    for shard, places in enumerate(leaving):
+        for row in range(len(places), quota):
+            source[shard, row] = next(surplus)
+    return entry, source
+
+
+def take(table: jax.Array, entry_MX: jax.Array, source_Mq: jax.Array | None = None) -> jax.Array:
+    """Return the groups [M,q,...] of a table [M,E,...] that leave, where ``arrays`` puts them.
+
+    Only the groups beyond the quotas are sent: every device receives all M s of them.
+    """
+    each = jax.vmap(lambda of_shard, entry: of_shard[entry])(table, entry_MX)
+    if source_Mq is None:
+        return each
+    quota = source_Mq.shape[1]
+    own, beyond = each[:, :quota], each[:, quota:]
+    beyond = beyond.reshape(-1, *beyond.shape[2:])
+    beyond = sharding.constrain(beyond, *(None,) * beyond.ndim)
+
+    def moved(own: jax.Array, source: jax.Array, beyond: jax.Array) -> jax.Array:
+        is_own = (source < 0).reshape(*source.shape, *(1,) * (own.ndim - 2))
+        return jnp.where(is_own, own, beyond[jnp.maximum(source, 0)])
+
+    return sharding.by_device(moved, own, source_Mq, beyond, axes=(("batch",), ("batch",), jax.P()))
