@@ -134,6 +134,10 @@ class RolloutConfig:
     chunk_steps: Count = 8
     # Lookahead: prompts started ahead, lest slots idle. Rollouts may then span policy versions (recorded per token).
     lookahead_prompts: int = 0
+    # Stale caches: what becomes of the cached keys and values (or states) of a half-written answer when the weights
+    # change. "recompute" computes them anew from the answer's tokens: later tokens are then exactly the new policy's.
+    # "keep" goes on with those of the older weights, which costs nothing. Prompts are always computed anew.
+    stale_cache: Literal["recompute", "keep"] = "recompute"
     # Staleness gate: no prompt stays open for more than so many iterations beyond its first. Stragglers are waited for,
     # and fewer prompts started ahead if need be; a round of max_resample_rounds counts like one. 0 = it may stay.
     max_lag_iterations: int = 0

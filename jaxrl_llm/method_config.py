@@ -310,6 +310,11 @@ class MethodFacts:
             ("algorithm.critic.clip", a.critic.bins > 0, "for [algorithm.critic.bins]: a clip is of a number"),
         ):
             yield not must or flat[name] == 0, f"[{name}] must be 0 {why}"
+        yield (
+            c.rollout.lookahead_prompts > 0 or c.rollout.stale_cache == "recompute",
+            "[rollout.stale_cache] must be 'recompute' without rollout.lookahead_prompts: then no answer goes on under "
+            "other weights",
+        )
         n, alone = c.environments, "with environments.factory: the policy's own ends are what ends its turns"
         for name, none in (("sampling.stop_strings", ()), ("external.groups_per_iteration", 0)):
             yield n.factory == "" or flat[name] == none, f"[{name}] must be {none!r} {alone}"

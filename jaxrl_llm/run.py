@@ -138,6 +138,7 @@ def assemble(
             sharding.num_data_shards(sampler_mesh),
             rollout.max_lag_iterations,
         ),
+        stale_cache=rollout.stale_cache if rollout.lookahead_prompts else "",
         keeps_entropy=config.keeps_entropy,
         keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
         keeps_experts=config.model.routing_replay,

@@ -246,6 +246,10 @@ def test_the_defaults_are_a_config():
             "rollout.max_lag_iterations=2 must be 0 without rollout.lookahead_prompts",
         ),
         (
+            {"rollout": {"stale_cache": "keep"}},
+            "rollout.stale_cache='keep' must be 'recompute' without rollout.lookahead_prompts",
+        ),
+        (
             {"sampling": {"top_k": 65, "support_tokens": 64}},
             "sampling.top_k=65 must be at most sampling.support_tokens=64: the ids that a token is drawn among are",
         ),
@@ -929,6 +933,7 @@ ALIVE = {
     "rollout.chunk_steps": (3, program("decode"), {}),
     "rollout.lookahead_prompts": (8, shapes, {}),
     "rollout.max_lag_iterations": (1, opened, {"rollout.lookahead_prompts": 16}),
+    "rollout.stale_cache": ("keep", program("reread"), {"rollout.lookahead_prompts": 16}),
     "rollout.max_resample_rounds": (2, asked, {}),
     "rollout.weights": ("int8", program("decode"), {}),
     "rewards.functions": ((f"{FUNCTIONS}:length",), scores, {}),

@@ -4,7 +4,8 @@
 
 Clipped against the weights before the iteration's updates; what those would have drawn more or less often than the
 policy that did is weighed, and left out where it is more than five times as likely. Two batches of prompts are sampled
-ahead, none stays open for more than four iterations, and each rollout is trained on once, in one of two minibatches.
+ahead, none stays open for more than four iterations, and what a half-written answer has in the cache is computed anew
+with the new weights. Each rollout is trained on once, in one of two minibatches.
 Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches, where the released configs have four.
 """
 

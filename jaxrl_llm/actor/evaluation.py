@@ -193,6 +193,7 @@ def sampler_of(config: Config, sampler: Sampler) -> Sampler:
         num_slots=min(at_once * samples, slots),
         lookahead=0,
         slack=0,
+        stale_cache="",
         keeps_support=False,
         keeps_entropy=False,
         keeps_old_logp=False,

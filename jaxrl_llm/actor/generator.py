@@ -94,7 +94,7 @@ class Generator:
         self.open_prompts: dict[tuple[int, int], OpenPrompt] = {}  # by shard and entry
         # Groups that finished and were not taken yet, tickets included.
         self.finished: dict[tuple[int, int], FinishedGroup] = {}
-        self._chosen: list[list[tuple[int, int]]] = []  # places of those of the last call, by shard
+        self._chosen: list[list[tuple[int, int]]] = []  # places of the groups of the last call, by shard
         self.draws: list[DrawSums] = []  # of the calls since ``take_draws``
 
     def prompts_wanted(self) -> int:
@@ -132,7 +132,9 @@ class Generator:
         sampler = self.sampler
         if self.state is None:
             self.state = self.run["init_sampler"]()
-        self._open(params, prompts)
+        if sampler.stale_cache:
+            self.state = self.run["reread"](params, self.state, version)
+        self._open(params, prompts, version)
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
         # A stop string is found on the host alone: there the next chunk waits for what the host has to say.
         ahead = 0 if sampler.sampling.stop_strings else 1
@@ -156,7 +158,6 @@ class Generator:
             if sampler.sampling.stop_strings:
                 reasons, lengths = stop_strings.stop(self, reasons, lengths, scanned)
             leaving = self._read(reasons, lengths, *heard)
-            # Every shard must have its share, oldest prompts first, and with it those that may not stay.
             done = [[where for where in self.finished if where[0] == shard] for shard in range(sampler.shards)]
             is_enough = quotas.is_enough(np.array([len(places) for places in done]), sampler.num_prompts, sampler.slack)
             if is_enough and due <= self.finished.keys():
@@ -223,7 +224,7 @@ class Generator:
         """Note a prompt that a restored device state has open, since so many calls."""
         self.open_prompts[shard, entry] = OpenPrompt(group_id, example, prompt, self.calls - lag)
 
-    def _open(self, params: Any, prompts: PromptBatch) -> None:
+    def _open(self, params: Any, prompts: PromptBatch, version: jax.Array) -> None:
         """Prefill new prompts into free entries, P at a time, dealt contiguously over the shards."""
         sampler = self.sampler
         P, M, E = sampler.num_prompts, sampler.shards, sampler.entries
@@ -232,6 +233,7 @@ class Generator:
         assert total == sum(map(len, free)), "one prompt for every free entry"
         starts = np.cumsum([0, *map(len, free)])
         waves = -(-max(map(len, free)) // (P // M))
+        of_version = (version,) if sampler.stale_cache else ()
         for wave in range(waves):
             index = np.zeros((M, P // M), np.int64)
             entry = np.full((M, P // M), E, np.int32)  # E: dropped on the device
@@ -244,4 +246,4 @@ class Generator:
             flat = index.reshape(-1)
             arrays = (prompts.tokens[flat], prompts.length[flat], prompts.group_id[flat], entry)
             arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
-            self.state = self.run["prefill"](params, self.state, *arrays)
+            self.state = self.run["prefill"](params, self.state, *arrays, *of_version)

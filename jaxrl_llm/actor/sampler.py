@@ -13,6 +13,9 @@ every completion token, the first one too, is drawn in the one decode step. All 
 data shard m: no collective moves a rollout until it leaves. With ``lookahead_prompts`` the table holds prompts of later
 iterations, which keep the slots busy while stragglers finish; their state stays here between iterations.
 
+Weights then change under open rollouts. What was computed of them under older weights is stale: ``_reread`` computes it
+anew before the next chunk, the prompts always and the tokens drawn so far if ``stale_cache`` says so.
+
 Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all
 shards, L prompt width, C completion width, S row width, K key heads, H head size, N ids of a support.
 Owns: sampler state and its programs. Does not know: the host loop that runs them, text.
@@ -69,6 +72,8 @@ class SamplerState:
     stop_reason: jax.Array  # [M, E, G] i8
     started: jax.Array  # [M, E, G] bool, has had a slot
     group_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
+    # [M, E] i32 version of the weights that prompt_k and prompt_v were computed with; None if weights never change.
+    prompt_version: jax.Array | None
     drawn: DrawSums  # since the last groups were collected
     columns: Mapping[str, jax.Array]  # [M, E, G, S, ...], as a Rollout has them
     waiting: Mapping[str, jax.Array]  # rows that wait for an environment (turns.empty); {} without one
@@ -81,12 +86,14 @@ class Sampler:
     Attributes:
         num_prompts: P, prompts collected per call of ``generate``.
         lookahead: further prompts that may be open.
+        slack: groups that a shard may give to a call beyond its share (``quotas``).
+        stale_cache: what becomes of the cached tokens of rows that are in the middle of an answer when weights change,
+            "keep" or "recompute"; "" = weights never change while a rollout is open.
         keeps_support: a learner will want the log-probs of what is drawn.
         keeps_entropy: credit will want the entropies of what it was drawn from.
         learner_mesh: where the rollouts go, the same devices; None = as ``mesh``.
         keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
         keeps_experts: the learner is to choose each token's experts again.
-        slack: groups that a shard may give to a call beyond its share (``quotas``).
         eos_ids: tokens that end a completion; () never stops early.
         cuts_rows: the host ends rows, as at stop strings, where it wants to.
         answer_tokens: A, the most an environment answers when they end a turn; 0 = they end the completion.
@@ -104,12 +111,13 @@ class Sampler:
     num_slots: int
     chunk_steps: int
     lookahead: int = 0
+    slack: int = 0
+    stale_cache: str = ""
     keeps_support: bool = True
     keeps_entropy: bool = False
     keeps_old_logp: bool = False
     keeps_experts: bool = False
     cuts_rows: bool = False
-    slack: int = 0
     answer_tokens: int = 0
     turn_tokens: int = 0
     branches: tuple[int, int] = (0, 0)
@@ -170,6 +178,7 @@ class Sampler:
             stop_reason=jnp.zeros((M, E, G), jnp.int8),
             started=jnp.zeros((M, E, G), bool),
             group_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
+            prompt_version=jnp.full((M, E), -1, jnp.int32) if self.stale_cache else None,
             drawn=self._no_draws(),
             columns={name: jnp.zeros((M, E, G, S, *rest), dtype) for name, (dtype, *rest) in self.columns.items()},
             waiting=turns.empty(M, E, G, self.num_slots) if talks else {},
@@ -215,6 +224,8 @@ class Sampler:
         key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "sample")).dtype)
         entry = rows((M, P // M), jnp.int32)
         rollout = jax.eval_shape(self._collect, state, *self._leaving)[0]
+        new_prompts = (rows((P, L), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.int32), entry)
+        of_version = (scalar,) if self.stale_cache else ()
         table, A = (M, self.entries, self.group_size), self.answer_tokens
         answers = (rows((*table, A), jnp.int32), rows(table, jnp.int32)) if A else ()
         told = (*(whole,) * 4, *(rows((M,), jnp.int32).sharding,) * 2) if A else whole
@@ -222,7 +233,7 @@ class Sampler:
             "init_sampler": Program(self._empty, (), out_shardings=state_layout),
             "prefill": Program(
                 self._prefill,
-                (abstract_params, state, rows((P, L), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.int32), entry),
+                (abstract_params, state, *new_prompts, *of_version),
                 out_shardings=state_layout,
                 donate=(1,),
             ),
@@ -248,22 +259,25 @@ class Sampler:
             programs["stop_rows"] = Program(
                 stop_strings.cut, (state, rows(table, jnp.int32)), (state_layout, whole), donate=(0,)
             )
+        if self.stale_cache:
+            given = (abstract_params, state, scalar)
+            programs["reread"] = Program(self._reread, given, out_shardings=state_layout, donate=(1,))
         if A:
             programs["read_waiting"] = Program(turns.told, (state,), told)
         return programs
 
-    def _prefill(self, params, state: SamplerState, tokens_PL, length_P, group_id_P, entry_MP) -> SamplerState:
-        """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt."""
+    def _prefill(
+        self, params, state: SamplerState, tokens_PL, length_P, group_id_P, entry_MP, version=None
+    ) -> SamplerState:
+        """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt.
+
+        Args:
+            version: [] i32 of the weights, given if ``prompt_version`` is kept.
+        """
         M, _, G, S = state.tokens.shape
         P, L = tokens_PL.shape
         set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
-        positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
-        _, made = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
-        noted = {"experts": moe.noted(made, length_P, S)} if self.keeps_experts else {}
-
-        def put_kv(cache, new):  # [M*E, ...] <- [P, ...]
-            by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
-            return set_entries(by_shard(cache), by_shard(new)).reshape(cache.shape)
+        caches, noted = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
 
         def put(table, value_P):  # [M, E, G, ...] <- [P, ...], the same for every sample of the group
             value = value_P.reshape(M, P // M, 1, *value_P.shape[1:])
@@ -271,9 +285,10 @@ class Sampler:
             return set_entries(table, value)
 
         zeros = jnp.zeros((P,), jnp.int32)
+        if version is not None:
+            caches["prompt_version"] = set_entries(state.prompt_version, jnp.broadcast_to(version, (M, P // M)))
         return state.replace(
-            prompt_k=tuple(map(put_kv, state.prompt_k, made[0])),
-            prompt_v=tuple(map(put_kv, state.prompt_v, made[1])),
+            **caches,
             tokens=put(state.tokens, jnp.pad(tokens_PL, ((0, 0), (0, S - L)))),
             prompt_length=put(state.prompt_length, length_P),
             length=put(state.length, length_P),
@@ -285,6 +300,72 @@ class Sampler:
             columns={name: put(x, noted.get(name, jnp.zeros((P, *x.shape[3:])))) for name, x in state.columns.items()},
             waiting={name: x if name == "idle_steps" else put(x, zeros) for name, x in state.waiting.items()},
         )
+
+    def _read_prompts(
+        self, params, state: SamplerState, tokens_PL, length_P, entry_MP
+    ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        """Return ``prompt_k`` and ``prompt_v`` with P prompts in the given entries, and columns of these [P,S,...]."""
+        M, _, _, S = state.tokens.shape
+        P, L = tokens_PL.shape
+        positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
+        _, made = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
+        noted = {"experts": moe.noted(made, length_P, S)} if self.keeps_experts else {}
+
+        def put(cache, new):  # [M*E, ...] <- [P, ...]
+            by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
+            into = jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))
+            return into(by_shard(cache), by_shard(new), entry_MP).reshape(cache.shape)
+
+        caches = {
+            "prompt_k": tuple(map(put, state.prompt_k, made[0])),
+            "prompt_v": tuple(map(put, state.prompt_v, made[1])),
+        }
+        return caches, noted
+
+    def _reread(self, params, state: SamplerState, version) -> SamplerState:
+        """Compute anew, with these weights, what open rollouts have of other weights.
+
+        These are the caches of their prompts and, with ``stale_cache`` "recompute", those of the tokens drawn so far.
+        Tokens, log-probs and versions stay. A state without such rollouts stays as it is, bit for bit: so a run that
+        was stopped after this program and resumed calls it again without effect.
+
+        Args:
+            version: [] i32 of the weights.
+        """
+        M, E, _, S = state.tokens.shape
+        P, L = self.num_prompts, self.max_prompt_tokens
+        is_open = (state.group_id >= 0) & jnp.any(state.stop_reason == STOP_NONE, axis=2)
+        is_stale_ME = is_open & (state.prompt_version != version)
+        of_entries = jax.vmap(lambda table, entry: table[entry])
+
+        def read(carry):
+            state, left_ME = carry
+            entry_MP = jnp.argsort(~left_ME, axis=1, stable=True)[:, : P // M].astype(jnp.int32)
+            is_left_MP = jnp.take_along_axis(left_ME, entry_MP, axis=1)
+            length_P = of_entries(state.prompt_length[:, :, 0], entry_MP).reshape(P)
+            tokens_PL = of_entries(state.tokens[:, :, 0, :L], entry_MP).reshape(P, L)
+            tokens_PL = jnp.where(jnp.arange(L)[None] < length_P[:, None], tokens_PL, 0)
+            tokens_PL = sharding.constrain(tokens_PL, "batch", None)
+            entry_MP = jnp.where(is_left_MP, entry_MP, E)
+            caches, noted = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
+            columns = dict(state.columns)
+            if "experts" in noted:  # of all rows: the learner computes a prompt once for its group, too
+                chosen = noted["experts"].reshape(M, P // M, S, -1).astype(columns["experts"].dtype)
+                of_prompts = jnp.zeros((M, E, S, chosen.shape[-1]), chosen.dtype)
+                of_prompts = jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(of_prompts, chosen, entry_MP)
+                is_read = jnp.zeros((M, E), bool)
+                is_read = jax.vmap(lambda t, e: t.at[e].set(True, mode="drop"))(is_read, entry_MP)
+                is_prompt = jnp.arange(S).reshape(1, 1, 1, S) < state.prompt_length[..., None]
+                is_new = is_read[:, :, None, None] & is_prompt
+                columns["experts"] = jnp.where(is_new[..., None], of_prompts[:, :, None], columns["experts"])
+            left_ME = jax.vmap(lambda left, entry: left.at[entry].set(False, mode="drop"))(left_ME, entry_MP)
+            return state.replace(**caches, columns=columns), left_ME
+
+        state, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), read, (state, is_stale_ME))
+        if self.stale_cache == "recompute":
+            rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
+            state = turns.reread(self.model, params, state, rope, is_stale_ME)
+        return state.replace(prompt_version=jnp.where(is_stale_ME, version, state.prompt_version))
 
     def _refill(self, state: SamplerState) -> SamplerState:
         """Give idle slots the next pending rows, oldest prompt first."""

@@ -24,17 +24,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models import moe
+from jaxrl_llm.models import delta_rule, moe
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention import Prompt
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.types import STOP_NONE
 
 Waiting = Mapping[str, jax.Array]
 
 # A forward of answers is of so many tokens of each row at most, and of so large a part of the slots: where few rows
-# have little to read, little is computed that nobody wants.
+# have little to read, little is computed that nobody wants. Rows that are read again have more tokens to read.
 READ_TOKENS, READ_PART = 32, 4
+REREAD_TOKENS = 128
 
 
 def empty(shards: int, entries: int, group_size: int, slots: int) -> Waiting:
@@ -122,6 +124,34 @@ def hear(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, v
     )
     read = functools.partial(_read, model, params, rope, min(answers.shape[3], READ_TOKENS))
     return jax.lax.while_loop(lambda state: jnp.any(_unread(state) > 0), read, state)
+
+
+def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array) -> Any:
+    """Return a ``SamplerState`` whose slots' caches, of rows in stale entries, are computed anew with ``params``.
+
+    Each row is read from its first token after the prompt up to what its slot had read: it then goes on as if these
+    weights had drawn it from the beginning. The prompts' own caches must be of these weights already.
+
+    Args:
+        params, rope: as a decode step has them.
+        is_stale: [M,E] bool.
+    """
+    waiting = state.waiting
+    begins = is_stale[:, :, None] & state.started & (state.stop_reason == STOP_NONE)  # these rows have slots
+    slot_begins = by_slot(state, begins) & (state.slot_row >= 0)
+    entry = jnp.maximum(state.slot_row, 0) // state.tokens.shape[2]
+    begin = functools.partial(delta_rule.begin, model.arch, entry_MZ=entry, takes_MZ=slot_begins)
+    idle_steps = waiting["idle_steps"] if waiting else jnp.zeros_like(state.slot_row)
+    state = state.replace(
+        cache_k=begin(state.cache_k, state.prompt_k),
+        cache_v=begin(state.cache_v, state.prompt_v),
+        length=jnp.where(begins, state.prompt_length, state.length),
+        waiting={"known": jnp.where(begins, state.length, 0), "idle_steps": jnp.where(slot_begins, 0, idle_steps)},
+    )
+    tokens = min(state.tokens.shape[3], REREAD_TOKENS)
+    read = functools.partial(_read, model, params, rope, tokens)
+    state = jax.lax.while_loop(lambda state: jnp.any(_unread(state) > 0), read, state)
+    return state.replace(waiting={**waiting, "idle_steps": state.waiting["idle_steps"]} if waiting else waiting)
 
 
 def _unread(state: Any) -> jax.Array:

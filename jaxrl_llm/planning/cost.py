@@ -55,11 +55,11 @@ def seconds(counts: counting.Counts, chip: Chip) -> Seconds:
 
 
 # What an iteration calls once, where the run has it.
-ONCE = ("publish", "prefill", "collect", "join", "score_open", "annotate", "insert", "update")
+ONCE = ("publish", "prefill", "reread", "collect", "join", "score_open", "annotate", "insert", "update")
 # The parts of an iteration, in their order.
 PARTS = {
     "publish": ("publish",),
-    "prefill": ("prefill",),
+    "prefill": ("prefill", "reread"),
     "decode": ("decode",),
     "annotate": ("annotate", "score_open", "join"),
     "update": ("update",),

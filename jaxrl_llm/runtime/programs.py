@@ -34,7 +34,7 @@ MEMORY_SETTINGS = (
 WORTH_RELEASING = 64 * 2**20
 
 # They run beside the published weights.
-SAMPLING = ("prefill", "decode", "read_group", "stop_rows", "collect", "choose")
+SAMPLING = ("prefill", "reread", "decode", "read_group", "stop_rows", "collect", "choose")
 # They run before the rest of the state exists.
 START_UP = ("init_sampler", "init_ring", "init_state", "eval_init_sampler", "publish_base")
 

@@ -453,6 +453,30 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
     assert spans > 0
 
 
+def test_a_call_ends_with_the_pth_of_the_groups_that_are_open_and_what_was_begun_comes_out_once():
+    """As in APRIL: twice as many are open as a call hands out, each with a slot."""
+    sizes = {"num_prompts": 4, "lookahead": 4, "group_size": 1, "num_slots": 8, "chunk_steps": 1}
+    sampling = Sampling(make_sampler(**sizes))
+    alone = building.completions(base_rollout())
+    left, out = {}, []
+    for call in range(5):
+        ids = range(4 * call + (4 if call else 0), 4 * call + 8)
+        left |= {name: len(alone[name, 0]) for name in ids}
+        steps = max(0, sorted(left.values())[3])
+        left = {name: size - steps for name, size in left.items()}
+        rollout, _ = sampling(make_prompts(list(ids)), version=call)
+        # The oldest of those that have finished leave.
+        names = rollout.group_id.tolist()
+        assert names == sorted(name for name, size in left.items() if size <= 0)[:4]
+        for name in names:
+            del left[name]
+        state = sampling.generator.state
+        drawn = np.asarray((state.policy_version == call).sum(axis=-1))[np.asarray(state.stop_reason) == STOP_NONE]
+        assert set(drawn.tolist()) <= {steps}
+        out += names
+    assert len(out) == len(set(out)) == 20 and sorted(out + list(left)) == list(range(24))
+
+
 def test_idle_slots_go_to_the_oldest_prompts():
     sampler = make_sampler(num_slots=5)
     state = sampler._empty()

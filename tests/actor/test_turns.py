@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from reference import transformer
-from support import building
+from support import building, moving
 from support.building import (
     CUBE,
     EIGHT,
@@ -31,7 +31,6 @@ from jaxrl_llm.actor.environment import Reply
 from jaxrl_llm.config import Config, EnvironmentsConfig, MeshConfig, SamplingConfig
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import Layer
-from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.reports.metrics import draw_values
 from jaxrl_llm.runtime.programs import compile_all
@@ -326,9 +325,8 @@ def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
     """What a slot keeps of tokens is of another kind in each; longer answers are read in two parts."""
     monkeypatch.setattr(turns_of_rows, "READ_TOKENS", 3)
     of = functools.partial(dataclasses.replace, building.TINY)
-    delta = Delta(key_heads=2, value_heads=2, key_size=4, value_size=4, taps=3, is_grouped=False)
     window = {"arch": of(layers=(Layer(window=5), Layer()))}
-    states = {"arch": of(layers=(Layer(is_delta=True), Layer()), delta=delta)}
+    states = {"arch": building.TINY_DELTA}
     experts = {"arch": of(num_experts=5, experts_per_token=2, ffn=8, sinks=True), "keeps_experts": True}
     experts["sampling"] = {"max_completion_tokens": WIDTH, "top_k": 50}
     for settings in (window, states, experts):
@@ -354,6 +352,27 @@ def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
         _, chosen = moe.by_token(*jax.jit(model.forward)(talking.params, rollout.tokens, positions))
         known = (place[1:] < rollout.length[:, None])[..., None]
         np.testing.assert_array_equal(rollout.columns["experts"][:, 1:] * known, chosen[:, :-1] * known)
+
+
+@pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
+@pytest.mark.parametrize("arch", [building.TINY, building.TINY_DELTA], ids=["attention", "delta rule"])
+def test_turns_under_new_weights_have_the_probabilities_of_those_weights(arch, stale_cache, monkeypatch):
+    """Rows wait for their environment when the weights change, and go on with answers of either side."""
+    monkeypatch.setattr(turns_of_rows, "REREAD_TOKENS", 5)
+    talking = Talking(
+        arch=arch, num_prompts=4, lookahead=8, num_slots=14, chunk_steps=2, stale_cache=stale_cache, slack=0
+    )
+    rollout = moving.generated(talking, 5)
+    drawn, is_one = rollout.policy_version >= 0, moving.has_one_version(rollout)
+    is_answered = np.array([(np.diff(row.astype(int)) > 0).any() for row in drawn[:, rollout.prompt_length.max() :]])
+    assert (is_answered & ~is_one).sum() > 4 and (rollout.policy_version[is_one] > 0).any()
+    gap = moving.gaps(talking.sampler, rollout)
+    at_most = 1e-5 if arch is building.TINY else 3e-5  # as under one version, see above
+    assert gap[is_one].max() <= at_most
+    if stale_cache == "recompute":
+        assert gap.max() <= at_most
+    else:
+        assert np.median(gap[~is_one].max(axis=1)) > 0.01
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 5, 6])

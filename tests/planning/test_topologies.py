@@ -55,7 +55,7 @@ def resamples(rows):
 
 ALL, OTHERS = SAMPLER | LEARNER | {"checksums_sampler"}, {"stop_rows", "join", "choose", "publish_base"}
 JOBS = (
-    (looks_ahead, "debug", ALL | {f"eval_{name}" for name in SAMPLER} | {"score_open", "reset_reference"}),
+    (looks_ahead, "debug", ALL | {f"eval_{name}" for name in SAMPLER} | {"score_open", "reset_reference", "reread"}),
     (resamples, "debug_experts", ALL | {f"checksums_{x}" for x in ("base", "rounds")} | OTHERS),
 )
 CASES = [pytest.param(name, *job, id=f"{job[0].__name__}-{name}") for job in JOBS for name in SLICES]

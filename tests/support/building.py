@@ -20,7 +20,8 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import AlgorithmConfig, MeshConfig, ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import publish
 from jaxrl_llm.learner.update import Update
-from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.architecture import Architecture, Layer
+from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.runtime import nested, sharding
@@ -29,6 +30,12 @@ from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainStat
 
 # Two blocks of the inverse-CDF search (264 > 256); heads and vocabulary divide over tensor = 2.
 TINY = Architecture(vocab_size=264, width=16, num_layers=2, num_heads=4, num_kv_heads=2, head_size=4, ffn=32)
+# Its first layer is a gated delta rule.
+TINY_DELTA = dataclasses.replace(
+    TINY,
+    layers=(Layer(is_delta=True), Layer()),
+    delta=Delta(key_heads=2, value_heads=2, key_size=4, value_size=4, taps=3, is_grouped=False),
+)
 PROMPT_TOKENS, COMPLETION_TOKENS = 6, 8
 ROW_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
 # A tenth of the vocabulary ends a completion, so that lengths differ.
@@ -155,7 +162,7 @@ class Interrupted(Exception):
     pass
 
 
-def interrupt(sampling, prompts, *, after):
+def interrupt(sampling, prompts, *, after, version=0):
     """Leave a generation where the host looks at it, once it has done so ``after`` times."""
     checks = iter(range(after))
 
@@ -165,7 +172,7 @@ def interrupt(sampling, prompts, *, after):
 
     sampling.generator.check = check
     with pytest.raises(Interrupted):
-        sampling(prompts)
+        sampling(prompts, version=version)
 
 
 def settings_of(path, changes):

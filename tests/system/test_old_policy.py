@@ -13,7 +13,7 @@ from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all
 
-NAMES = ("init_sampler", "prefill", "decode", "read_group", "collect", "init_state", "annotate", "score_open")
+NAMES = ("init_sampler", "prefill", "reread", "decode", "read_group", "collect", "init_state", "annotate", "score_open")
 
 
 def config_of(num_prompts, lookahead):

@@ -97,6 +97,7 @@ def config_of(recipe, micro_batch_size=NUM_ROWS, updates=0):
     config.external.paths, config.external.groups_per_iteration = (), 0  # rows of others are rows like any
     config.environments.max_answer_tokens = 2
     config.rollout.lookahead_prompts = config.rollout.max_lag_iterations = 0  # rollouts are made by hand
+    config.rollout.stale_cache, config.rollout.slots = "recompute", 0
     config.update.updates_per_iteration = updates or own.update.updates_per_iteration
     config.update.scaled_from_batch_size = 0
     config.update.batch_size, config.update.micro_batch_size = NUM_ROWS, micro_batch_size
