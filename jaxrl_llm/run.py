@@ -157,6 +157,7 @@ def assemble(
         algorithm=config.algorithm,
         critic_optimizer=critic_optimizer,
         pass_threshold=config.rewards.pass_threshold,
+        compares_mixed=rollout.stale_cache == "recompute",
     )
     slots = sampler.abstract_state() if sampler.keeps_old_logp else None
     learner = LearnerPrograms(config, mesh, reference_model, update, sampler.abstract_rollout(), slots)

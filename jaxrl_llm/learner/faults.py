@@ -83,9 +83,8 @@ class Faults:
         Raises:
             SamplerLearnerGapError: see ``gap_said``; of the first batch of the run, later ones warn.
         """
-        # Rollouts that go on under other weights have the keys and values of those that they were begun with: with
-        # lookahead the first batch alone tells. And an iteration may train on nothing, or on nothing of its own.
-        if sums["own_token_count"] and not (self._has_compared and self._config.rollout.lookahead_prompts):
+        # An iteration may train on nothing, or on nothing that its own weights have drawn.
+        if sums["own_token_count"]:
             if (said := gap_said(self._config, sums)) and not self._has_compared:
                 raise SamplerLearnerGapError(said)
             if said and hosts.is_first():
@@ -107,8 +106,7 @@ class Faults:
 
     def restore(self, state: list[int | bool]) -> None:
         self.run, *compared = state
-        # Of an older checkpoint, which does not say: with lookahead no batch may tell any more.
-        self._has_compared = any(compared) if compared else self._config.rollout.lookahead_prompts > 0
+        self._has_compared = any(compared)
 
     def failure(self, workdir: pathlib.Path) -> str | None:
         """What to say where there were too many, and then the first host has written the file; else None."""

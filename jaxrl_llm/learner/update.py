@@ -80,6 +80,8 @@ class Update:
         group_size: each run of this many rows of a batch has one prompt; 1 = each its own.
         critic_optimizer: of the value head, where the state has one.
         pass_threshold: a rollout is correct when its reward is at least this.
+        compares_mixed: whether sampler and learner must also agree about the new tokens of a row that has tokens of
+            older weights; False if the sampler attended to keys of those weights.
     """
 
     config: UpdateConfig
@@ -92,6 +94,7 @@ class Update:
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic_optimizer: optax.GradientTransformation | None = None
     pass_threshold: float = 1.0
+    compares_mixed: bool = True
 
     def step(
         self, state: TrainState, ring: RingState, iteration: jax.Array, key: jax.Array, draw: Draw, base: Any = None
@@ -374,7 +377,10 @@ class Update:
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
         sequence_ratio = corrections.sequence_ratio(policy_logp - behaviour_logp, mask)
         # Others' rows have the learner's own log-probs: they say nothing of the sampler's.
-        own = mask & (rollout.policy_version == moment.version) & (rollout.group_id >= 0)[:, None]
+        is_new = rollout.policy_version == moment.version
+        own = mask & is_new & (rollout.group_id >= 0)[:, None]
+        if not self.compares_mixed:
+            own &= jnp.all(is_new | (rollout.policy_version < 0), axis=1)[:, None]
         gap = jnp.where(own, jnp.abs(policy_logp - behaviour_logp), 0.0)
         sums |= {
             "loss_sum": loss,

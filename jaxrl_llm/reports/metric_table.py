@@ -186,7 +186,8 @@ METRICS: dict[str, Metric] = {
     "update/sampler_learner_gap_max_nats": Metric(
         "nats",
         "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it. "
-        "With rollout.lookahead_prompts the sampler may have attended to keys of older weights, and this shows it. "
+        "With rollout.stale_cache='keep', rows with tokens of several versions are left out: the sampler attended to "
+        "keys of older weights there. "
         "External rollouts have no sampler: the learner's own log-probs stand for it, and they add nothing.",
     ),
     "update/sampler_learner_gap_mean_nats": Metric("nats", "Of the same differences, the mean over those tokens."),

@@ -476,6 +476,23 @@ def test_metrics_are_sums_over_the_trained_tokens():
         np.testing.assert_allclose(sums[f"{name}_by_age"], by_age, rtol=1e-5, err_msg=name)
 
 
+def test_the_gap_is_of_rows_of_one_version_where_the_sampler_kept_keys_of_older_weights():
+    """Of the current version's tokens in rows that have older ones too, one counts them and the other does not."""
+    update, rows = building.make_update(LOSS), building.random_experience()
+    version = rows.rollout.policy_version
+    first = np.arange(version.shape[1])[None, :] == rows.rollout.prompt_length[:, None]
+    is_mixed = (np.arange(len(version)) % 2 == 0) & (rows.rollout.length - rows.rollout.prompt_length > 1)
+    older = first & is_mixed[:, None]
+    rows = rows.replace(rollout=rows.rollout.replace(policy_version=np.where(older, 7, version)))  # not the current 0
+    is_new = (version == 0) & ~older & rows.trainable[:, None]
+    policy = oracle_logp(building.host_params(update.model), rows.rollout)
+    gap = np.abs(policy - rows.rollout.behaviour_logp)
+    for compares_mixed, counted in ((True, is_new), (False, is_new & ~is_mixed[:, None])):
+        _, sums = building.gradient(dataclasses.replace(update, compares_mixed=compares_mixed), rows)
+        assert sums["own_token_count"] == counted.sum() > 0
+        np.testing.assert_allclose([sums["gap_sum"], sums["gap_max"]], [gap[counted].sum(), gap[counted].max()], 1e-5)
+
+
 def test_rows_that_are_not_trainable_give_nothing_whatever_they_hold():
     update = building.make_update(LOSS)
     rows = building.random_experience()
