@@ -139,6 +139,11 @@ def sapo(batch, longest):
     return token_mean(kept, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row), 0.2, 0.28))
 
 
+def april(batch, longest):
+    """Zhou et al. 2025 (released scripts): GRPO with DAPO's clip, a mean over each sequence, no pull."""
+    return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row), 0.2, 0.28))
+
+
 def echo(batch, longest):
     """arXiv:2605.24517: beside GRPO's loss 0.05 of the cross-entropy of what the environment wrote, means over rows."""
     # Of a prompt of one token nothing is predicted: it adds 0.
