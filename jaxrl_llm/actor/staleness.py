@@ -29,8 +29,9 @@ def within_capacity(generator: Any, free: list[list[Place]]) -> list[list[Place]
 def due(generator: Any) -> set[Place]:
     """Open prompts that the next call must wait for, lest one stay open for too long; none without a ``max_lag``.
 
-    Those whose time has come, and of those whose time comes in the next calls the oldest that these have no room
-    for: a call collects P / M of each shard.
+    These are the prompts whose time has come. Of the prompts whose time comes in the next calls, they are the oldest
+    that those calls have no room for, if each collects its quota of P / M groups from the shard. A call collects
+    fewer only if the shard has no more entries than ``max_lag`` quotas (``quotas.slack_of``): room is left then.
     """
     max_lag, calls = generator.max_lag, generator.calls
     due, per_shard = set(), generator.sampler.num_prompts // generator.sampler.shards

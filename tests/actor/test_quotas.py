@@ -1,12 +1,15 @@
 """Which finished groups leave with a call, and how a shard's surplus moves to shards that have less."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 from support import building
 from support.building import Sampling, make_prompts, make_sampler
 
-from jaxrl_llm.actor import quotas
+from jaxrl_llm.actor import quotas, staleness
+from jaxrl_llm.actor.generator import OpenPrompt
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.runtime import sharding
 
@@ -43,6 +46,42 @@ def test_the_oldest_leave_first_up_to_the_slack_and_those_that_are_due_in_any_ca
 @pytest.mark.parametrize(("finished", "slack", "is_enough"), [((2, 2), 0, True), ((4, 1), 0, False), ((4, 1), 1, True)])
 def test_a_call_has_enough_by_all_shards_together_within_the_slack(finished, slack, is_enough):
     assert quotas.is_enough(np.array(finished), 4, slack) == is_enough
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "lookahead", "shards", "max_lag"), [(16, 16, 4, 2), (8, 8, 8, 2), (64, 128, 8, 3)]
+)
+def test_no_prompt_stays_longer_than_the_gate_allows_though_shards_give_more_or_less_than_their_quota(
+    num_prompts, lookahead, shards, max_lag
+):
+    """A host without a device, on which one answer in four takes a hundred times as long as the others."""
+    rng, slack = np.random.default_rng(0), quotas.slack_of(num_prompts, lookahead, shards, max_lag)
+    entries, opened, given = (num_prompts + lookahead) // shards, 0, []
+    sampler = types.SimpleNamespace(num_prompts=num_prompts, shards=shards, entries=entries)
+    host = types.SimpleNamespace(sampler=sampler, max_lag=max_lag, calls=0, open_prompts={})
+    left = {}
+    for call in range(60):
+        host.calls = call
+        free = [[(m, e) for e in range(entries) if (m, e) not in host.open_prompts] for m in range(shards)]
+        for where in (where for of_shard in staleness.within_capacity(host, free) for where in of_shard):
+            host.open_prompts[where] = OpenPrompt(opened, None, [], call)
+            left[where] = rng.choice([1.0, 100.0], p=[0.75, 0.25]) * rng.random()
+            opened += 1
+        due, time = staleness.due(host), 0.0
+        for time in (0.0, *sorted(left.values())):
+            done = [[where for where in left if where[0] == m and left[where] <= time] for m in range(shards)]
+            is_enough = quotas.is_enough(np.array([len(places) for places in done]), num_prompts, slack)
+            if is_enough and all(left[where] <= time for where in due):
+                break
+        leaving = quotas.chosen(done, lambda where: host.open_prompts[where].group_id, due, num_prompts, slack)
+        given.append([len(places) for places in leaving])
+        assert sum(given[-1]) == num_prompts and max(given[-1]) <= num_prompts // shards + slack
+        for where in quotas.in_rows(leaving, num_prompts):
+            assert call - host.open_prompts.pop(where).call <= max_lag
+            del left[where]
+        assert all(call - prompt.call < max_lag for prompt in host.open_prompts.values())
+        left = {where: size - time for where, size in left.items()}
+    assert slack > 0 and np.ptp(given) > 0
 
 
 def test_a_surplus_moves_to_the_shards_that_lack_and_every_group_comes_out_once_with_its_own_rows():
