@@ -10,16 +10,25 @@ Owns: guesses and what is said to them. Does not know: dictionaries; any letters
 from __future__ import annotations
 
 import collections
+import unicodedata
 from typing import Any
+
+
+def _letters(word: str) -> str:
+    """Return a word in lower case, with one character for a letter and its accent."""
+    return unicodedata.normalize("NFC", word).lower()
 
 
 class Wordle:
     """A hidden word."""
 
     def reset(self, word: str, **columns: Any) -> None:
-        if not word.isalpha():
+        letters = _letters(word)
+        if not letters.isalpha():
             raise ValueError(f"column word={word!r} must be letters, one at least")
-        self.word, self.best, self.guesses = word.lower(), 0, 0
+        self.word = letters
+        self.best = 0
+        self.guesses = 0
 
     def guess(self, word: str) -> str:
         """Guesses the word, and says of each letter: G it stands here, Y it stands elsewhere, - it is not in it.
@@ -27,7 +36,7 @@ class Wordle:
         Args:
             word: As many letters as the hidden word has.
         """
-        said = str(word).strip().lower()
+        said = _letters(str(word).strip())
         if len(said) != len(self.word) or not said.isalpha():
             raise ValueError(f"a guess must have {len(self.word)} letters")
         self.guesses += 1

@@ -39,6 +39,7 @@ from jaxrl_llm.scoring.quantities import (
     Quantity,
     number_beside_words,
     number_in_sentence,
+    number_said,
     number_text,
     quantity,
     same_quantity,
@@ -212,7 +213,8 @@ def integer_of(text: str) -> str | None:
     number = number_of(text)
     if number is None or number.value.denominator != 1:
         return None
-    return number.digits.partition(".")[0] if number.digits else str(number.value.numerator)
+    whole = number.digits.partition(".")[0]
+    return whole if whole[-1:].isdigit() else str(number.value.numerator)
 
 
 # ---- choices, words, formulas ------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ _WORD = re.compile(
 )
 _DECIMAL = re.compile(r"-?[0-9]*(?:[,'][0-9]{3})*(?:\.[0-9]+)?")
 # What changes the meaning of words though it is punctuation: "C++", "A-", "x^2 + 1", "1/2".
-_SYMBOL = re.compile(r"[+^<>=]|(?<=\w)#|#(?=\w)|(?<=[0-9])\s?[/*]\s?(?=[0-9])|(?<=[A-Za-z])-(?![\w-])")
+_SYMBOL = re.compile(r"[+^<>=]|(?<=\w)#|#(?=\w)|(?<=[0-9])\s?(?:/|\*\*?)\s?(?=[0-9])|(?<=[A-Za-z])-(?![\w-])")
 
 
 _LETTERS = re.compile(r"[^\W\d_]+")
@@ -343,7 +345,7 @@ def brackets(answer: str) -> str:
 
 def key(answer: str) -> str:
     """Return a text that equal answers have in common: a number, a letter, words or a formula."""
-    number = quantity(answer) or number_beside_words(answer)
+    number = quantity(answer) or number_said(answer)
     if number is not None:
         return number_text(number.value)
     letter = _BARE_CHOICE.fullmatch(peeled(flat(answer[:MAX_NUMBER_CHARS])))

@@ -22,7 +22,7 @@ NUMBER = re.compile(
     (?P<mixed> (?<![0-9.,'/])[0-9]{{1,9}}[ ][0-9]{{1,9}}/[0-9]{{1,9}}(?![/0-9]) )
     | (?P<fraction> (?<![0-9.,'/]){_RUN}/{_RUN}(?![/0-9]) )
     | (?P<power> (?<![0-9.,'])10\s?(?:\^|\*\*)\s?{_EXPONENT} )
-    | (?P<digits> {_RUN} | (?<![\w.])\.[0-9]+ )
+    | (?P<digits> {_RUN} | (?<![\w.])\.{_RUN} )
       (?P<scale> [eE][-+]?[0-9]{{1,3}}(?!\w|\.[0-9]) | \s?[*xX]\s?10\s?(?:\^|\*\*)\s?{_EXPONENT} )?
     """,
     re.X,
@@ -84,7 +84,7 @@ MAX_UNIT_WORDS = 8
 _UNIT_POWER = re.compile(r"(?<=[a-z])\^\s?\{?[23]\}?")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _SIGN_OR_CURRENCY = re.compile(rf"\s?-?\s?{_CURRENCY}?\s?-?$")
-_OPERATOR = re.compile(r"[+*/^<>\\\[({|~_#&]")
+_OPERATOR = re.compile(r"[+*/^<>!\\{}|~_#&]")
 _UNIT_IN_PROSE = re.compile(
     r"\s?(%|°\s?[CF]?|[$€£¥₹]|[千万萬亿億]|[A-Za-z]{1,11}(?:\^\{?[23]\}?)?(?:/[A-Za-z]{1,11})?(?![A-Za-z]))"
 )
@@ -222,24 +222,37 @@ def _is_unit_word(word: str, is_attached: bool) -> bool:
 
 
 def number_beside_words(answer: str) -> Quantity | None:
-    """Read a sentence that says one number ("It is 72", "It costs $18 a day").
+    """Read a sentence with exactly one number ("It is 72", "She walked 72 miles", "72 (seventy-two)").
 
-    None for a sentence that hedges ("3 or 4"), denies ("It is not 3") or computes ("It is 2 + x"), and for a number
-    beside other things ("Paris, 75001").
+    None for a sentence that hedges ("3 or 4"), denies ("It is not 3") or computes ("It is 2 + x").
     """
+    number = _only_number(answer)
+    return number_in_sentence(*number) if number else None
+
+
+def number_said(answer: str) -> Quantity | None:
+    """Read such a sentence only if a verb says the number ("It is 72", "It costs $18 a day"), not "Paris, 75001"."""
+    number = _only_number(answer)
+    if number is None:
+        return None
+    text, found = number
+    before = _SIGN_OR_CURRENCY.sub("", text[: found.start()][-40:])
+    return number_in_sentence(text, found) if _BEFORE_NUMBER.search(before) else None
+
+
+def _only_number(answer: str) -> tuple[str, re.Match] | None:
+    """Return the sentence in plain form and its number, if all else in it is words."""
     if len(answer) > MAX_NUMBER_CHARS:
         return None
     text = _UNIT_POWER.sub("", peeled(flat(answer)))
     numbers = list(NUMBER.finditer(text))
     if len(numbers) != 1:
         return None
-    before = text[: numbers[0].start()]
-    after = text[numbers[0].end() :]
-    if not _BEFORE_NUMBER.search(_SIGN_OR_CURRENCY.sub("", before[-40:])):
+    rest = text[: numbers[0].start()] + " " + text[numbers[0].end() :].removesuffix("!")
+    words = _LETTERS.findall(rest)
+    if not words or not all(map(_is_prose_word, words)) or _OPERATOR.search(rest):
         return None
-    if _OPERATOR.search(before + after) or not all(map(_is_prose_word, _LETTERS.findall(before + " " + after))):
-        return None
-    return number_in_sentence(text, numbers[0])
+    return text, numbers[0]
 
 
 def _is_prose_word(word: str) -> bool:
@@ -274,7 +287,8 @@ def number_in_sentence(text: str, number: re.Match) -> Quantity | None:
 def _is_negative(before: str) -> bool:
     """Return whether the text before a number ends with a minus sign, not with an operator or a dash."""
     if before.endswith("-"):
-        return not (len(before) > 1 and (before[-2] == "-" or _OPERAND.match(before[-2])))
+        is_sign = len(before) == 1 or not (before[-2] == "-" or _OPERAND.match(before[-2]))
+        return is_sign or _BEFORE_SIGN.search(before[:-1][-12:]) is not None
     head = before.rstrip()
     if not head.endswith("-") or len(before) - len(head) > 2:
         return False

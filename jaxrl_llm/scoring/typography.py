@@ -84,6 +84,7 @@ _DEGREE = re.compile(r"\^\s?\{\s?\\circ\s?\}|\^\s?\\circ(?![A-Za-z])|\\(?:degree
 _NUMERIC_FRACTION = re.compile(
     r"([0-9])?\s?\\[dtc]?frac\s?(?:\{\s?(-?)\s?([0-9.,']+)\s?\}|([0-9]))\s?(?:\{\s?(-?)\s?([0-9.,']+)\s?\}|([0-9]))"
 )
+_BOLD = re.compile(r"(?<![0-9A-Za-z)\]}*])\*\*(?!\*)|\*\*(?![0-9A-Za-z(\[{*.-])")  # "2**3" is a power
 _TIMES = re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])")
 _ESCAPED = re.compile(r"\\([$%&#_€£])")
 
@@ -94,7 +95,7 @@ def unstyled(text: str) -> str:
     if "\\" in text:
         text = _without_groups(_SWITCHES.sub("", _COLOR.sub("", text)))
     text = _LATEX_THIN.sub("'", text)
-    return text.replace("**", "")
+    return _BOLD.sub(" ", text)
 
 
 def _without_groups(text: str) -> str:

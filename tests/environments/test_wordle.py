@@ -44,3 +44,11 @@ def test_no_guess_but_the_word_is_worth_as_much():
     for word in ("", "ab c"):
         with pytest.raises(ValueError, match=r"column word='.*' must be letters"):
             game.reset(word)
+
+
+def test_a_letter_with_its_accent_is_one_letter_in_any_encoding():
+    game = Wordle()
+    game.reset("caf\u00e9")
+    assert game.guess("CAFE\u0301").endswith("You have found it.")
+    game.reset("cafe\u0301")
+    assert game.guess("caf\u00e9").startswith("CAF\u00c9\nGGGG")

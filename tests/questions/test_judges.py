@@ -177,3 +177,23 @@ def test_a_grade_is_a_number_in_any_notation(said, share, monkeypatch):
 def test_a_verdict_that_is_denied_is_the_other_one(said, score, monkeypatch):
     monkeypatch.setattr(judges, "asked", lambda text, temperature: said)
     assert judges.fapo(["p"], ["4"], ["4"]) == [score]
+
+
+def test_what_a_judge_thinks_is_no_verdict(monkeypatch):
+    """A thinking judge weighs grades before it gives one, and may be cut off while it thinks."""
+    replies = [
+        "<think>Score: 3</think>Score: 8",
+        "Score: 3</think>Score: 8",
+        "<think>Score: 3, or",
+        "<think>Score: 3</think>",
+    ]
+    given = iter(replies)
+    monkeypatch.setattr(judges, "AT_ONCE", 1)
+    monkeypatch.setattr(judges, "asked", lambda text, temperature: next(given))
+    assert judges.judged(["p"] * 4, ["x"] * 4) == [0.8, 0.8, None, None]
+    assert judges.ranked(
+        ["p"] * 2, ["<think>Scores: 9, 1</think>Scores: 1, 9", "<think>Scores: 1, 9"], [[0, 1]] * 2
+    ) == [1, -1]
+    turns = [{"role": role, "content": text} for role, text in (("assistant", "4"), ("user", "?"))]
+    turns.append({"role": "assistant", "content": "yes</think> No."})
+    assert judges.own(["p"], [""], [turns], ["4"]) == [[1.0, 0.0]]

@@ -24,7 +24,7 @@ import re
 from typing import Any
 
 from jaxrl_llm.environments.chat import said_by
-from jaxrl_llm.scoring.answers import accepted, is_answer, marked
+from jaxrl_llm.scoring.answers import accepted, is_answer, marked, without_thought
 from jaxrl_llm.scoring.quantities import grade, listed_numbers
 from jaxrl_llm.scoring.typography import plain
 
@@ -45,8 +45,10 @@ def asked(text: str, temperature: float = 0.0) -> str:
 
 
 def _all(texts: list[str], temperature: float = 0.0) -> list[str]:
+    """Return the judge's answers in plain characters, without what it thought before."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(asked, texts, [temperature] * len(texts)))
+        replies = list(pool.map(asked, texts, [temperature] * len(texts)))
+    return [plain(without_thought(reply)) for reply in replies]
 
 
 def _shown(prompt: Any) -> str:
@@ -74,7 +76,6 @@ def judged(prompts: list, completions: list[str], rubric: list | None = None, **
 
 def _grade(said: str) -> float | None:
     """Return the last grade of a judge's answer over 10; None if it gives none from 0 to 10."""
-    said = plain(said)
     found = list(GRADE.finditer(said))
     value = grade(said[found[-1].end() :]) if found else None
     return value / 10 if value is not None and value <= 10 else None
@@ -99,7 +100,7 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
     ]
     scores: list[float | None] = [0.0] * len(completions)
     for i, said in zip(gated, _all(texts), strict=True):
-        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(plain(said))}
+        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(said)}
         of_steps = [verdicts.get(k) for k in range(1, len(steps[i]) + 1)]
         k = of_steps.index("wrong") if "wrong" in of_steps else len(of_steps)
         scores[i] = None if None in of_steps[:k] else k / len(of_steps)
@@ -143,7 +144,7 @@ def ranked(prompts: list, completions: list[str], truth: list[list[float]], **co
     """
     worth = []
     for text, right in zip(completions, truth, strict=True):
-        text = plain(text)
+        text = plain(without_thought(text))
         found = list(SCORES.finditer(text))
         given = listed_numbers(text[found[-1].end() :]) if found else []
         best = right.index(max(right))
@@ -168,7 +169,7 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
     for row, right in zip(messages, answer, strict=True):
         turns = [message["content"] for message in row if message["role"] == "assistant"]
         is_right = is_answer(turns[0], right)
-        verdicts = [YES_OR_NO.findall(turn) for turn in turns[1:]]
+        verdicts = [YES_OR_NO.findall(plain(without_thought(turn))) for turn in turns[1:]]
         worth.append([float(is_right), *(float(bool(v) and (v[-1].lower() == "yes") == is_right) for v in verdicts)])
     return worth
 
@@ -198,7 +199,7 @@ def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) ->
 
 def _is_flawed(said: str) -> bool:
     """Read the last "sound" or "flawed" of a judge's answer; "not" and "un" turn it round."""
-    verdicts = list(VERDICT.finditer(plain(said)))
+    verdicts = list(VERDICT.finditer(said))
     if not verdicts:
         return False
     negation, prefix, word = verdicts[-1].groups()
