@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 from typing import Any
@@ -31,7 +30,7 @@ from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.questions import jsonl, tasks
 from jaxrl_llm.run import assemble, check_room
-from jaxrl_llm.runtime import cli, hosts, sharding
+from jaxrl_llm.runtime import cli, hosts, json_lines, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.runtime.stored import changed_settings, listed
 from jaxrl_llm.runtime.weights import restore_params
@@ -112,10 +111,10 @@ def main() -> None:
     if OUTPUT.value:
         jsonl.check_output(OUTPUT.value)
     result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value, ADAPTER.value)
-    text = json.dumps(result, indent=1)
+    text = json_lines.written(result, indent=1)
     if OUTPUT.value and hosts.is_first():
         pathlib.Path(OUTPUT.value).write_text(text)
-    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
+    print(json_lines.written({k: v for k, v in result.items() if k != "samples"}, indent=1))
 
 
 if __name__ == "__main__":

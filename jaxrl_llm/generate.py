@@ -171,7 +171,7 @@ def main() -> None:
     )
     jsonl.write(OUTPUT.value, output)
     tokens = sum(len(row["completion_ids"]) for row in output)
-    print(json.dumps({"rows": len(output), "completion_tokens": tokens, "output": OUTPUT.value}))
+    print(json_lines.written({"rows": len(output), "completion_tokens": tokens, "output": OUTPUT.value}))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import pathlib
 import sys
@@ -36,7 +35,7 @@ from jaxrl_llm.planning.compiled import Row, compile_one, compile_rows, save_all
 from jaxrl_llm.planning.search import search
 from jaxrl_llm.questions import jsonl
 from jaxrl_llm.run import Run, assemble
-from jaxrl_llm.runtime import cli, sharding
+from jaxrl_llm.runtime import cli, json_lines, sharding
 from jaxrl_llm.runtime.executables import keeping_update, saved_in
 from jaxrl_llm.runtime.programs import in_use_bytes, resident_bytes
 
@@ -90,7 +89,7 @@ def plan(
     print(f"compiled in {found['compile_s']:.0f} s")
     fits = conclude(run, rows, found)
     if json_path:
-        pathlib.Path(json_path).write_text(json.dumps(found, indent=2))
+        pathlib.Path(json_path).write_text(json_lines.written(found, indent=2))
     if html_path:
         page.write(pathlib.Path(html_path), found)
     if save and fits:

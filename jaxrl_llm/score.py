@@ -11,7 +11,6 @@ Owns: this command. Does not know: sampling.
 from __future__ import annotations
 
 import collections
-import json
 from typing import Any
 
 import jax
@@ -99,7 +98,7 @@ def main() -> None:
     jsonl.write(OUTPUT.value, output)
     tokens = sum(len(row["logp"]) for row in output)
     mean = sum(sum(row["logp"]) for row in output) / max(1, tokens)
-    print(json.dumps({"rows": len(output), "tokens": tokens, "mean_logp_nats": mean, "output": OUTPUT.value}))
+    print(json_lines.written({"rows": len(output), "tokens": tokens, "mean_logp_nats": mean, "output": OUTPUT.value}))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.reports.metric_table import evaluation_values
-from jaxrl_llm.runtime import hosts, rng, sharding
+from jaxrl_llm.runtime import hosts, json_lines, rng, sharding
 from jaxrl_llm.scoring.answers import vote
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, PromptBatch
 
@@ -170,7 +170,7 @@ class Evaluation:
         """The same in short; PATH.json has the result with every completion."""
         result = self.result(params, version)
         if hosts.is_first():
-            path.with_suffix(".json").write_text(json.dumps(result, indent=1))
+            path.with_suffix(".json").write_text(json_lines.written(result, indent=1))
         rate, count = result["pass_rate"], result["num_prompts"]
         failures = {f"eval/{kind}_count": result[f"{kind}_count"] for kind in ("timeout", "error")}
         line = f"held-out pass rate {'-' if rate is None else format(rate, '.3f')} over {count} questions ({path.name})"

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import json
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from jaxrl_llm.runtime import json_lines
 
 MAX_BODY = 2**24  # bytes
 # What a request may say that asks for nothing: by name the values, () any. Null asks for nothing, whatever its name.
@@ -117,7 +118,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if not is_size or len(size) > len(str(MAX_BODY)) or int(size) > MAX_BODY:
             raise Refused(413 if is_size else 411, f"Content-Length={size!r:.100} must be at most {MAX_BODY}")
         try:
-            body = json.loads(self.rfile.read(int(size)))
+            body = json_lines.strict(self.rfile.read(int(size)))
         except (ValueError, RecursionError) as error:
             raise Refused(400, f"the body is no JSON: {error}") from None
         if not isinstance(body, dict):
@@ -125,7 +126,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return body
 
     def send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+        data = json_lines.written(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
@@ -144,7 +145,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def say(self, event: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(f"data: {json_lines.written(event)}\n\n".encode())
 
     def end_events(self) -> None:
         self.wfile.write(b"data: [DONE]\n\n")

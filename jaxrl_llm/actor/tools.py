@@ -30,7 +30,7 @@ def functions_of(tools: Any) -> list[dict[str, Any]]:
 
 def _json(value: Any) -> str:
     """Return JSON as models write it: characters as they are, halves of surrogate pairs as escapes."""
-    return json_lines.written(value, ensure_ascii=False).encode("utf-8", "backslashreplace").decode()
+    return json_lines.written(value, ensure_ascii=False)
 
 
 def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:

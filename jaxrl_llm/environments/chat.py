@@ -12,6 +12,8 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+from jaxrl_llm.runtime import json_lines
+
 URL = "http://127.0.0.1:8000/v1"
 
 
@@ -22,7 +24,7 @@ def said(url: str, messages: list[dict[str, str]], token: str = "", **body: Any)
         OSError: there is no server, or it has refused.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    data = json.dumps({"messages": messages, **body}).encode()
+    data = json_lines.written({"messages": messages, **body}).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", data, headers)
     try:
         with urllib.request.urlopen(request) as answer:

@@ -11,7 +11,6 @@ Owns: the table. Does not know: the shapes (presets), how they are computed.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from absl import flags
@@ -21,7 +20,7 @@ from rich.table import Table
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.planning.presets import PRESETS
-from jaxrl_llm.runtime import cli
+from jaxrl_llm.runtime import cli, json_lines
 
 # Bytes per parameter: weights, gradient, two moments, and the sampler's copy (model.compute_dtype=bfloat16).
 SETTINGS = {
@@ -91,7 +90,8 @@ def table(found: list[dict[str, Any]]) -> Table:
 def main() -> None:
     found = rows(FILTER.value)
     if JSON.value:
-        print(json.dumps({"bytes_per_parameter": {k: per for k, (per, _) in SETTINGS.items()}, "models": found}))
+        sizes = {name: size for name, (size, _) in SETTINGS.items()}
+        print(json_lines.written({"bytes_per_parameter": sizes, "models": found}))
         return
     console = Console()
     if not console.is_terminal:  # a pipe has no width of its own

@@ -5,13 +5,12 @@ Owns: what an output and token ids of a row may be, lengths in buckets. Does not
 
 from __future__ import annotations
 
-import json
 import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.runtime import hosts
+from jaxrl_llm.runtime import hosts, json_lines
 
 
 def check_output(path: str, flag: str = "--output") -> None:
@@ -36,7 +35,7 @@ def check_output(path: str, flag: str = "--output") -> None:
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
     """One object a line, by the first of several hosts."""
     if hosts.is_first():
-        pathlib.Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        pathlib.Path(path).write_text("".join(json_lines.written(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:

@@ -241,23 +241,14 @@ class MetricsWriter:
     def append(self, lines: Mapping[str, list[dict[str, Any]]]) -> None:
         """Append to files, by name, one JSON object a line; who reads meanwhile may see the last one in part."""
         for name in lines.keys() & self._files.keys():  # others are not asked for, or another host's to write
-            texts = (json.dumps(_finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in lines[name])
+            texts = (json_lines.written(row, ensure_ascii=False) + "\n" for row in lines[name])
             self._files[name].write("".join(texts).encode())
             self._files[name].flush()
 
 
 def plain_numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
-    """As JSON has them: null for None and for a number that is not finite."""
-    return {name: x if x is None or isinstance(x, int) else _finite(float(x)) for name, x in values.items()}
-
-
-def _finite(value: Any) -> Any:
-    """``value`` with null for every float that JSON cannot hold (the reward of a rollout that failed is NaN)."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    """Return the metrics as JSON has them: null for None and for a number that is not finite."""
+    return {name: x if x is None or isinstance(x, int) else json_lines.finite(float(x)) for name, x in values.items()}
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:

@@ -27,12 +27,18 @@ class BadRowError(Exception):
 
 
 def written(value: Any, **how: Any) -> str:
-    """Return ``value`` as JSON that every reader takes: a float that is not finite becomes null.
+    """Return ``value`` as JSON that every reader takes.
+
+    A float that is not finite becomes null. Half a surrogate pair, which UTF-8 cannot hold, is written as an escape.
 
     Args:
         how: what ``json.dumps`` takes.
     """
-    return json.dumps(finite(value), allow_nan=False, **how)
+    try:
+        text = json.dumps(value, allow_nan=False, **how)
+    except ValueError:
+        text = json.dumps(finite(value), allow_nan=False, **how)
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def finite(value: Any) -> Any:

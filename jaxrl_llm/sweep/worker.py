@@ -15,7 +15,6 @@ Owns: one point's turn. Does not know: which points there are.
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import signal
@@ -25,7 +24,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from jaxrl_llm.config import Config, ConfigError, from_json
-from jaxrl_llm.runtime import bucket
+from jaxrl_llm.runtime import bucket, json_lines
 from jaxrl_llm.runtime.functions import resolve
 from jaxrl_llm.runtime.hosts import MachineError
 from jaxrl_llm.sweep.points import AFTER
@@ -60,7 +59,7 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
         if status == 0 and after:
             found = {str(name): float(value) for name, value in resolve(after)(config, workdir).items()}
             # Whole or not at all: that it is there says that the point is finished.
-            bucket.write_whole(workdir / AFTER, json.dumps(found))
+            bucket.write_whole(workdir / AFTER, json_lines.written(found))
         return status in (0, *(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
     except (ConfigError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -105,7 +105,7 @@ def test_what_comes_without_rewards_the_actor_hands_to_the_pool_as_what_was_samp
     given = []
     pool = types.SimpleNamespace(submit=lambda *call: given.append(call))
     config = freeze({"algorithm": {"reshaping": reshaping}})
-    actor = types.SimpleNamespace(_pool=pool, _decode=make_byte_tokenizer().decode, _config=config)
+    actor = types.SimpleNamespace(_pool=pool, _decode=make_byte_tokenizer().decode, _byte_ids=(), _config=config)
     path = written(tmp_path, line("asked", ["a", "bc"]), line("told", rewards=[0, 1]))
     external(path).next_groups(0, functools.partial(Actor._score, actor))
     ((example, texts, played, tokens_in),) = given

@@ -16,7 +16,6 @@ import pytest
 from jaxrl_llm.actor import stop_strings, tools
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.environments import chat
-from jaxrl_llm.serving.content import TextBefore
 from jaxrl_llm.serving.http import Server
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -204,7 +203,7 @@ def ask(server, path, body, method="POST"):
     answer = connection.getresponse()
     text = answer.read()
     connection.close()
-    return answer.status, json.loads(text)
+    return answer.status, json.loads(text, parse_constant=pytest.fail)
 
 
 def stream(server, body):
@@ -462,15 +461,18 @@ def test_stop_strings_are_looked_for_in_the_new_tokens():
     assert stop_strings.completed_at([], decode, [1], 0) is None and decoded == []
 
 
-def test_the_text_before_stop_strings_is_that_before_the_first_to_be_complete():
-    for stops, text, expected in (
-        (("abcd", "bc"), "xabcd", "xa"),
-        (("b", "ab"), "xab", "x"),
-        (("END",), "the EN", "the EN"),
-        (("\n\n",), "a\n\nb", "a"),
-        ((), "a", "a"),
-    ):
-        for size in range(1, len(text) + 1):
-            before = TextBefore(stops)
-            pieces = [before.feed(text[i : i + size]) for i in range(0, len(text), size)]
-            assert "".join(pieces) + before.finish() == expected
+def test_answers_and_requests_are_json():
+    """A log-prob that is no number was written as `NaN`, and a request could have one."""
+
+    class Uncertain(Scripted):
+        def submit(self, request):
+            request.deltas.put(([ord("N"), ord("o")], [float("nan"), float("-inf")], "stop"))
+
+    with scripted("", kind=Uncertain) as (server, _):
+        (choice,) = ask(server, CHAT, {"messages": USER, "logprobs": True})[1]["choices"]
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == [None, None]
+        (choice,) = ask(server, GENERATE, {"token_ids": [1]})[1]["choices"]
+        assert [one["logprob"] for one in choice["logprobs"]["content"]] == [None, None]
+        for more in ('"temperature": NaN', '"seed": 1, "seed": 2', '"metadata": {"a": 1e999}'):
+            status, answer = ask(server, CHAT, f'{{"messages": {json.dumps(USER)}, {more}}}')
+            assert status == 400 and "is no JSON" in answer["error"]["message"]

@@ -28,7 +28,7 @@ from jaxrl_llm.models.files import families, layout, mixtures
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
-from jaxrl_llm.runtime.json_lines import read_json
+from jaxrl_llm.runtime.json_lines import read_json, written
 from jaxrl_llm.runtime.weights import is_run
 
 MAX_FILE_BYTES = 5 * 10**9
@@ -345,4 +345,4 @@ def write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...]
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    path.write_text(written(value, indent=2) + "\n", encoding="utf-8")

@@ -18,6 +18,7 @@ from typing import Any
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import hybrids, templates
+from jaxrl_llm.runtime import json_lines
 
 Messages = list[dict[str, str]]
 
@@ -189,7 +190,7 @@ class Tokenizer:
         path = Path(folder) / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 5 writes a name that 4 does not know
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(json_lines.written(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
