@@ -73,9 +73,10 @@ def without_thought(text: str) -> str:
 
 
 def _is_quoted(text: str, start: int, end: int) -> bool:
-    """Return whether the same quotation mark or backtick stands on both sides."""
-    is_inside = start > 0 and end < len(text)
-    return is_inside and text[start - 1] == text[end] and text[end] in "`'\""
+    """Return whether the same quotation mark or backtick stands on both sides, the first one after a space."""
+    if start == 0 or end == len(text) or text[end] not in "`'\"" or text[start - 1] != text[end]:
+        return False
+    return start == 1 or text[start - 2].isspace() or text[start - 2] in "(["
 
 
 def marked(text: str) -> str | None:
@@ -98,11 +99,8 @@ def answer_of(text: str) -> str:
     found = marked(text)
     if found is not None:
         return found
-    return _last_line(without_thought(text))
-
-
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+    lines = _lines(text)
+    return lines[-1].strip() if lines else ""
 
 
 def _blank_code(text: str) -> str:
@@ -183,29 +181,33 @@ def number_of(text: str) -> Quantity | None:
     found = marked(text)
     if found is not None:
         return quantity(found) or number_beside_words(found)
-    lines = without_thought(text).splitlines()
+    lines = _lines(text)
     for i in reversed(range(len(lines))):
-        numbers = _numbers_of_line(lines, i)
-        if numbers:
-            return numbers[-1]
+        has_digits, number = _number_of_line(lines, i)
+        if has_digits:
+            return number
     return None
 
 
-def _numbers_of_line(lines: list[str], i: int) -> list[Quantity | None]:
-    """Return the last number of line i in a list, None in it for digits grouped in no known way; [] without digits.
+def _lines(text: str) -> list[str]:
+    """Return the lines after the thought that are not blank."""
+    return [line for line in without_thought(text).splitlines() if line.strip()]
+
+
+def _number_of_line(lines: list[str], i: int) -> tuple[bool, Quantity | None]:
+    """Return whether a line has digits, and its last number; None for digits that are grouped in no known way.
 
     "- 7" is an item of a list if it is one line of several, unless the line before ends with "=".
     """
     line = lines[i]
     if line.isascii() and not _ASCII_DIGIT.search(line):
-        return []
-    before = [other.strip() for other in lines[max(0, i - 3) : i] if other.strip()]
-    is_alone = not before and i <= 3 and not any(other.strip() for other in lines[i + 1 : i + 4])
-    if not is_alone and not (before and before[-1].endswith("=")):
-        line = _ITEM.sub("", line, count=1)
+        return False, None
+    continues = i > 0 and lines[i - 1].rstrip().endswith("=")
+    if len(lines) > 1 and not continues:
+        line = _ITEM.sub("", line)
     text = flat(line)
     numbers = list(NUMBER.finditer(text))
-    return [number_in_sentence(text, numbers[-1])] if numbers else []
+    return (True, number_in_sentence(text, numbers[-1])) if numbers else (False, None)
 
 
 def integer_of(text: str) -> str | None:
@@ -234,9 +236,9 @@ _WORD = re.compile(
 )
 _DECIMAL = re.compile(r"-?[0-9]*(?:[,'][0-9]{3})*(?:\.[0-9]+)?")
 # What changes the meaning of words though it is punctuation: "C++", "A-", "x^2 + 1", "1/2".
-_SYMBOL = re.compile(r"[+^<>=]|(?<=\w)#|#(?=\w)|(?<=[0-9])\s?(?:/|\*\*?)\s?(?=[0-9])|(?<=[A-Za-z])-(?![\w-])")
-
-
+_SYMBOL = re.compile(
+    r"\^|(?<=[\w+)\]}])\s?[+<>=]|(?<=\w)#|#(?=\w)|(?<=[0-9])\s?(?:/|\*\*?)\s?(?=[0-9])|(?<=[A-Za-z])-(?![\w-])"
+)
 _LETTERS = re.compile(r"[^\W\d_]+")
 _SHORT_SCRIPT = re.compile(r"([_^])\{(\w+)\}")
 _BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
@@ -322,8 +324,12 @@ def in_base(answer: str) -> tuple[str, int] | None:
     found = _IN_BASE.fullmatch(_SHORT_SCRIPT.sub(r"\1\2", peeled(flat(answer[:MAX_NUMBER_CHARS])).replace(" ", "")))
     if found is None:
         return None
+    numeral = found[1].upper()
     name = found[2] or found[3]
-    return found[1].upper(), _BASE_NAMES.get(name) or int(name)
+    base = _BASE_NAMES.get(name) or int(name)
+    digits = re.sub("[-.]", "", numeral)
+    is_numeral = re.search("[0-9]", digits) and all(int(digit, 36) < base for digit in digits)  # x_1 is an unknown
+    return (numeral, base) if is_numeral and 2 <= base <= 36 else None
 
 
 def brackets(answer: str) -> str:
@@ -365,13 +371,11 @@ def vote(text: str) -> str:
     found = marked(text)
     if found is not None:
         return key(found) if found else ""
-    lines = [line for line in without_thought(text).splitlines() if line.strip()]
+    lines = _lines(text)
     if not lines:
         return ""
-    numbers = _numbers_of_line(lines, len(lines) - 1)
-    if numbers and numbers[0] is not None:
-        return number_text(numbers[0].value)
-    return key(lines[-1].strip())
+    number = _number_of_line(lines, len(lines) - 1)[1]
+    return number_text(number.value) if number is not None else key(lines[-1].strip())
 
 
 def accepted(label: Any) -> list[str]:

@@ -36,6 +36,7 @@ _GROUPED = (
     (re.compile(r"[0-9]{1,3}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?"), "."),
     (re.compile(r"[0-9]{1,3}\.[0-9]{3},[0-9]+"), "."),
 )
+_BASE_TEN = re.compile(r"_\{?10\}?$")
 _SPACED = re.compile(r"(?<![0-9.,'])[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")  # in a marked answer alone
 
 # Words that scale the number before them.
@@ -132,6 +133,7 @@ def quantity(answer: str) -> Quantity | None:
         if left.endswith(("<", ">", "!", r"\not")) or _LISTED.search(left):
             return None
         text = right.strip()
+    text = _BASE_TEN.sub("", text)
     text = _SPACED.sub(lambda found: found[0].replace(" ", "'"), text)
     head = _HEAD.match(text)
     number = NUMBER.match(text, head.end())

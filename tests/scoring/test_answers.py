@@ -58,6 +58,8 @@ MARKS = [
     ("answer", "It is \\boxed{5}</think>6", "6", True),
     ("answer", "<answer>5</answer></think>", "5", False),
     ("answer", 'a</think> The tag "</think>" ends it. \\boxed{5}', "5", True),
+    ("answer", 'I say "no"</think>"no"', "no", True),  # ends a thought between two quotations
+    ("answer", 'It is "5"</think>"6"', "5", False),
     ("answer", "\\boxed{5}, and `</think>` ended my thought", "5", True),
     ("answer", "<answer>7</answer>\nThe form was `<answer>8</answer>`.", "7", True),
     ("answer", "\\boxed{7}\n```\n\\boxed{8}\n```\n", "7", True),
@@ -157,6 +159,7 @@ NUMBERS = [
     (r"\boxed{10_{3}}", "10_2", False),
     (r"\boxed{10_{3}}", "10_3", True),
     ("10₃", r"\boxed{10_{3}}", True),
+    (r"\boxed{25_{10}}", "25", True),
     (r"\boxed{0.333...}", "0.333", False),
     (r"\boxed{(3, 4)}", "4", False),
     (r"\boxed{3, 4}", "4", False),
@@ -302,6 +305,13 @@ WORDS = [
     (r"\boxed{\text{(B)}}", "B", True),
     ("Option B", "B", True),
     ("Ｂ", "B", True),
+    ("> Paris", "Paris", True),  # marks of Markdown
+    ("+ Paris", "Paris", True),
+    ("# Paris", "Paris", True),
+    ("= Paris", "Paris", True),
+    ("x > 5", "x < 5", False),
+    ("x = 5", "x 5", False),
+    ("1 + 1", "1 1", False),
     ("A cat", "A", False),
     ("10**5", "10 5", False),
     ("B or C", "B", False),
@@ -585,3 +595,15 @@ def test_time_grows_with_the_length_alone(flood, around):
     answers.in_base(text)
     answers.brackets(text)
     assert time.process_time() - began < 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "numeral"),
+    [
+        *(("10_{3}", ("10", 3)), (r"1F_{16}", ("1F", 16)), ("10_2", ("10", 2))),
+        *(("x_1", None), ("a_{12}", None), ("12_2", None), ("10", None), ("1_1", None), (r"\(10_{3}\)", ("10", 3))),
+        *((r"257_{\text{eight}}", ("257", 8)), ("10\u2083", ("10", 3))),
+    ],
+)
+def test_numerals_with_a_base(text, numeral):
+    assert answers.in_base(text) == numeral
