@@ -132,27 +132,33 @@ def _same_formula(label: _Label, forms: list) -> bool:
     constants = [(one, other) for one, other in pairs if _is_constant(one) and _is_constant(other)]
     if constants:
         return any(_same_constant(one, other) for one, other in constants)
-    if not verify(label.forms, forms, float_rounding=label.decimals, timeout_seconds=None):
-        return False
-    parts = [(_constant_parts(one), _constant_parts(other)) for one, other in pairs]
-    compared = [(some, others) for some, others in parts if some and others and len(some) == len(others)]
-    return not compared or any(_same_parts(some, others) for some, others in compared)
+    is_equal = verify(label.forms, forms, float_rounding=label.decimals, timeout_seconds=None)
+    read = [(one, other) for one, other in pairs if not isinstance(one, str) and not isinstance(other, str)]
+    return is_equal and (not read or any(_may_be_equal(one, other) for one, other in read))
 
 
-def _constant_parts(form: Any) -> list[sympy.Expr]:
-    """Return the elements of a set, a tuple, an interval or a matrix of constants; [] for other forms."""
+def _may_be_equal(one: Any, other: Any) -> bool:
+    """Return False if constants in two forms differ. math_verify rounds them to six decimals before it compares."""
+    if _is_constant(one) and _is_constant(other):
+        return _same_constant(one, other)
+    if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
+        difference = one - other
+        return not difference.is_Rational or difference == 0
+    some, others = _elements(one), _elements(other)
+    if not some or len(some) != len(others):
+        return True
+    if isinstance(one, sympy.FiniteSet) or isinstance(other, sympy.FiniteSet):
+        return all(any(_may_be_equal(element, partner) for partner in others) for element in some)
+    return all(map(_may_be_equal, some, others))
+
+
+def _elements(form: Any) -> list:
+    """Return the elements of a set, a tuple or a matrix, and the ends of an interval; [] for other forms."""
     if isinstance(form, sympy.Interval):
-        elements = [form.start, form.end]
-    elif isinstance(form, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
-        elements = list(form)
-    else:
-        return []
-    return elements if all(map(_is_constant, elements)) else []
-
-
-def _same_parts(some: list[sympy.Expr], others: list[sympy.Expr]) -> bool:
-    """Return whether each constant of one list is in the other. math_verify has checked their order."""
-    return all(any(_same_constant(one, other) for other in others) for one in some)
+        return [form.start, form.end]
+    if isinstance(form, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
+        return list(form)
+    return []
 
 
 def _is_constant(form: Any) -> bool:

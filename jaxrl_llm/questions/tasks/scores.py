@@ -1,12 +1,12 @@
-r"""Rewards for ``rewards.functions``, that suit many tasks: ``"jaxrl_llm.questions.tasks.scores:NAME"``.
+"""Reward functions that suit many tasks: ``rewards.functions = ("jaxrl_llm.questions.tasks.scores:NAME",)``.
 
-    format       1.0 where the completion is <think>..</think> <answer>..</answer> and nothing else
-    exact        1.0 where the answer is one of column ``answer``, but for case, articles and punctuation
-    f1           share of words that answer and ``answer`` have in common (harmonic mean of precision and recall)
-    key_steps    the right answer, and a tenth of the share of column ``key_steps`` that the completion has on its way
-    keywords     share of column ``keywords``, texts, that the completion has
-    majority     1.0 where the answer is that of most completions of the question: no label is looked at (TTRL)
-    short_steps  for a right answer between 1/2 and 1, the fewer steps (paragraphs) the more; 0 for a wrong one
+    format       1.0 for <think>..</think> <answer>..</answer> and nothing else
+    exact        1.0 if the answer is one of column ``answer``; case, articles and punctuation do not count
+    f1           harmonic mean of precision and recall of the words of the answer against column ``answer``
+    key_steps    1.0 for the right answer, plus 0.1 times the share of column ``key_steps`` that the completion contains
+    keywords     share of the texts of column ``keywords`` that the completion contains
+    majority     1.0 if the answer is the most frequent one of the question's completions; no label is read (TTRL)
+    short_steps  between 1/2 and 1 for a right answer, more for fewer steps (paragraphs); 0.0 for a wrong one
 
 ``jaxrl_llm.scoring.answers`` says what the answer of a completion is and when two answers are the same.
 
@@ -49,13 +49,13 @@ def _has_format(text: str) -> bool:
 
 
 def exact(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
-    """``answer``: a text, or several of which each is right."""
+    """Return 1.0 if the answer is the same text as ``answer`` (a text or a list of accepted texts), else 0.0."""
     given = zip(completions, answer, strict=True)
     return [float(any(same_text(answer_of(text), one) for one in accepted(right))) for text, right in given]
 
 
 def f1(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
-    """2 P R / (P + R), P and R the shares of the words of the completion's answer and of the right one in common."""
+    """Return 2 P R / (P + R). P and R are the shares of common words in the given and in the right answer."""
     given = zip(completions, answer, strict=True)
     return [max(_overlap(words(answer_of(text)), words(one)) for one in accepted(right)) for text, right in given]
 
@@ -66,10 +66,10 @@ def _overlap(said: list[str], right: list[str]) -> float:
 
 
 def key_steps(prompts: list, completions: list[str], answer: list, key_steps: list, **columns: Any) -> list[float]:
-    """r = [the answer is right] + 0.1 (share of the key steps that the completion has).
+    """Return [the answer is right] + 0.1 times the share of the key steps that the completion contains.
 
-    Two wrong answers are told apart by how far they came. A step is there where its words follow each other; one that
-    is a list of texts is there in any of these.
+    The share tells two wrong answers apart. A completion contains a step if the step's words follow each other in it.
+    A step may be a list of texts, of which any counts.
 
     Source: StepRAR of R1-VL, arXiv:2503.12937, the soft match of key steps and its weight (released code). Differs: a
         step is looked for in the whole completion, by words and not by letters; answers are compared as texts; its
@@ -80,15 +80,15 @@ def key_steps(prompts: list, completions: list[str], answer: list, key_steps: li
 
 
 def keywords(prompts: list, completions: list[str], keywords: list, **columns: Any) -> list[float]:
-    """How many of the keywords that a completion must have it has, however many these are; of none 0.
+    """Return the share of the keywords that the completion contains; 0.0 without keywords.
 
-    Source: IFScale, instructions by the hundred of which each is a keyword to be said.
+    Source: IFScale, whose hundreds of instructions each ask for a keyword.
     """
     return [_share(text, own) for text, own in zip(completions, keywords, strict=True)]
 
 
 def _share(text: str, wanted: list) -> float:
-    """Of texts, or lists of texts that mean the same, those that the completion has."""
+    """Return the share of the wanted texts that a text contains. A list of texts counts if the text has any of them."""
     said = [f" {' '.join(found)} " for found in (words(text), all_words(text))]
 
     def has(one: Any) -> bool:
