@@ -25,7 +25,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.actor import openai_api, tools
@@ -98,12 +98,14 @@ class Episode:
         opening: messages of its first request, or token ids.
         tools: of its first request.
         num_turns: of the policy's that it has been given.
-        drawn: token ids and log-probs of each of them, to be set where it asks for such.
+        drawn: by the number of a turn its token ids and log-probs, to be set if the agent asks for token ids.
         sizes: tokens before each of them and its own, to be set; where they are not, it is told of no usage.
     """
 
     def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):
-        self.num_turns, self._reward, self.drawn, self.sizes = 0, 0.0, (), ()
+        self.num_turns, self._reward = 0, 0.0
+        self.drawn: Mapping[int, Any] = {}
+        self.sizes: Sequence[Any] = ()
         self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
         self._name = secrets.token_hex(16)  # part of its address: nobody else's requests come here
         server = _server()

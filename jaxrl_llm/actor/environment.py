@@ -125,6 +125,8 @@ class Environment(contextlib.AbstractContextManager):
             kept.difference_update(over)
             played_again = len(answers) if state_before is None and key not in kept else 0
             timeout_s = self._config.timeout_s * (1 + played_again)
+            if key in kept and "drawn" in how:  # the process has the tokens of the turns before
+                how["drawn"] = how["drawn"][-1:]
             call = self._config.factory, over, *given, how
             answer, reward, wrong, state, tools = worker.ask(call, timeout_s, _is_reply)
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR

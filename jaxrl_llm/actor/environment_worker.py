@@ -168,7 +168,9 @@ def act(
             returns.
         answers: to all of them but the newest; where it is over, to that too.
         state: after the turns that have been answered, where the class gives one.
-        drawn, sizes: of each turn, for an agent (agents.Episode).
+        drawn: token ids and log-probs of the turns, for an agent (agents.Episode). Those of the newest turn suffice if
+            this process has the episode.
+        sizes: of each turn, for an agent.
         told, system_prompt: an agent's tools that the chat template has been told of, and ``prompts.system_prompt``.
 
     Returns:
@@ -189,7 +191,8 @@ def act(
             saved = (answered, state) if answered and state is not None else ()
             episode = _episodes[key] = (agents.Episode if is_agent else Episode)(environment, columns, *saved)
         if is_agent:
-            episode.drawn, episode.sizes = drawn, sizes
+            episode.drawn = dict(enumerate(drawn, len(turns) - len(drawn)))
+            episode.sizes = sizes
         if is_new and not saved:
             how = (episode.tools, told, system_prompt)
             if is_agent and turns and (opening := agents.prompt_of(episode.opening, *how)) != prompt:

@@ -134,6 +134,12 @@ def test_an_agent_may_speak_in_token_ids_and_is_told_what_they_were_drawn_with()
         assert (last.answer, last.reward, last.reason) == (None, -1.75, "")
         wrong = environment.ask(1, Example([5], {}, given=("p", [])), ["a"], [], drawn=drawn[:1]).result(30)
         assert "the agent begins with [5, 6], not as before with [5]" in wrong.reason
+    with Environment(config("in_tokens"), [one]) as environment:  # tokens are sent once, not with each later turn again
+        sent, ask = [], environment._workers[0].ask
+        environment._workers[0].ask = lambda given, *how: sent.append(given[-1]["drawn"]) or ask(given, *how)
+        environment.ask(0, one, ["a"], [], drawn=drawn[:1]).result(30)
+        last = environment.ask(0, one, ["a", "b"], [[8]], drawn=drawn).result(30)
+        assert (last.reward, last.reason) == (-1.75, "") and sent == [drawn[:1], drawn[1:]]
     tokenizer = types.SimpleNamespace(vocab_size=6)
     with pytest.raises(ConfigError, match="an agent's token_ids must be from 0 to 5, and are 5 to 6"):
         shown(config("in_tokens"), tokenizer, [Example("p", {})], [])
