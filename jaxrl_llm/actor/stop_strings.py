@@ -8,7 +8,7 @@ Owns: which text may be one, where a row is cut, and the cut. Does not know: whe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -76,19 +76,25 @@ def find(
         scanned: [M,E,G] tokens of each completion that were looked at before; changed in place.
     """
     new_length = np.zeros(lengths.shape, np.int32)
+    decode = lambda ids: decode_text(ids.tolist())
     for (shard, entry), start in prompt_lengths.items():
         for g in range(lengths.shape[2]):
             where = shard, entry, g
-            row = tokens[shard][entry, g, start : lengths[where]].tolist()
-            first = completed_at(stops, decode_text, row, int(scanned[where]))
+            size = int(lengths[where]) - start
+            if size <= scanned[where]:
+                continue  # the row has stopped, or waits
+            row = tokens[shard][entry, g, start : lengths[where]]
+            first = completed_at(stops, decode, row, int(scanned[where]))
             # Completed by the last token allowed it is no truncation.
-            if first and (first < len(row) or reasons[where] in (STOP_NONE, STOP_LENGTH)):
+            if first and (first < size or reasons[where] in (STOP_NONE, STOP_LENGTH)):
                 new_length[where] = start + first
-            scanned[where] = len(row)
+            scanned[where] = size
     return new_length
 
 
-def completed_at(stops: Sequence[str], decode_text: decoding.Decode, ids: list[int], looked_at: int) -> int | None:
+def completed_at(
+    stops: Sequence[str], decode_text: Callable[[Any], str], ids: Sequence[int] | np.ndarray, looked_at: int
+) -> int | None:
     """Return with how many of these tokens, more than ``looked_at``, a stop string is first complete. None: none is.
 
     Only the new tokens are decoded, and as many before them as a stop string may reach back.
