@@ -224,6 +224,11 @@ def integer_of(text: str) -> str | None:
 _BARE_CHOICE = re.compile(r"(?:(?:option|choice|answer)\s?:?\s)?[(\[]?([A-Za-z])[)\].:]?", re.I)
 _CHOICE_WITH_TEXT = re.compile(r"(?:(?:option|choice|answer)\s?:?\s)?(?:\(([A-Z])\)|([A-Z])[).:])\s.*", re.S)
 
+_CHOICE_SAID = re.compile(
+    r"(?i:answer|option|choice|antwort|réponse|respuesta|risposta|ответ|答案)\s?(?i:is|ist|est|es|è|:|是|为)?\s?[:(\[]?\s?"
+    r"([A-Z])[)\]]?\.?$"
+)
+
 # Writing systems without spaces between words: each character is a word.
 _UNSPACED = re.compile(
     "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff])"
@@ -241,15 +246,16 @@ _SYMBOL = re.compile(
 )
 _LETTERS = re.compile(r"[^\W\d_]+")
 _SHORT_SCRIPT = re.compile(r"([_^])\{(\w+)\}")
+_SHORT_ROOT = re.compile(r"\\sqrt\{(\w)\}")
 _BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 _BASE_NAMES |= {"twelve": 12, "sixteen": 16}
 _IN_BASE = re.compile(rf"\(?(-?[0-9A-Za-z.]+)\)?_(?:\{{?([0-9]{{1,2}})\}}?|\{{?({'|'.join(_BASE_NAMES)})\}}?)")
 
 
 def choice(answer: str) -> str | None:
-    """Return the letter that an answer chooses ("B", "(b)", "B) Paris", "Option B."), upper case; else None."""
+    """Return the letter that an answer chooses, upper case: "B", "(b)", "B) Paris", "The answer is B."; else None."""
     text = peeled(flat(answer[:MAX_NUMBER_CHARS]))
-    found = _BARE_CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.fullmatch(text)
+    found = _BARE_CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.fullmatch(text) or _CHOICE_SAID.search(text[-40:])
     return next(letter for letter in found.groups() if letter).upper() if found else None
 
 
@@ -316,7 +322,8 @@ def same_text(said: str, right: str) -> bool:
 def formula(answer: str) -> str:
     """Return an answer without styles, delimiters, spaces and a final full stop."""
     text = peeled("".join(LATEX_SPACE.sub(" ", unstyled(answer)).split()))
-    return _SHORT_SCRIPT.sub(r"\1\2", text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac"))
+    text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
+    return _SHORT_ROOT.sub(r"\\sqrt\1", _SHORT_SCRIPT.sub(r"\1\2", text))
 
 
 def in_base(answer: str) -> tuple[str, int] | None:
@@ -354,7 +361,8 @@ def key(answer: str) -> str:
     number = quantity(answer) or number_said(answer)
     if number is not None:
         return number_text(number.value)
-    letter = _BARE_CHOICE.fullmatch(peeled(flat(answer[:MAX_NUMBER_CHARS])))
+    text = peeled(flat(answer[:MAX_NUMBER_CHARS]))
+    letter = _BARE_CHOICE.fullmatch(text) or _CHOICE_SAID.search(text[-40:])
     if letter:
         return letter[1].upper()
     without_commands = re.sub(r"\\[A-Za-z]+", " ", unstyled(answer))

@@ -22,7 +22,7 @@ NUMBER = re.compile(
     (?P<mixed> (?<![0-9.,'/])[0-9]{{1,9}}[ ][0-9]{{1,9}}/[0-9]{{1,9}}(?![/0-9]) )
     | (?P<fraction> (?<![0-9.,'/]){_RUN}/{_RUN}(?![/0-9]) )
     | (?P<power> (?<![0-9.,'])10\s?(?:\^|\*\*)\s?{_EXPONENT} )
-    | (?P<digits> {_RUN} | (?<![\w.])\.{_RUN} )
+    | (?<!\^)(?<!\^\{{)(?<!_)(?<!_\{{) (?P<digits> {_RUN} | (?<![\w.])\.{_RUN} )
       (?P<scale> [eE][-+]?[0-9]{{1,3}}(?!\w|\.[0-9]) | \s?[*xX]\s?10\s?(?:\^|\*\*)\s?{_EXPONENT} )?
     """,
     re.X,
@@ -78,10 +78,12 @@ _NO_UNITS = frozenset(
 _NO_UNITS |= {"pi", "e", "i", "sqrt", "root", "log", "ln", "exp", "sin", "cos", "tan", "mod", "plus", "minus"}
 _NO_UNITS |= {"nicht", "kein", "oder", "und", "ou", "pas", "et", "y", "o", "u"}
 _CURRENCY = r"(?:US\$|USD|EUR|GBP|[$€£¥₹₽₩¢])"
-_HEAD = re.compile(rf"(?P<sign>[-+]\s?)?(?P<currency>{_CURRENCY}\s?)?(?P<second>-)?")
+_HEAD = re.compile(rf"(?P<sign>[-+]\s?|minus\s|negative\s)?(?P<currency>{_CURRENCY}\s?)?(?P<second>-)?")
 _UNIT_WORD = re.compile(r"([^\W\d_]+)(?:\^\s?\{?\s?([0-9])\s?\}?)?")
 _UNIT_SIGN = re.compile(r"(°[CF]?(?![A-Za-z])|[%/$€£¥₹₽₩¢])")
 MAX_UNIT_WORDS = 8
+_SCRIPT = re.compile(r"\s?\^|_")
+_MINUS_WORD = re.compile(r"(?<![^\W\d_])(?:minus|negative)\s$", re.I)
 _UNIT_POWER = re.compile(r"(?<=[a-z])\^\s?\{?[23]\}?")
 _LETTERS = re.compile(r"[^\W\d_]+")
 _SIGN_OR_CURRENCY = re.compile(rf"\s?-?\s?{_CURRENCY}?\s?-?$")
@@ -139,7 +141,7 @@ def quantity(answer: str) -> Quantity | None:
     number = NUMBER.match(text, head.end())
     if number is None:
         return None
-    is_negative = "-" in (head["sign"] or "") or bool(head["second"])
+    is_negative = (head["sign"] or "+")[0] in "-mn" or bool(head["second"])
     beside = text[number.end() :]
     if head["currency"]:
         beside = f" {head['currency']} {beside}"
@@ -269,7 +271,12 @@ def _is_symbol(word: str) -> bool:
 
 
 def number_in_sentence(text: str, number: re.Match) -> Quantity | None:
-    """Read a number inside a sentence, with the sign and the currency before it and the known unit after it."""
+    """Read a number inside a sentence, with the sign and the currency before it and the known unit after it.
+
+    None for the base of a power ("2^10") and for a numeral with a base ("10_3").
+    """
+    if _SCRIPT.match(text, number.end()):
+        return None
     before = text[: number.start()]
     unit = ""
     currency = re.search(rf"{_CURRENCY}\s?$", before[-5:])
@@ -288,6 +295,9 @@ def number_in_sentence(text: str, number: re.Match) -> Quantity | None:
 
 def _is_negative(before: str) -> bool:
     """Return whether the text before a number ends with a minus sign, not with an operator or a dash."""
+    spelt = _MINUS_WORD.search(before[-12:])
+    if spelt:
+        before = before[: len(before) - len(spelt[0])] + "- "
     if before.endswith("-"):
         is_sign = len(before) == 1 or not (before[-2] == "-" or _OPERAND.match(before[-2]))
         return is_sign or _BEFORE_SIGN.search(before[:-1][-12:]) is not None

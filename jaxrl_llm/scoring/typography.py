@@ -84,6 +84,8 @@ _DEGREE = re.compile(r"\^\s?\{\s?\\circ\s?\}|\^\s?\\circ(?![A-Za-z])|\\(?:degree
 _NUMERIC_FRACTION = re.compile(
     r"([0-9])?\s?\\[dtc]?frac\s?(?:\{\s?(-?)\s?([0-9.,']+)\s?\}|([0-9]))\s?(?:\{\s?(-?)\s?([0-9.,']+)\s?\}|([0-9]))"
 )
+_COMMAND_END = re.compile(r"\\[A-Za-z]+$")
+_ORDINAL = re.compile(r"(?<=[0-9])\s?\^\s?\{?\s?(st|nd|rd|th)\s?\}?")
 _BOLD = re.compile(r"(?<![0-9A-Za-z)\]}*])\*\*(?!\*)|\*\*(?![0-9A-Za-z(\[{*.-])")  # "2**3" is a power
 _TIMES = re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])")
 _ESCAPED = re.compile(r"\\([$%&#_€£])")
@@ -111,6 +113,8 @@ def _without_groups(text: str) -> str:
         said = token[0]
         if len(said) > 2:
             dropped.append(True)
+            if _COMMAND_END.search(pieces[-1][-20:]):
+                pieces.append(" ")  # \circ\text{C} is not \circC
             continue
         if said == "{":
             dropped.append(False)
@@ -123,7 +127,7 @@ def _without_groups(text: str) -> str:
 
 def flat(text: str) -> str:
     """Return a text in which numbers, fractions, powers of ten, degrees and units stand as plain text."""
-    text = unstyled(text)
+    text = _ORDINAL.sub(r"\1", unstyled(text))
     if "\\" in text or "~" in text:
         text = _DEGREE.sub("\u00b0", text)
         text = _NUMERIC_FRACTION.sub(_as_plain_fraction, text)
@@ -146,7 +150,7 @@ def peeled(text: str) -> str:
     """Return an answer without the delimiters, quotation marks and the full stop around it."""
     for _ in range(4):
         before = text
-        text = text.strip(" \t\r\n*`\"'")
+        text = text.strip(" \t\r\n*`\"'").removesuffix(r"\\")
         if text.endswith((".", ",", ";", ":")) and not text.endswith(".."):
             text = text[:-1]
         for left, right in _DELIMITERS:
