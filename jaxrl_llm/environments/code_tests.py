@@ -27,7 +27,9 @@ Owns: which part of a completion is code, verdicts. Does not know: where tests c
 from __future__ import annotations
 
 import ast
+import bisect
 import contextlib
+import dataclasses
 import json
 import re
 import warnings
@@ -45,7 +47,9 @@ OPENING = re.compile(
 # What may close it: a line of fence characters alone, one with further text, or fence characters at a line's end.
 CLOSING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+)(?P<more>[^\n]*)$|(?P<late>```+)[ \t\r]*$", re.MULTILINE)
 MARKER = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])[ \t]+")  # of a list's item, whose width indents what belongs to it
-MAX_CLOSINGS = 32  # readings of a block that are tried
+THOUGHT = "</think>"  # ends what the model thinks, whose beginning may stand in the prompt
+MAX_CLOSINGS = 32  # fences behind the opening one that may close a block
+MAX_TRIES = 64  # readings of a completion's blocks that are parsed
 MAX_PARSED = 50_000  # characters of a reading that is tried
 BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")  # as lines of a function begin, and sentences do not
 DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
@@ -287,14 +291,16 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
             loop.
     """
     text = _answer(completion)
-    found = _blocks(text)
-    blocks = [(_dedented(code, indent), code, start) for code, indent, start, _ in found]
+    fences = _Fences(text)
+    found = fences.blocks()
+    codes = [text[block.start : block.end] for block in found]
+    blocks = [(_dedented(code, block.indent), code, block.start) for code, block in zip(codes, found, strict=True)]
     defining = [block for block in blocks if _defined(block[0]) & set(names)]
     if not (defining and _is_python(defining[-1][0])):
-        before = text[: _end_of_block(text, 0, "```", 0)[0]]
+        before = text[: fences.end_of_block(0, "```", 0)[0]]
         is_code = _is_python(before)
         if not is_code:
-            before = text[: found[0][3]] if found else text
+            before = text[: found[0].fence] if found else text
         whole = (before, before, 0)
         if _defined(before) & set(names) and (is_code or not defining):
             defining = [whole]
@@ -317,67 +323,88 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
 
 
 def _answer(completion: str) -> str:
-    """Return the text behind the ``</think>`` that ends the thought; one inside a block of code is the program's."""
-    _, mark, text = completion.partition("</think>")
+    """Return the text behind the last ``</think>``, but for one in a block of code that follows the first."""
+    _, mark, text = completion.partition(THOUGHT)
     if not mark:
         return completion
-    while (place := text.find("</think>")) >= 0:
-        if any(start <= place < start + len(code) for code, _, start, _ in _blocks(text)):
-            break
-        text = text[place + len("</think>") :]
-    return text
+    outside, place = "", 0  # the text with its blocks blanked
+    for block in _Fences(text).blocks() if THOUGHT in text else ():
+        outside += text[place : block.start] + " " * (block.end - block.start)
+        place = block.end
+    last = (outside + text[place:]).rfind(THOUGHT)
+    return text if last < 0 else text[last + len(THOUGHT) :]
 
 
-def _blocks(text: str) -> list[tuple[str, str | None, int, int]]:
-    """Return (code, indentation of its fence, begin of the code, begin of its fence) of each block between fences.
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Code between fences: where it begins and ends in the text, and where its opening fence begins.
 
-    The indentation is None if the fence opens behind other text, as on the line of a list's item.
+    ``indent`` is the indentation of the fence, None if it opens behind other text, as on the line of a list's item.
     """
-    blocks, place = [], 0
-    while found := OPENING.search(text, place):
-        start = min(found.end() + 1, len(text))
-        if found.end() == len(text):
-            break  # a fence at the very end holds nothing
-        indent = found["indent"]
-        marker = MARKER.match(found["before"] or "")
-        width = len((indent if indent is not None else marker[0] if marker else "").expandtabs(4))
-        end, place = _end_of_block(text, start, found["ticks"] or found["tildes"] or found["behind"], width)
-        blocks.append((text[start:end], indent, start, found.start()))
-    return blocks
+
+    start: int
+    end: int
+    fence: int
+    indent: str | None
 
 
-def _end_of_block(text: str, start: int, fence: str, width: int) -> tuple[int, int]:
-    """Return where the code of a block that begins at ``start`` ends, and where the text goes on after its fence.
+class _Fences:
+    """The fences of one text."""
 
-    The first closing fence of CommonMark ends it: a line of the same character, at least as many, indented by three
-    columns more than the opening fence at most. If the code up to there is not Python, the first place ends it at which
-    the code is Python: a fence in a docstring closes nothing, and a fence at the end of a line of code may.
+    def __init__(self, text: str):
+        self.text = text
+        self._closings = list(CLOSING.finditer(text))
+        self._places = [found.start() for found in self._closings]
+        self._tries = MAX_TRIES
 
-    Args:
-        fence: the opening fence.
-        width: columns that indent it.
-    """
-    strict: tuple[int, int] | None = None
-    loose: list[tuple[int, int]] = []
-    readings: list[tuple[int, int]] = []
-    for found in CLOSING.finditer(text, start):
-        mark = found["fence"] or found["late"]
-        if mark[0] != fence[0] or len(mark) < len(fence):
-            continue
-        end = (found.start() if found["fence"] else found.start("late"), found.end())
-        readings.append(end)
-        is_near = found["fence"] is not None and len(found["indent"].expandtabs(4)) <= width + 3
-        if is_near and found["more"].strip():
-            loose.append(end)
-        elif is_near:
-            strict = strict or end
-        if len(readings) == MAX_CLOSINGS:
-            break
-    default = strict or (loose[0] if loose else (len(text), len(text)))
-    if not readings or (strict and len(readings) == 1):
-        return default  # the only reading
-    order = [default, *(reading for reading in readings if reading != default)]
-    return next((end for end in order if _is_python(text[start : end[0]])), default)
+    def blocks(self) -> list[_Block]:
+        """Return each block between fences, in order. A fence at the very end of the text opens none."""
+        blocks, place = [], 0
+        while (found := OPENING.search(self.text, place)) and found.end() < len(
+            self.text
+        ):  # at the end it holds nothing
+            indent = found["indent"]
+            marker = MARKER.match(found["before"] or "")
+            width = len((indent if indent is not None else marker[0] if marker else "").expandtabs(4))
+            start = found.end() + 1
+            end, place = self.end_of_block(start, found["ticks"] or found["tildes"] or found["behind"], width)
+            blocks.append(_Block(start, end, found.start(), indent))
+        return blocks
+
+    def end_of_block(self, start: int, fence: str, width: int) -> tuple[int, int]:
+        """Return where the code of a block that begins at ``start`` ends, and where the text behind its fence begins.
+
+        The first closing fence of CommonMark ends it: a line of the same character, at least as many, indented by at
+        most three columns more than the opening fence. If the code up to there is not Python, it ends at the first
+        place at which it is: a fence in a docstring closes nothing, and a fence at the end of a line of code may.
+
+        Args:
+            fence: the opening fence.
+            width: columns that indent it.
+        """
+        strict, loose, readings = None, None, []
+        first = bisect.bisect_left(self._places, start)
+        for found in self._closings[first : first + MAX_CLOSINGS]:
+            mark = found["fence"] or found["late"]
+            if mark[0] != fence[0] or len(mark) < len(fence):
+                continue
+            reading = (found.start() if found["fence"] else found.start("late"), found.end())
+            readings.append(reading)
+            is_near = found["fence"] is not None and len(found["indent"].expandtabs(4)) <= width + 3
+            if is_near and found["more"].strip():
+                loose = loose or reading
+            elif is_near:
+                strict = strict or reading
+        unclosed = (len(self.text), len(self.text))
+        default = strict or loose or unclosed
+        if not readings:
+            return default
+        order = dict.fromkeys([default, *readings, unclosed])
+        return next((reading for reading in order if self._is_python(start, reading[0])), default)
+
+    def _is_python(self, start: int, end: int) -> bool:
+        self._tries -= 1
+        return self._tries >= 0 and _is_python(self.text[start:end])
 
 
 def _is_python(code: str) -> bool:

@@ -1,6 +1,7 @@
 """Which part of a completion is code, and what its tests say of it."""
 
 import textwrap
+import time
 
 import pytest
 
@@ -207,6 +208,57 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch):
 )  # fmt: skip
 def test_the_code_of_a_completion(completion, prefix, names, code):
     assert program(completion, prefix, names) == code
+
+
+DOC = 'def f(x):\n    """\n    ```\n    >>> f(1)\n    2\n    ```\n    """\n    return x + 1\n'
+TOP = '"""What it does:\n\n```\nf(1)\n```\n"""\ndef f(x):\n    return x\n'
+TILDES = "def f(x):\n    '''\n~~~\n```\n    '''\n    return x\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        (f"```python\n{DOC}```", DOC),  # a fence that is indented as code is closes nothing
+        (f"Text.\n\n```python\n{DOC}```\nIt is `f`.\n```\nf(2)\n```", DOC),
+        (f"{DOC}```\nText", DOC),  # the prompt has opened the fence
+        (f"```python\n{TOP}```\nand more", TOP),  # at the start of a line, in a string that goes on
+        (f"{TOP}```\nand more", TOP),
+        (TOP, TOP),
+        (f"~~~python\n{TILDES}~~~\n", TILDES),
+        (f"```python\n{TILDES}```\n", TILDES),
+        ("~~~\nf = 1\n```\n~~~", "f = 1\n```\n"),  # another character closes nothing
+        ("~~~~py\nf = 1\n~~~\n~~~~~", "f = 1\n~~~\n"),  # nor do fewer
+        ("````python\nf = '''\n```\n'''\n````", "f = '''\n```\n'''\n"),
+        ("```python\nf = 1```", "f = 1"),  # at the end of a line of code
+        ("```python\nf = 1```\nText\n```python\nprint(f)\n```", "f = 1"),
+        ("```python\n# as ```f()```\nf = 1\n```", "# as ```f()```\nf = 1\n"),
+        ("```python\nf = '```'\n```", "f = '```'\n"),
+        ("```python\nf = 1\n   ```\ntext", "f = 1\n"),  # as deep as CommonMark allows
+        ("```python\nf = 1\n``` \ntext", "f = 1\n"),
+        ("```python\nf = 1\n```text\nmore", "f = 1\n"),
+        ("```python\r\nf = 1\r\n```\r\ntext", "f = 1\r\n"),
+        ("f = 1\n```", "f = 1\n"),
+        ("```f = 2```\n~~~\nf = 1\n~~~", "f = 1\n"),  # code inside a line opens no block
+        ("```python\nf = (\n```", "f = (\n"),  # no reading of it is Python
+        ("<think>f?</think>```python\nf = '</think>'\n```", "f = '</think>'\n"),  # the program's own
+        ("<think>no </think> yet\n```\nf = 2\n```\n</think>f = 1", "f = 1"),
+        ("f = 2</think></think>f = 1", "f = 1"),
+    ],
+)
+def test_a_fence_is_what_commonmark_and_python_take_for_one(completion, code):
+    assert program(completion, "", ["f"]) == code
+
+
+def test_the_program_is_found_in_time_in_a_text_of_fences():
+    for text in ("```\n", "~~~\n```", "````\n```\n", "```python\nx\n```\n</think>", "```py\n'''\n", "</think>"):
+        began = time.monotonic()
+        program(text * 3000, "", ["f"])
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("text", ["(" * 9999, "-" * 9999 + "1", "x" + ".a" * 9999, "x" + "()" * 9999, "\0", "'\ud800'"])
+def test_a_text_that_no_parser_likes_is_a_program_that_fails(text):
+    assert score(passed, MBPP, f"```python\n{text}\n```\n~~~\n```", RIGHT) == [0, 1]
 
 
 def test_columns_are_what_the_scorer_takes(tmp_path):
