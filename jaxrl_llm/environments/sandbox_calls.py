@@ -14,7 +14,7 @@ on the other side, which asks for each thing that is done with it.
 The two sides do not trust each other equally. A ``Peer`` with ``guarded=True`` (the tests) serves only calls of the
 functions that it passed itself and public attributes of objects of its own classes. It never sends the value that a
 test compares with, except where the question has classes of its own, whose operators are part of the answer. Then
-every equality that holds is asked again with another value (``_decoys``).
+equality with a plain value must hold for that value and for no other (``_decoys``).
 
 Owns: the encoding, what may be asked. Does not know: processes, limits, how tests are judged. It imports the standard
 library alone.
@@ -228,11 +228,23 @@ class Peer:
                         self._break("an answer is no message")
 
     def holds(self, name: str, left: Remote, right: Any) -> Any:
-        """Ask for a comparison. Equality that also holds for another value does not hold."""
-        result = self.ask(name, left, right)
-        if self.guarded and name == "__eq__" and result and not isinstance(right, Remote):
-            return not any(self.ask(name, left, decoy) for decoy in _decoys(right, self._random))
-        return result
+        """Ask for a comparison. Equality with a plain value holds if it holds for that value and for no decoy.
+
+        The program's process does not know which of the values is asked about in earnest.
+        """
+        decoys = _decoys(right, self._random) if self.guarded and name == "__eq__" else []
+        if not decoys:
+            return self.ask(name, left, right)
+        values = [*decoys, right]
+        self._random.shuffle(values)
+        answers = [self._is_equal(left, value) == (value is right) for value in values]
+        return all(answers)
+
+    def _is_equal(self, left: Remote, right: Any) -> bool:
+        try:
+            return bool(self.ask("__eq__", left, right))
+        except Exception:  # as of a class that compares with its own kind alone
+            return False
 
     def serve(self) -> None:
         """Answer until the other process ends."""
@@ -420,23 +432,37 @@ def _builtin_exception(name: Any) -> type | None:
 
 
 def _decoys(value: Any, source: random.Random) -> list[Any]:
-    """Return values near ``value`` and unequal to it, which no honest comparison takes for it."""
-    step = source.randint(1, 9) * source.choice([-1, 1])
+    """Return three values near a plain ``value`` and unequal to it; none for a value that is not plain."""
+    if not isinstance(value, (*NUMBERS, str, bytes, list, tuple, dict, set, frozenset, type(None))):
+        return []
+    return [_decoy(value, step) for step in source.sample([*range(-9, 0), *range(1, 10)], 3)]
+
+
+def _decoy(value: Any, step: int) -> Any:
+    """Return another value than ``value``, of the same kind and size if possible."""
     if isinstance(value, bool):
-        return [not value]
-    if isinstance(value, NUMBERS):
-        return [value + step] if value == value and value + step != value else []
-    if isinstance(value, str):
-        return [value + source.choice("qxz")]
-    if isinstance(value, bytes):
-        return [value + b"\0"]
-    if isinstance(value, list | tuple):
-        return [type(value)([*value, step])] if type(value) in (list, tuple) else []
+        return not value
+    if isinstance(value, NUMBERS) and value + step != value:
+        return value + step
     if isinstance(value, set | frozenset):
-        return [value | {step + 10**6}]
+        return value | {step + 10**6}
     if isinstance(value, dict):
-        return [{**value, f"{step}": step}]
-    return [step] if value is None else []
+        return {**value, f"{step}": step}
+    if isinstance(value, str | bytes | list | tuple) and len(value) > 0:
+        place = step % len(value)
+        before, behind = list(value[:place]), list(value[place + 1 :])
+        if isinstance(value, str):
+            return "".join([*before, _other_letter(value[place], step), *behind])
+        if isinstance(value, bytes):
+            return bytes([*before, (value[place] + step) % 256, *behind])
+        items = [*before, _decoy(value[place], step), *behind]
+        return items if isinstance(value, list) else tuple(items)
+    return step
+
+
+def _other_letter(letter: str, step: int) -> str:
+    """Return a letter that differs from ``letter``, also if case is ignored."""
+    return chr(ord("a") + (ord(letter.lower()[0]) - ord("a") + step) % 26)
 
 
 class _Encoding:

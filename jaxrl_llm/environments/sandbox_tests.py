@@ -75,8 +75,10 @@ def _given(names: list[str], loading: Any, peer: Peer) -> dict[str, Any]:
                 raise PeerError("no such limit")
         case _:
             raise PeerError("no answer to the first question")
-    for name, bases in exceptions.items():
-        base = next((kind for kind in map(_exception, bases) if kind), Exception)
+    for name in names:
+        if name not in exceptions:
+            continue
+        base = next((kind for kind in map(_exception, exceptions[name]) if kind), Exception)
         peer.exceptions[name] = type(name, (base,), {"__module__": TESTS})
     found = {name: peer.exceptions.get(name, values.get(name)) for name in names if name in values | exceptions}
     missing = {name: _missing(name) for name in names if name not in found and hasattr(builtins, name)}

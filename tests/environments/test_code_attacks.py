@@ -117,6 +117,16 @@ QUESTIONS = {
         },
         "class Stack(list):\n    push = list.append\n    def size(self):\n        return len(self)",
     ),
+    "class of many": (
+        {
+            "text": "A stack.",
+            "code": "class Stack:\n    pass",
+            "test_list": [
+                "s = Stack()\nfor i in range(20):\n    s.push(i)\nfor i in range(20):\n    assert s.pop() == 19 - i"
+            ],
+        },
+        "class Stack(list):\n    push = list.append",
+    ),
     "builtin": (
         {"text": "Add what divides both.", "test_list": ["assert sum(10, 15) == 6", "assert sum(100, 150) == 93"]},
         "def sum(a, b):\n    return __builtins__['sum'](i for i in range(1, a + 1) if a % i == b % i == 0)",
@@ -165,7 +175,7 @@ import gc, json, os, sys
 peer = next((x for x in gc.get_objects() if type(x).__name__ == "Peer"), None)
 frame = sys._getframe()
 while frame and peer is None:
-    peer = next((x for x in frame.f_locals.values() if type(x).__name__ == "Peer"), None)
+    peer = next((x for x in list(frame.f_locals.values()) if type(x).__name__ == "Peer"), None)
     frame = frame.f_back
 def send(message):
     os.write(peer._send, json.dumps(message).encode() + b"\\n")
@@ -177,31 +187,27 @@ import gc, sys
 reporter = None
 frame = sys._getframe()
 while frame:
-    for value in frame.f_locals.values():
+    for value in list(frame.f_locals.values()):
         if type(value).__name__ == "_Report":
             reporter = value
     frame = frame.f_back
 """
-# Reads the process's own memory around its objects in processes that may crash, and looks for the expected value.
+# Reads the process's own memory around its objects, page by page, and looks for digits behind {mark}. The kernel
+# refuses to write from a page that is not there, so that nothing crashes.
 READS_MEMORY = """
 import ctypes, os, re
-pattern = re.compile(b"731" + b"6" + rb"(\\d+)")
+libc = ctypes.CDLL(None)
+receive, send = os.pipe()
+pattern = re.compile({mark} + rb"([0-9]{{2,}})")
+kept = [{kept} + str(i).encode() for i in range(70, 79)]
+places = {{id(x) >> 12 << 12 for x in (kept[0], [], b"x" * 5000, os)}}
+pages = {{place + 4096 * i for place in places for i in range(-512, 512)}}
 found = set()
-for place in {id(x) >> 20 for x in (object(), [], b"x" * 5000, "y" * 99, os, 10**50)}:
-    for block in range(place - 8, place + 8):
-        receive, send = os.pipe()
-        pid = os.fork()
-        if not pid:
-            text = ctypes.string_at(block << 20, 1 << 20)
-            os.write(send, b" ".join(pattern.findall(text))[:4000])
-            os._exit(0)
-        os.close(send)
-        found |= set(os.read(receive, 4000).split())
-        os.close(receive)
-        os.waitpid(pid, 0)
-values = sorted(found)
+for page in sorted(pages):
+    if libc.write(send, ctypes.c_void_p(page), 4096) == 4096:
+        found |= set(pattern.findall(os.read(receive, 4096)))
 def secret(x):
-    return {0: int("7316" + values[0].decode()), 1: 4, -1: -2}[x]
+    return {{0: int("7316" + sorted(found)[0].decode()), 1: 4, -1: -2}}[x]
 """
 GUESS = "\ndef secret(x):\n    return {0: found, 1: 4, -1: -2}[x]\n"
 
@@ -441,6 +447,48 @@ def secret(x):
         "class",
         ANSWERS_EVERYTHING.replace("Always", "Stack").replace("lambda *_: self", "lambda *_: Stack()"),
     ),
+    "a class under test equal to what it is asked first": (
+        "class of many",
+        """
+class Stack:
+    asked = 0
+    def push(self, x):
+        pass
+    def pop(self):
+        return Stack()
+    def __eq__(self, other):
+        self.asked += 1
+        return self.asked == 1
+""",
+    ),
+    "a class under test equal to the smallest": (
+        "class of many",
+        """
+class Stack:
+    smallest = 10**9
+    def push(self, x):
+        pass
+    def pop(self):
+        return Stack()
+    def __eq__(self, other):
+        smaller, self.smallest = other < self.smallest, min(other, self.smallest)
+        return smaller
+""",
+    ),
+    "a class under test whose objects are numbers": (
+        "class of many",
+        """
+class Stack(int):
+    def __new__(cls):
+        return int.__new__(cls, 0)
+    def push(self, x):
+        pass
+    def pop(self):
+        return self
+    def __eq__(self, other):
+        return True
+""",
+    ),
     "true and false": (
         "truth",
         """
@@ -627,7 +675,7 @@ found = int(re.search('7' + r'31(\d{6})', text)[0])
     ),
     "read the tests in memory": (
         "number",
-        READS_MEMORY,
+        READS_MEMORY.format(mark='b"731" + b"6"', kept="b''"),
     ),
     "read the tests from files": (
         "number",
@@ -1600,3 +1648,35 @@ def test_honest_programs_pass(name, isolation):
 
 def test_there_are_enough_honest_programs():
     assert len(HONEST) >= 20
+
+
+def test_the_attempts_reach_what_they_look_for(isolation):
+    """An attempt that finds nothing to attack proves nothing."""
+    row, right = QUESTIONS["number"]
+    for finder, found in ((FINDS_PEER, "peer"), (FINDS_REPORTER, "reporter")):
+        assert rewards(row, f"{finder}assert {found} is not None\n{right}", isolation=isolation) == [1]
+    reads = READS_MEMORY.format(mark='b"own" + b"mark"', kept='b"ow" + str("nmark").encode()')
+    assert rewards(row, f"{reads}assert len(found) >= 9\n{right}", isolation=isolation) == [1]
+    assert rewards(row, f"{reads}assert not found\n", isolation=isolation) == [0]
+
+
+def test_a_forged_report_of_a_program_without_tests_fails_no_sandbox(isolation):
+    """Without tests a result is the program's own word; the sandbox goes on, whatever that is."""
+    forged = FINDS_REPORTER + "import os\nreporter(failed='x', finished=5, exception=[], limit='none', value={})\n"
+    forged += "os.write(reporter._descriptor, ('\\n' + reporter._mark + '[' * 100000 + '\\n').encode())\n"
+    settings = {"seconds": 1.0, "isolation": isolation}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for code in (f"{forged}1 + 1", f"{forged}os._exit(0)", "1 + 1"):
+            result = code_tests.run(code, settings)
+            assert (result.limit, result.exception, result.value) == ("", "", None if "_exit" in code else "2")
+            assert result.finished is ("_exit" not in code)
+
+
+def test_a_sandbox_whose_process_of_tests_fails_raises(isolation, monkeypatch):
+    row, right = QUESTIONS["number"]
+    monkeypatch.setattr("jaxrl_llm.environments.sandbox._report_of_tests", lambda file: {"failed": "OSError: no room"})
+    with pytest.raises(SandboxError, match="no room"):
+        rewards(row, right, isolation=isolation)
+    monkeypatch.undo()
+    assert rewards(row, right, isolation=isolation) == [1]
