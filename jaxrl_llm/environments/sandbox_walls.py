@@ -1,4 +1,4 @@
-"""What keeps a program in: namespaces, a root folder of its own, no capability, few system calls, limits of size.
+"""What keeps a program in: namespaces, a root folder of its own, Landlock, no capability, limits of size.
 
 All of it is Linux's, through ctypes and the standard library. ``enclose`` is for the process that forks programs, the
 other functions for each program:
@@ -6,7 +6,8 @@ other functions for each program:
     enclose         user, mount, pid, network, ipc and uts namespaces; a read-only root with Python alone in it
     mount_tmp       a tmpfs, before the fork; unmount_tmp after the program
     limit           sizes and numbers; nothing of this and the next can be taken back
-    give_up_rights  no capability; filter_calls: few system calls; keep_out_of_files: where there is no root of its own
+    give_up_rights  no capability; filter_calls: no system call that reaches out (sandbox_filter.py);
+                    keep_out_of_files: where there is no root of its own
 
 Where the process is root, what it becomes is nobody (uid 65534), for the kernel counts no processes of root.
 
@@ -21,7 +22,6 @@ import ctypes
 import errno
 import functools
 import os
-import platform
 import re
 import resource
 import signal
@@ -29,6 +29,8 @@ import stat
 import struct
 import sys
 import sysconfig
+
+from jaxrl_llm.environments import sandbox_filter
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -41,42 +43,14 @@ DETACH = 2
 KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 DEATH_SIGNAL, DUMPABLE, SECCOMP, DROP_BOUND, CHILD_SUBREAPER, NO_NEW_RIGHTS, AMBIENT = 1, 4, 22, 24, 36, 38, 47
 
-# System calls by machine. Refused to every program: they reach other processes, the kernel or another namespace, or
-# keep memory that no limit counts.
-_COMMON = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429}
-_COMMON |= {"fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442}
-_X86 = {"socket": 41, "ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "mount": 165, "umount2": 166}
-_X86 |= {"pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "bpf": 321, "keyctl": 250, "add_key": 248}
-_X86 |= {"request_key": 249, "perf_event_open": 298, "userfaultfd": 323, "memfd_create": 319, "shmget": 29}
-_X86 |= {"msgget": 68, "semget": 64, "mq_open": 240, "init_module": 175, "finit_module": 313, "delete_module": 176}
-_X86 |= {"kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167, "swapoff": 168, "acct": 163}
-_X86 |= {"quotactl": 179, "open_by_handle_at": 304, "iopl": 172, "ioperm": 173, "syslog": 103}
-_X86 |= {"setpriority": 141, "sched_setaffinity": 203, "sched_setscheduler": 144, "sched_setparam": 142}
-_X86 |= {"sched_setattr": 314, "ioprio_set": 251}
-_ARM = {"socket": 198, "ptrace": 117, "process_vm_readv": 270, "process_vm_writev": 271, "mount": 40, "umount2": 39}
-_ARM |= {"pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "bpf": 280, "keyctl": 219, "add_key": 217}
-_ARM |= {"request_key": 218, "perf_event_open": 241, "userfaultfd": 282, "memfd_create": 279, "shmget": 194}
-_ARM |= {"msgget": 186, "semget": 190, "mq_open": 180, "init_module": 105, "finit_module": 273, "delete_module": 106}
-_ARM |= {"kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224, "swapoff": 225, "acct": 89}
-_ARM |= {"quotactl": 60, "open_by_handle_at": 265, "syslog": 116}
-_ARM |= {"setpriority": 140, "sched_setaffinity": 122, "sched_setscheduler": 119, "sched_setparam": 118}
-_ARM |= {"sched_setattr": 274, "ioprio_set": 30}
-# Refused besides where there are no namespaces: what Landlock does not see.
-_X86_MODES = {"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94}
-_X86_MODES |= {"fchownat": 260, "utime": 132, "utimes": 235, "utimensat": 280, "futimesat": 261, "setxattr": 188}
-_X86_MODES |= {"lsetxattr": 189, "fsetxattr": 190, "removexattr": 197, "lremovexattr": 198, "fremovexattr": 199}
-_X86_MODES |= {"pidfd_send_signal": 424}
-_ARM_MODES = {"fchmod": 52, "fchmodat": 53, "fchmodat2": 452, "fchownat": 54, "fchown": 55, "utimensat": 88}
-_ARM_MODES |= {"setxattr": 5, "lsetxattr": 6, "fsetxattr": 7, "removexattr": 14, "lremovexattr": 15, "fremovexattr": 16}
-_ARM_MODES |= {"pidfd_send_signal": 424}
-_X86_SIGNALS = {"kill": 62, "tgkill": 234, "tkill": 200, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297}
-_ARM_SIGNALS = {"kill": 129, "tgkill": 131, "tkill": 130, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240}
-# machine -> (its number in a filter, calls refused, refused besides, those that signal others, clone, prlimit64)
-MACHINES = {
-    "x86_64": (0xC000003E, _COMMON | _X86, _X86_MODES, _X86_SIGNALS, 56, 302),
-    "aarch64": (0xC00000B7, _COMMON | _ARM, _ARM_MODES, _ARM_SIGNALS, 220, 261),
-}
-CLONE3, LANDLOCK = 435, 444
+# The system calls of Landlock, from the first: create a ruleset, add a rule, restrict this process.
+LANDLOCK = 444
+# What a program may not do with files, by the version of Landlock that knows it: the number of rights.
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+ALL_FILE_RIGHTS = 16
+NO_TCP = 3  # bind and connect, from version 4 on
+# Abstract sockets and signals to processes outside, from version 6 on. The filter refuses both on every kernel.
+NO_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
 
 def libc(name: str, *arguments) -> int:
@@ -212,7 +186,7 @@ def _change_root(sources: dict[str, int]) -> None:
     os.makedirs(f"{root}/dev", exist_ok=True)
     os.symlink("/tmp", f"{root}/dev/shm")
     os.chdir(root)
-    libc("syscall", MACHINES[platform.machine()][1]["pivot_root"], ".", ".")
+    libc("syscall", sandbox_filter.number_of("pivot_root"), ".", ".")
     libc("umount2", ".", DETACH)
     os.chdir("/")
     libc("mount", None, "/", None, REMOUNT | BIND | READ_ONLY | NO_SUID | NO_DEV, None)
@@ -276,14 +250,21 @@ def _can_fork() -> bool:
 
 
 def keep_out_of_files(folder: str) -> None:
-    """Without namespaces: to read what ``bound_paths`` has and to write in ``folder`` alone, by Landlock.
+    """Let a program without namespaces read ``bound_paths`` and write in ``folder`` only, by Landlock.
+
+    If the kernel's Landlock can, it also refuses TCP, abstract sockets and signals to processes outside.
 
     Raises:
-        OSError: this kernel has it not.
+        OSError: this kernel has no Landlock.
     """
     version = libc("syscall", LANDLOCK, None, 0, 1)
-    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
-    rules = libc("syscall", LANDLOCK, struct.pack("=Q", everything), 8, 0)
+    everything = (1 << FILE_RIGHTS.get(version, ALL_FILE_RIGHTS)) - 1
+    attributes = struct.pack("=Q", everything)
+    if version >= 4:
+        attributes += struct.pack("=Q", NO_TCP)
+    if version >= 6:
+        attributes += struct.pack("=Q", NO_ABSTRACT_SOCKETS_AND_SIGNALS)
+    rules = libc("syscall", LANDLOCK, attributes, len(attributes), 0)
     execute, write, read, list_folder = 1, 2, 4, 8
     for path in (*bound_paths(), folder):
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -309,7 +290,7 @@ def give_up_rights() -> None:
 
 
 def filter_calls(*, is_apart: bool) -> None:
-    """No socket and no system call that reaches out.
+    """Refuse the system calls that reach out of the program (sandbox_filter.py).
 
     Args:
         is_apart: it sees processes and files of its own alone; else it may signal itself only, and change no modes.
@@ -317,35 +298,7 @@ def filter_calls(*, is_apart: bool) -> None:
     Raises:
         OSError: the machine's system calls are not known, or it has no filters.
     """
-    program = filter_program(0 if is_apart else os.getpid())
+    program = sandbox_filter.filter_program(0 if is_apart else os.getpid())
     buffer = ctypes.create_string_buffer(program)
     header = struct.pack("H6xQ", len(program) // 8, ctypes.addressof(buffer))
     libc("prctl", SECCOMP, 2, header, 0, 0)
-
-
-@functools.cache
-def filter_program(own: int) -> bytes:
-    """Instructions of classic BPF over (call, machine, ..., arguments of 8 bytes from byte 16).
-
-    Args:
-        own: the only process that may be signalled, and no modes may be changed; 0 allows both.
-    """
-    if platform.machine() not in MACHINES or sys.byteorder != "little":
-        raise OSError(errno.ENOSYS, f"no filter of system calls for {platform.machine()}")
-    machine, refused, besides, signals, clone, prlimit = MACHINES[platform.machine()]
-    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
-    allow, kill, no, unknown = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    code = [(load, 0, 0, 4), (equal, 1, 0, machine), (give, 0, 0, kill)]
-    code += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (give, 0, 0, no)]  # other numbers for the same calls
-    code += [(equal, 0, 1, CLONE3), (give, 0, 0, unknown)]  # its flags lie in memory; the C library takes clone instead
-    for number in sorted((refused | besides if own else refused).values()):
-        code += [(equal, 0, 1, number), (give, 0, 0, no)]
-    new_namespace = NEW_NS | NEW_UTS | NEW_IPC | NEW_USER | NEW_PID | NEW_NET | 0x2000000
-    code += [(equal, 0, 4, clone), (load, 0, 0, 16), (any_bit, 0, 1, new_namespace), (give, 0, 0, no)]
-    code += [(give, 0, 0, allow), (equal, 0, 4, prlimit), (load, 0, 0, 16), (equal, 1, 0, 0), (give, 0, 0, no)]
-    code += [(give, 0, 0, allow)]
-    for number in sorted(signals.values()) if own else ():
-        code += [(equal, 0, 4, number), (load, 0, 0, 16), (equal, 1, 0, own), (give, 0, 0, no)]
-        code += [(give, 0, 0, allow)]
-    code += [(give, 0, 0, allow)]
-    return b"".join(struct.pack("<HBBI", *line) for line in code)

@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from jaxrl_llm.environments import sandbox_calls as calls
+from jaxrl_llm.environments import sandbox_filter
 from jaxrl_llm.environments import sandbox_tests as tests
 from jaxrl_llm.environments import sandbox_walls as walls
 
@@ -92,7 +93,7 @@ def main(descriptor: int, isolation: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "jaxrl_llm"]:
         del sys.modules[name]  # not for programs; what is needed here is named here
     with contextlib.suppress(OSError):
-        walls.filter_program(0)  # kept for every program
+        sandbox_filter.filter_program(0)  # kept for every program
     gc.collect()
     gc.freeze()
     line = _Lines(descriptor)
