@@ -70,7 +70,8 @@ def server_of(
         both = f"--max_prompt_tokens={max_prompt_tokens} + --max_tokens={sampling.max_completion_tokens}"
         raise ConfigError(f"{both} must be at most the model's {arch.max_positions} positions")
     try:
-        server = Server(address, {}, tokenizer, sampling.temperature, token)
+        num_requests = (slots + max_waiting) * (1 + len(adapters or {}))
+        server = Server(address, {}, tokenizer, sampling.temperature, token, num_requests=num_requests)
     except OSError as error:
         raise ConfigError(f"--host={address[0]!r:.100} --port={address[1]}: {error}") from error
     try:
@@ -79,7 +80,7 @@ def server_of(
     except BaseException:
         server.server_close()
         raise
-    server.server_activate()  # not before: who comes before there are weights is refused, and does not hang
+    server.activate()  # not before: a client that comes before there are weights is refused, and does not hang
     return server
 
 
@@ -185,8 +186,8 @@ def main() -> None:
     )
     host = f"[{HOST.value}]" if ":" in HOST.value else HOST.value
     print(f"serving     {MODEL.value} at http://{host}:{server.server_port}/v1", flush=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # in another thread: it waits for the loop that this one interrupts
-        signal.signal(number, lambda *_: threading.Thread(target=server.shutdown).start())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: server.shutdown())
     with server:
         for engine in server.engines.values():
             threading.Thread(target=_watch, args=(server, engine), daemon=True).start()

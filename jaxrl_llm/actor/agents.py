@@ -29,9 +29,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl_llm.actor import openai_api, tools
-from jaxrl_llm.actor.openai_api import Refused
 from jaxrl_llm.actor.reward_worker import number
 from jaxrl_llm.runtime.functions import awaited
+from jaxrl_llm.runtime.json_server import Events, Exchange, Refused, Server
 
 ROLES = ("user", "tool")  # who may speak between two turns of the policy's
 NOT_ITS = "is not an agent's to say: the run's sampling settings hold for its turns"
@@ -39,6 +39,7 @@ NOT_ITS = "is not an agent's to say: the run's sampling settings hold for its tu
 CHAT: dict[str, tuple[Any, ...]] = {"model": (), "tool_choice": ("auto",)}
 TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}  # a turn ends as the run has it
 ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # whether it is of token ids
+SPARE_THREADS = 8  # of the server, for requests of episodes that are over and for lists of models
 
 
 def is_agent(found: Any) -> bool:
@@ -109,7 +110,7 @@ class Episode:
         self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
         self._name = secrets.token_hex(16)  # part of its address: nobody else's requests come here
         server = _server()
-        server.episodes[self._name] = self._events
+        server.open(self._name, self._events)
         address = f"http://127.0.0.1:{server.server_port}/{self._name}/v1"
         threading.Thread(target=self._play, args=(play, address, columns), daemon=True).start()
         self._request = self._events.get()
@@ -191,60 +192,69 @@ def _same(one: list[dict[str, str]], other: list[dict[str, str]]) -> bool:
     return plain(one) == plain(other)
 
 
-class _Server(openai_api.Server):
-    episodes: dict[str, queue.SimpleQueue]
+class _Server(Server):
+    """The server of this process, on the loopback interface, for all of its episodes.
 
+    Attributes:
+        episodes: events of each episode by its name, which is part of its address.
+    """
 
-@functools.cache
-def _server() -> _Server:
-    """This process's, for all of its episodes."""
-    server = _Server(("127.0.0.1", 0), _Handler)
-    server.episodes = {}
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+    def __init__(self) -> None:
+        super().__init__(self._answer_request, ("127.0.0.1", 0), num_threads=SPARE_THREADS)
+        self.episodes: dict[str, queue.SimpleQueue] = {}
+        self.activate()
 
+    def open(self, name: str, events: queue.SimpleQueue) -> None:
+        """Let an episode's requests come in. Each may hold a thread until its turn has been sampled."""
+        self.episodes[name] = events
+        self.add_threads(len(self.episodes) + SPARE_THREADS)
 
-class _Handler(openai_api.Handler):
-    server: _Server
-
-    def do_GET(self) -> None:
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
-        self.send(200, {"object": "list", "data": [model]})
-
-    def do_POST(self) -> None:
-        self.answer(self._post)
-
-    def _post(self) -> None:
-        _, name, route = self.path.split("/", 2) if self.path.count("/") > 1 else ("", "", "")
-        if route not in ROUTES:
-            raise Refused(404, f"no route POST {self.path}")
+    def _answer_request(self, exchange: Exchange) -> dict[str, Any] | Events:
+        if exchange.method == "GET":
+            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
+            return {"object": "list", "data": [model]}
+        _, name, route = exchange.path.split("/", 2) if exchange.path.count("/") > 1 else ("", "", "")
+        if exchange.method != "POST" or route not in ROUTES:
+            raise Refused(404, f"no route {exchange.method} {exchange.path}")
         try:
-            request = _Request(self.body(), ROUTES[route])
+            request = _Request(exchange.body(), ROUTES[route])
         except (ValueError, TypeError, AttributeError) as error:
             raise Refused(400, str(error)) from None
-        events = self.server.episodes.get(name)
+        events = self.episodes.get(name)
         if events is not None:
             events.put(request)
         answered = request.answer.get() if events is not None else None
         if answered is None:
             raise Refused(410, "the episode is over")
-        self._tell(request, *answered)
+        return _answer_to(request, *answered)
 
-    def _tell(self, request: _Request, message: dict[str, Any], usage: dict[str, int] | None) -> None:
-        why = "tool_calls" if message.get("tool_calls") else "stop"
-        base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
-        choice, counts = {"index": 0, "finish_reason": why, "logprobs": None}, {"usage": usage} if usage else {}
-        if request.is_tokens:
-            choice = openai_api.token_choice(message["token_ids"], message["logps"], why)
-            return self.send(200, {"request_id": base["id"], "model": "policy", "choices": [choice]})
-        if not request.is_streamed:
-            whole = {"object": "chat.completion", "choices": [choice | {"message": message}]}
-            return self.send(200, base | whole | counts)
-        calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
-        delta = message | ({"tool_calls": calls} if calls else {})
-        base |= {"object": "chat.completion.chunk"}
-        self.begin_events()
-        self.say(base | {"choices": [choice | {"delta": delta}]})
-        if request.wants_usage and counts:
-            self.say(base | {"choices": []} | counts)
-        return self.end_events()
+
+@functools.cache
+def _server() -> _Server:
+    server = _Server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def _answer_to(request: _Request, message: dict[str, Any], usage: dict[str, int] | None) -> dict[str, Any] | Events:
+    """Return a turn of the policy as the agent has asked for it: whole, in token ids, or as events."""
+    why = "tool_calls" if message.get("tool_calls") else "stop"
+    base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
+    choice = {"index": 0, "finish_reason": why, "logprobs": None}
+    counts = {"usage": usage} if usage else {}
+    if request.is_tokens:
+        choice = openai_api.token_choice(message["token_ids"], message["logps"], why)
+        return {"request_id": base["id"], "model": "policy", "choices": [choice]}
+    if not request.is_streamed:
+        return base | {"object": "chat.completion", "choices": [choice | {"message": message}]} | counts
+    return _events_of(request, base | {"object": "chat.completion.chunk"}, choice, message, counts)
+
+
+def _events_of(
+    request: _Request, base: dict[str, Any], choice: dict[str, Any], message: dict[str, Any], counts: dict[str, Any]
+) -> Events:
+    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
+    delta = message | ({"tool_calls": calls} if calls else {})
+    yield base | {"choices": [choice | {"delta": delta}]}
+    if request.wants_usage and counts:
+        yield base | {"choices": []} | counts

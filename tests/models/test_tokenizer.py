@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 from support.comparing import raw
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.generate import _prompt_ids
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
-from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
+from jaxrl_llm.models.files.tokenizer import Tokenizer, fast_tokenizer_class, load_tokenizer
 from jaxrl_llm.sft import answer_tokens
 from jaxrl_llm.types import Example
 
@@ -727,3 +728,24 @@ def test_a_text_with_its_own_beginning_has_no_second_one():
         assert tokenizer.encode_prompt(text, **how) == [0, *(i + 1 for i in ids_of("yo"))]
     headers = tokenizer.encode_prompt("yo", chat_template=True, system_prompt="")
     assert headers[0] == 0 and headers.count(0) == 1
+
+
+TEXTS = ["naïve 🙂 日本語", " two  spaces ", "\tdef f(x):\n", "e\u0301", "\x00\x7f"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_bytes_of_tokens_are_the_bytes_of_their_text(text, smollm2):
+    for tokenizer in (smollm2, make_byte_tokenizer()):
+        ids = tokenizer.encode(text)
+        assert b"".join(map(tokenizer.bytes_of, ids)) == text.encode()
+        assert all(tokenizer.bytes_of(i) for i in ids)
+
+
+def test_bytes_of_sentencepiece_are_spelled_and_special_tokens_have_their_text():
+    vocabulary = {"<unk>": 0, "<0xE2>": 1, "<0x0A>": 2, "\u2581the": 3, "the": 4, "\u2581": 5, "<end>": 6}
+    core = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    core.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    core.add_special_tokens(["<end>"])
+    tokenizer = Tokenizer(fast_tokenizer_class()(tokenizer_object=core))
+    assert [tokenizer.bytes_of(i) for i in (1, 2, 3, 4, 5, 6)] == [b"\xe2", b"\n", b" the", b"the", b" ", b"<end>"]
+    assert tokenizer.longest_token == len("<0xE2>")

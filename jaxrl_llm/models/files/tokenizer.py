@@ -30,6 +30,17 @@ IMAGE = "<image_soft_token>"  # Gemma's, which its models of text alone have no 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
+def _byte_letters() -> dict[str, int]:
+    """Return GPT-2's alphabet of bytes: printable bytes are their own letters, the others follow from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+BYTE_OF_LETTER = _byte_letters()
+SPELLED_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
 class Tokenizer:
     """A fast tokenizer of transformers with the few verbs this project needs.
 
@@ -183,6 +194,30 @@ class Tokenizer:
         # The clean-up deletes spaces before punctuation: the text would not be what was sampled.
         ids = [int(i) for i in ids if i not in self._special]
         return self._fast.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token, as the tokenizer's file spells it."""
+        return max(map(len, self._fast.get_vocab()), default=1)
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes of a token's text, which may be a part of a character.
+
+        Tokenizers of bytes spell each byte as a letter, SentencePiece spells bytes as <0xE2> and a space as U+2581.
+        """
+        spelled = self._fast.convert_ids_to_tokens(int(token)) or ""
+        if token in self._fast.added_tokens_decoder:
+            return spelled.encode()
+        if self._spells_bytes:
+            return bytes(BYTE_OF_LETTER[letter] for letter in spelled if letter in BYTE_OF_LETTER)
+        if byte := SPELLED_BYTE.fullmatch(spelled):
+            return bytes([int(byte[1], 16)])
+        return spelled.replace("\u2581", " ").encode()
+
+    @functools.cached_property
+    def _spells_bytes(self) -> bool:
+        """Whether the tokenizer spells each byte of a text as one letter (GPT-2's alphabet)."""
+        return '"ByteLevel"' in json.dumps(json.loads(self._fast.backend_tokenizer.to_str())["decoder"])
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files; ``load_tokenizer`` and transformers read them."""
