@@ -30,14 +30,33 @@ from jaxrl_llm.runtime.nested import (
     Bounds,
     ConfigError,
     Count,
+    CountOrZero,
     Decay,
     Exponent,
     Number,
     Positive,
     Rate,
+    ReadWhen,
     Share,
     as_mapping,
     flatten,
+)
+
+# When settings are read that others switch on.
+WITH_REFERENCE = ReadWhen(
+    lambda c: c.keeps_reference,
+    "without an algorithm.divergence or algorithm.surrogate that reads the reference",
+)
+WITH_FILTER = ReadWhen(
+    lambda c: (c.sampling.top_k, c.sampling.top_p, c.sampling.min_p) != (0, 1.0, 0.0),
+    "without sampling.top_k, sampling.top_p or sampling.min_p",
+)
+WITH_HELD_OUT = ReadWhen(lambda c: c.eval.num_prompts > 0, "with eval.num_prompts=0")
+WITH_MOMENTS = ReadWhen(lambda c: c.optimizer.name != "adafactor", "with optimizer.name='adafactor'")
+WITH_ROUNDED_SAMPLER = ReadWhen(lambda c: c.rollout.weights != "compute", "with rollout.weights='compute'")
+WITH_ROWS_OF_OTHERS = ReadWhen(
+    lambda c: c.prompts.source in limits.FILE_SOURCES or c.eval.name != "" or c.environments.factory != "",
+    "with questions that prompts.source makes itself, without eval.name and environments.factory",
 )
 
 
@@ -47,7 +66,7 @@ class ModelConfig:
     path: str = "random:debug"
     # Reference model, frozen, named like `path` and of the same token ids: a teacher, with algorithm.divergence
     # (on-policy distillation). "" = path, as training finds it.
-    reference_path: str = ""
+    reference_path: Annotated[str, WITH_REFERENCE] = ""
     # Arithmetic of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # Weights that are learned, and their gradient; with adapters, of what is not. bfloat16: half the memory, steps are
@@ -86,7 +105,7 @@ class PromptsConfig:
     # Special tokens: read what looks like one ("<|im_end|>") in prompts and answers of others as one. False: as text.
     special_tokens: bool = False
     # Bad row, one that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
-    bad_row: Literal["error", "skip"] = "error"
+    bad_row: Annotated[Literal["error", "skip"], WITH_ROWS_OF_OTHERS] = "error"
     # Long prompt, one of more than max_tokens: "error" or "skip", as of a bad row.
     long_prompt: Literal["error", "skip"] = "error"
     # Shuffle: visit questions in a new random order each epoch.
@@ -114,7 +133,7 @@ class SamplingConfig:
     # Support: where top-k, top-p or min-p leaves tokens out, the most likely ids that are left, so many at most. They
     # are kept with the token, 4 bytes each, so that the learner's ratio is over the same ones. 0 = top_k, or else 64.
     # Evaluations and generate have no learner, and draw among all that are left.
-    support_tokens: int = 0
+    support_tokens: Annotated[CountOrZero, WITH_FILTER] = 0
     # Longest completion in tokens, EOS counted.
     max_completion_tokens: Count = 16
     # Stop strings: completions end at the first of them (kept in the completion).
@@ -190,7 +209,7 @@ class UpdateConfig:
     # Optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: Count = 1
     # Forward pass of the learner: "full", or with what rollout.weights rounds, whose gradient goes to what is learned.
-    weights: Literal["full", "rollout"] = "full"
+    weights: Annotated[Literal["full", "rollout"], WITH_ROUNDED_SAMPLER] = "full"
     # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).
     logp_chunk_tokens: int = 0
     # Batch size that learning rates and decays of averages (of weights, `norm_decay` of advantages) are
@@ -215,14 +234,14 @@ class OptimizerConfig:
     # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = 0
-    b1: Decay = 0.9
-    b2: Annotated[float, Bounds(0.0, 0.999999)] = 0.999
-    eps: Annotated[float, Bounds(0.0, 1.0, closed=False)] = 1e-8
+    b1: Annotated[Decay, WITH_MOMENTS] = 0.9
+    b2: Annotated[float, Bounds(0.0, 0.999999), WITH_MOMENTS] = 0.999
+    eps: Annotated[float, Bounds(0.0, 1.0, closed=False), WITH_MOMENTS] = 1e-8
     weight_decay: Exponent = 0.0
     # Global-norm clip; 0 = none.
     max_grad_norm: float = 1.0
     # Optimizer reset: start the moments anew, not the schedule, every so many steps (Kimi: an iteration); 0 = never.
-    reset_every_steps: int = 0
+    reset_every_steps: Annotated[CountOrZero, WITH_MOMENTS] = 0
     # Offload: keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
     offload: bool = False
 
@@ -253,7 +272,7 @@ class CheckpointConfig:
     every_minutes: float = 30.0
     keep_last: Count = 2
     # Best by eval/pass_rate: so many are kept in addition, and written after such an evaluation.
-    keep_best: int = 0
+    keep_best: Annotated[CountOrZero, WITH_HELD_OUT] = 0
     # Grace: seconds from SIGTERM to the end of a preempted host (spot VM: 30; jobs of launch/: 120). A run warns when
     # writing a checkpoint takes longer.
     grace_s: Positive = 30.0
@@ -266,7 +285,7 @@ class CheckpointConfig:
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
     # 0 = before the first and after the last iteration alone.
-    every_iterations: int = 0
+    every_iterations: Annotated[CountOrZero, WITH_HELD_OUT] = 0
     # Held-out questions (0 = no evaluation), completions of each, those decoded side by side (0 = as many as training).
     num_prompts: int = 0
     num_samples: Count = 1
@@ -378,20 +397,32 @@ def defaults() -> Settings:
 
 
 def freeze(mapping: Any) -> Config:
-    """Turn a ``ConfigDict`` (or nested dict) into a checked ``Config``.
+    """Turn a ``ConfigDict`` (or nested dict) into the checked ``Config`` of a run that is about to start.
 
     Args:
         mapping: names only what differs from the defaults.
 
     Raises:
-        ConfigError: unknown key, wrong type, value out of bounds, impossible combination.
+        ConfigError: unknown key, wrong type, value out of bounds, impossible combination, a setting that nothing reads.
     """
-    if hasattr(mapping, "to_dict"):
-        mapping = mapping.to_dict()
-    config = nested.build(Config, mapping)
+    config = recorded(mapping)
     if complaint := limits.complaint(config, flatten(config)):
         raise ConfigError(complaint)
     return config
+
+
+def recorded(mapping: Any) -> Config:
+    """Return the ``Config`` that a checkpoint or a config.json has recorded, to be read and not to be run.
+
+    Names, types and bounds are checked. The rules between settings (``limits``) are not: they are for runs that are
+    about to start, and an older run may have started under other rules.
+
+    Raises:
+        ConfigError: unknown key, wrong type, value out of bounds.
+    """
+    if hasattr(mapping, "to_dict"):
+        mapping = mapping.to_dict()
+    return nested.build(Config, mapping)
 
 
 def to_json(config: Config) -> str:
@@ -399,10 +430,10 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """Of ``to_json`` or ``record``."""
+    """Return the config that ``to_json`` or ``record`` has written; see ``recorded``."""
     mapping = json.loads(text)
     mapping.pop("made_with", None)
-    return freeze(mapping)
+    return recorded(mapping)
 
 
 DATE = "strftime_now"  # of prompts.chat_template_kwargs: the day that a chat template prints (models.files.templates)

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from jaxrl_llm.runtime.nested import MOST, flatten
+from jaxrl_llm.runtime.nested import MOST, chosen_functions, flatten, plain_text, unread
 
 FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # of questions: these read a file
 # Texts that a model reads; the others are names, of files mostly.
@@ -30,9 +30,17 @@ def complaint(config: Any, flat: dict[str, Any]) -> str | None:
         for item in value if isinstance(value, tuple) else (value,):
             if wrong := _wrong(path, item):
                 return f"{path}={value!r:.200} {wrong}"
+    for path, one in chosen_functions(config).items():
+        if moved := one.moved():
+            return f"{path}={one.name!r:.200} {moved}"
     values = flat | {"replay.capacity": config.ring_capacity}
     broken = (message for is_kept, message in _combinations(config, flat) if not is_kept)
-    return re.sub(r"\[([\w.]+)\]", lambda name: f"{name[1]}={values.get(name[1])!r:.200}", next(broken, "")) or None
+    if message := next(broken, ""):
+        return re.sub(r"\[([\w.]+)\]", lambda name: f"{name[1]}={values.get(name[1])!r:.200}", message)
+    for path, value, default, condition in unread(config):
+        said, usual = plain_text(value), plain_text(default)
+        return f"{path}={said:.200} must be {usual:.200}, its default, {condition}: nothing reads it then"
+    return None
 
 
 def _wrong(path: str, item: Any) -> str | None:
@@ -119,6 +127,21 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
     yield from c.rules_of_method(flat)
+    yield (
+        c.optimizer.learning_rate > 0,
+        "[optimizer.learning_rate] must be more than 0: nothing would learn. `python -m jaxrl_llm.evaluate` measures a "
+        "model as it is",
+    )
+    yield (
+        c.algorithm.critic.learning_rate > 0 or not c.has_critic,
+        "[algorithm.critic.learning_rate] must be more than 0 with a critic: it would learn nothing",
+    )
+    yield (
+        any(c.rewards.weights) or c.learns_without_rewards,
+        "[rewards.weights] must not all be 0: no other term of the loss would teach anything. Set a weight, a "
+        "teacher (model.reference_path with algorithm.divergence), algorithm.cross_entropies, algorithm.reward_terms "
+        "or algorithm.entropy_bonus",
+    )
     most_open = c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
     yield (
         c.num_slots <= most_open,
@@ -157,22 +180,12 @@ def _combinations(c: Any, flat: dict[str, Any]):
         f"and of no more lines than the {num_draws} draws of a batch",
     )
     yield (
-        c.checkpoint.keep_best == 0 or c.eval.num_prompts > 0,
-        "[checkpoint.keep_best] needs eval.num_prompts of at least 1 to know the best",
-    )
-    yield (
         c.model.param_dtype == "float32" or not c.keeps_average,
         "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small to be kept",
     )
-    lora, plain = c.model.lora, type(c.model.lora)()
-    for name in ("alpha", "rank_stabilised", "dora", "targets", "path", "modules", "module_steps"):
-        is_kept = lora.rank > 0 or getattr(lora, name) == getattr(plain, name)
-        yield is_kept, f"[model.lora.{name}] needs a [model.lora.rank] of at least 1"
+    lora = c.model.lora
     yield len({*lora.targets}) == len(lora.targets) > 0, "[model.lora.targets] must name a matrix, and none twice"
-    o, plain = c.optimizer, type(c.optimizer)()
-    for name in ("b1", "b2", "eps", "reset_every_steps"):
-        is_kept = o.name != "adafactor" or getattr(o, name) == getattr(plain, name)
-        yield is_kept, f"[optimizer.{name}] is AdamW's, and must be {getattr(plain, name)} with [optimizer.name]"
+    o = c.optimizer
     yield (
         o.name != "adafactor" or o.moment_dtype != "int8",
         "[optimizer.moment_dtype] is of AdamW's moments, and must be 'float32' or 'bfloat16' with [optimizer.name]",

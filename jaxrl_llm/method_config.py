@@ -19,11 +19,44 @@ from jaxrl_llm.algorithms.corrections import CORRECTIONS, STEP_SIZES
 from jaxrl_llm.algorithms.draws import ADMISSIONS, DRAWS, PRIORITIES
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.surrogates import SURROGATES
-from jaxrl_llm.algorithms.use import Chosen, slot
+from jaxrl_llm.algorithms.tracing import reads_of_draw, reads_of_surrogate
+from jaxrl_llm.algorithms.use import Chosen, Needs, slot
 from jaxrl_llm.algorithms.views import COLUMNS, OTHER_POLICIES
-from jaxrl_llm.runtime.nested import Bounds, Count, CountOrZero, NotNegative, Number, Positive, Rate, Share
+from jaxrl_llm.runtime.nested import (
+    Bounds,
+    Count,
+    CountOrZero,
+    NotNegative,
+    Number,
+    Positive,
+    Rate,
+    ReadWhen,
+    Share,
+)
 
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+# When settings are read that others switch on.
+WITH_ADAPTERS = ReadWhen(lambda c: c.model.lora.rank > 0, "with model.lora.rank=0")
+WITH_MODULES = ReadWhen(lambda c: c.model.lora.modules > 1, "with model.lora.modules=1")
+WITH_TURNS = ReadWhen(lambda c: c.environments.factory != "", "without environments.factory")
+WITH_CRITIC = ReadWhen(lambda c: c.has_critic, "without a critic (algorithm.advantage='gae' has one)")
+WITH_BINS = ReadWhen(lambda c: c.algorithm.critic.bins > 0, "with algorithm.critic.bins=0")
+WITH_SECOND_RING = ReadWhen(lambda c: c.replay.positive_fraction > 0, "with replay.positive_fraction=0")
+WITH_PRIORITIES = ReadWhen(lambda c: c.replay.reads_priority, "with a replay.draw that reads no priority")
+NO_ADVANTAGE = "with an algorithm.surrogate that reads no advantage"
+WITH_ADVANTAGES = ReadWhen(lambda c: c.reads_advantage, NO_ADVANTAGE)
+WITH_ADVANTAGES_OR_TIES = ReadWhen(lambda c: c.reads_function_of_advantage, NO_ADVANTAGE)
+
+
+# What a surrogate may ask of the functions in other places, by the fact that these must declare, and why.
+ASKED_BY_SURROGATES = {
+    "advantage": {"is_centred_reward": "a regression on the reward less its group's mean"},
+    "aggregation": {
+        "counts_rows_alike": "whose loss is a mean over rows, long and short ones alike",
+        "sums_tokens": "whose loss is a sum over the tokens of a row",
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,19 +64,19 @@ class LoraConfig:
     # Rank of the adapters (LoRA): they learn, in float32, and the weights of model.path do not; 0 = no adapters.
     rank: Annotated[int, Bounds(0, 1024)] = 0
     # What adapters add is multiplied by alpha / rank.
-    alpha: Positive = 32.0
+    alpha: Annotated[Positive, WITH_ADAPTERS] = 32.0
     # Rank-stabilised: by alpha / sqrt(rank) instead.
-    rank_stabilised: bool = False
+    rank_stabilised: Annotated[bool, WITH_ADAPTERS] = False
     # Weight-decomposed (DoRA): the length of each row of weights, an output's, is learned too.
-    dora: bool = False
+    dora: Annotated[bool, WITH_ADAPTERS] = False
     # Matrices of each layer that have one.
-    targets: tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...] = LORA_TARGETS
+    targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], WITH_ADAPTERS] = LORA_TARGETS
     # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.
-    path: str = ""
+    path: Annotated[str, WITH_ADAPTERS] = ""
     # Modules: equal parts of the rank of which one learns at a time (DPS-LoRA): the next begins where rewards stall.
-    modules: Count = 1
+    modules: Annotated[Count, WITH_ADAPTERS] = 1
     # Stall: when the batches' mean rewards of the last so many optimizer steps of a module have no slope above 0.
-    module_steps: Annotated[int, Bounds(2, 10_000)] = 20
+    module_steps: Annotated[int, Bounds(2, 10_000), WITH_MODULES] = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,35 +85,35 @@ class EnvironmentsConfig:
     # "path/to/file.py:name" of a class with TRL's interface, a function or an agent (docs/questions.md); "" = none.
     factory: str = ""
     # Turns of the policy in a completion, at most.
-    max_turns: Count = 4
+    max_turns: Annotated[Count, WITH_TURNS] = 4
     # Longest turn of the policy in tokens: one that has not ended by then ends the completion, as cut; 0 = no limit but
     # sampling.max_completion_tokens, which is that of all turns and answers together.
-    max_turn_tokens: CountOrZero = 0
+    max_turn_tokens: Annotated[CountOrZero, WITH_TURNS] = 0
     # Longest answer in tokens, with what the chat template puts around it. It counts in max_completion_tokens.
-    max_answer_tokens: Count = 64
+    max_answer_tokens: Annotated[Count, WITH_TURNS] = 64
     # Workers: processes that answer. An episode stays with one.
-    num_workers: Annotated[int, Bounds(1, 1024)] = 2
+    num_workers: Annotated[int, Bounds(1, 1024), WITH_TURNS] = 2
     # Timeout: seconds an answer may take before its process is replaced.
-    timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
+    timeout_s: Annotated[float, Bounds(0.01, 86400.0), WITH_TURNS] = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class CriticConfig:
-    """Heard where a function needs "value"."""
+    """The value head, which a run has if a function of its method needs "value"."""
 
     # Gradient share: what of the value loss's gradient the critic's head passes on into the policy's hidden states,
     # which it reads; 0 = none. The head itself always has all of it.
-    gradient_share: float = 0.1
+    gradient_share: Annotated[NotNegative, WITH_CRITIC] = 0.1
     # Learning rate of the head; else as the policy's (schedule, clip, decay).
-    learning_rate: Rate = 1e-3
+    learning_rate: Annotated[Rate, WITH_CRITIC] = 1e-3
     # Value clip: how far from its value at rollout time a prediction gains from moving, in units of reward; 0 = any
     # distance.
-    clip: float = 0.0
+    clip: Annotated[NotNegative, WITH_CRITIC] = 0.0
     # Bins: values are the mean of a distribution over this many equal bins (HL-Gauss); 0 = one number, squared error.
-    bins: Annotated[int, Bounds(0, 10_000)] = 0
+    bins: Annotated[int, Bounds(0, 10_000), WITH_CRITIC] = 0
     # Range of the bins, which should hold all returns.
-    low: Number = 0.0
-    high: Number = 1.0
+    low: Annotated[Number, WITH_CRITIC, WITH_BINS] = 0.0
+    high: Annotated[Number, WITH_CRITIC, WITH_BINS] = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +121,15 @@ class AlgorithmConfig:
     """A method: a function in each place, with its keywords as settings (``algorithms.use``)."""
 
     # Advantage: what a reward is compared with, and over which scale.
-    advantage: Chosen = slot(advantages.ADVANTAGES | turns.ADVANTAGES, "rows", "grpo")
+    advantage: Annotated[Chosen, WITH_ADVANTAGES_OR_TIES] = slot(
+        advantages.ADVANTAGES | turns.ADVANTAGES, "rows", "grpo"
+    )
     # Reward terms, added to the reward before the advantage is taken: length penalties and the like.
-    reward_terms: tuple[Chosen, ...] = slot(shaping.REWARD_TERMS, "rows", (), several=True)
+    reward_terms: Annotated[tuple[Chosen, ...], WITH_ADVANTAGES] = slot(shaping.REWARD_TERMS, "rows", (), several=True)
     # Reshapings of the advantage, one after the other.
-    reshaping: tuple[Chosen, ...] = slot(shaping.RESHAPINGS | turns.RESHAPINGS, "advantage, rows", (), several=True)
+    reshaping: Annotated[tuple[Chosen, ...], WITH_ADVANTAGES] = slot(
+        shaping.RESHAPINGS | turns.RESHAPINGS, "advantage, rows", (), several=True
+    )
     # Overlong filter: leave truncated completions out of the loss and out of their group's baseline.
     overlong_filter: bool = False
     # Surrogate objective: the loss term of each token.
@@ -187,13 +224,13 @@ class ReplayConfig:
     # Positive bias: share of the capacity for the newest evicted rollouts that were correct (rewards.pass_threshold).
     positive_fraction: Share = 0.0
     # Admitted to that share: "correct" rollouts, or those as "likely" in mean log-prob a token as their successors.
-    admission: Chosen = slot(ADMISSIONS, "evicted, rows, pass_threshold", "correct")
+    admission: Annotated[Chosen, WITH_SECOND_RING] = slot(ADMISSIONS, "evicted, rows, pass_threshold", "correct")
     # Draw weights, how likely a rollout is drawn: "uniform", "priority" (priority ** exponent) or "age"
     # (exp(-age / scale_iterations)).
     draw: Chosen = slot(DRAWS, "stored", "uniform")
     # Priority, what draw="priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length"
     # (tokens of the completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
-    priority: Chosen = slot(PRIORITIES, "rows", "advantage")
+    priority: Annotated[Chosen, WITH_PRIORITIES] = slot(PRIORITIES, "rows", "advantage")
     # Staleness limit: oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
     max_age_steps: int = 0
     # Delay: draw only rollouts exactly this old, in iterations, staleness without reuse; 0 = no delay.
@@ -225,6 +262,11 @@ class ReplayConfig:
     shards: int = 0
     # Memory, where the rows lie: "device", or for a large capacity "host" (pinned; rows inserted or drawn alone move).
     memory: Literal["device", "host"] = "device"
+
+    @property
+    def reads_priority(self) -> bool:
+        """Whether draws depend on the rows' priorities."""
+        return "priority" in reads_of_draw(self.draw)
 
 
 class MethodFacts:
@@ -284,6 +326,35 @@ class MethodFacts:
         return "value" in self.algorithm.columns
 
     @property
+    def reads_advantage(self) -> bool:
+        """Whether a run depends on the rows' advantages: in its loss, or by which rows it draws."""
+        r = self.replay
+        by_priority = r.reads_priority and r.priority.fact("reads_advantage", True)
+        return by_priority or "advantage" in reads_of_surrogate(self.algorithm.surrogate)
+
+    @property
+    def reads_function_of_advantage(self) -> bool:
+        """Whether a run depends on the function of the advantage: on its values, or on whether tied groups have any."""
+        return self.reads_advantage or self.replay.skip_tied or self.rollout.max_resample_rounds > 0
+
+    @property
+    def learns_without_rewards(self) -> bool:
+        """Whether a term of the loss, as the method's functions declare it, has a gradient if all rewards are 0."""
+        a = self.algorithm
+        anchors = [one for one in (a.surrogate, a.divergence) if "ref_logp" in one.needs.columns]
+        has_teacher = self.model.reference_path != "" and any(one.settings.get("coefficient", 1) for one in anchors)
+        bonus = a.entropy_bonus
+        acts = (
+            has_teacher,
+            bool(bonus) and (bonus["coefficient"] > 0 or bonus.fact("moves", True)),
+            any(one["coefficient"] > 0 for one in a.cross_entropies),
+            bool(a.reward_terms),
+            self.update.load_balance > 0,
+            any(one.source for _, one in a.functions()),  # what a function of the user's own does is not known
+        )
+        return any(acts)
+
+    @property
     def keeps_average(self) -> bool:
         """Whether the learner keeps a moving average of its weights."""
         return "average_logp" in self.algorithm.columns
@@ -293,11 +364,31 @@ class MethodFacts:
         """Whether the learner keeps the weights from before the last iteration's updates."""
         return "previous_logp" in self.algorithm.columns
 
+    def _rules_of_regression(self) -> Iterator[tuple[bool, str]]:
+        """Yield (is kept, complaint) of what a surrogate asks of the advantage and of the aggregation.
+
+        A surrogate names for each of the two places the fact that the function there must declare (``algorithms.use``).
+        """
+        a, surrogate = self.algorithm, self.algorithm.surrogate
+        slots = {field.name: field.metadata.get("slot") for field in dataclasses.fields(a)}
+        for place, reasons in ASKED_BY_SURROGATES.items():
+            asked, table = surrogate.fact(place), slots[place].table
+            fitting = [name for name, one in table.items() if getattr(one, "needs", Needs()).facts.get(asked)]
+            yield (
+                asked is None or bool(getattr(a, place).fact(asked, False)),
+                f"[algorithm.{place}] must be {' or '.join(map(repr, fitting))} for [algorithm.surrogate], "
+                f"{reasons.get(asked)}: set algorithm.{place}={fitting[0] if fitting else ''}, or choose another "
+                "algorithm.surrogate",
+            )
+        yield (
+            surrogate.fact("advantage") is None or not a.reshaping,
+            "[algorithm.reshaping] must be () for [algorithm.surrogate], whose optimum is that of rewards as they are: "
+            "leave it out, or choose another algorithm.surrogate",
+        )
+
     def rules_of_method(self, flat: dict[str, Any]) -> Iterator[tuple[bool, str]]:
         """(is kept, what to say otherwise) of what functions need of each other and of the rest, as in ``limits``."""
         c, a, r, e = self, self.algorithm, self.replay, self.external
-        if any(one and one.function is None for _, one in a.functions()):
-            return  # a run of elsewhere, to be read and not to be run
         lone, in_groups = c.rollout.group_size == 1, r.unit == "group"
         held = (c.ring_capacity - round(r.positive_fraction * c.ring_capacity)) // c.rows_per_iteration  # iterations
         for name, must, why in (
@@ -327,10 +418,10 @@ class MethodFacts:
             "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns, which "
             "[environments.factory] asks for",
         )
-        asks = {"[rewards.functions] has 'environment', which": "environment" in c.rewards.functions}
-        asks["[environments.max_turn_tokens]"] = n.max_turn_tokens > 0
-        for what, is_asked in asks.items():
-            yield n.factory != "" or not is_asked, f"{what} needs environments.factory"
+        yield (
+            n.factory != "" or "environment" not in c.rewards.functions,
+            "[rewards.functions] has 'environment', which needs environments.factory",
+        )
         yield (
             not a.imitates or bool(e.paths),
             "[algorithm.cross_entropies] has nothing to imitate without external.groups_per_iteration",
@@ -351,11 +442,6 @@ class MethodFacts:
             not a.surrogate.needs.siblings or c.update.micro_batch_size % c.rollout.group_size == 0,
             "[update.micro_batch_size] must be a multiple of [rollout.group_size] for [algorithm.surrogate], which "
             "compares the rows of a group",
-        )
-        yield (
-            c.model.reference_path == "" or c.keeps_reference,
-            "[model.reference_path] must be '' where nothing reads the reference: neither [algorithm.divergence] nor "
-            "[algorithm.surrogate]",
         )
         resets = a.reference_reset_iterations
         yield (
@@ -386,11 +472,7 @@ class MethodFacts:
             not a.correction.fact("of_token", False) or a.surrogate.fact("of_token", False),
             "[algorithm.correction] must be another for [algorithm.surrogate]: it bounds the ratio of a token",
         )
-        for name in ("reward_terms", "reshaping"):
-            yield (
-                a.surrogate.fact("reads") != "reward" or not getattr(a, name),
-                f"[algorithm.{name}] must be () for [algorithm.surrogate], which reads rewards and no advantages",
-            )
+        yield from self._rules_of_regression()
         of_tokens = {"value", "turn_reward"} & {*a.advantage.needs.columns}
         yield (
             not of_tokens or not any(x.fact("of_row", False) for x in a.reshaping),

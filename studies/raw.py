@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.machine import hardware
-from jaxrl_llm.config import Config
+from jaxrl_llm.config import Config, recorded
 from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
-from jaxrl_llm.sweep.points import SEED, Point, freeze_points
+from jaxrl_llm.sweep.points import SEED, Point, with_point
 from jaxrl_llm.sweep.table import Run
 from studies.costs import GENERATED, TRAINED
 from studies.design import RATE, is_reported, without_rate
@@ -194,8 +194,8 @@ def read(path: pathlib.Path) -> Study:
 
 def configs(study: Study, runs: Sequence[Run]) -> list[Config]:
     """The whole config of each of some runs."""
-    base = runpy.run_path(study.config)["get_config"]()
-    return [config for run in runs for _, config in freeze_points(base, [run.point]).values()]
+    base = runpy.run_path(study.config)["get_config"]().to_dict()
+    return [recorded(with_point(base, run.point)) for run in runs]
 
 
 def main() -> None:

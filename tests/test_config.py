@@ -62,6 +62,11 @@ ENVIRONMENTS = ROOT / "tests" / "fixtures" / "environments.py"
 
 # ---- freeze ----------------------------------------------------------------------------------------------------
 
+# A surrogate that reads rewards, and what regressions of log-ratios on rewards ask for.
+SOFT_VALUES = {"surrogate": "spo", "aggregation": "sequence_mean"}
+REGRESSION = {"algorithm.advantage": "dr_grpo", "algorithm.aggregation": "sequence_mean"}
+ROWS_ALIKE = {"algorithm.aggregation": "sequence_mean"}
+
 
 def test_every_config_file_loads_and_freezes():
     files = sorted((ROOT / "configs").glob("*.py"))
@@ -152,8 +157,7 @@ def test_the_defaults_are_a_config():
         ),
         (
             {"model": {"reference_path": "random:debug"}},
-            "model.reference_path='random:debug' must be '' where nothing reads the reference: neither "
-            "algorithm.divergence='none' nor algorithm.surrogate='clipped'",
+            "model.reference_path='random:debug' must be '', its default, without an algorithm.divergence",
         ),
         (
             {"algorithm": {"reference_reset_iterations": (50,)}},
@@ -232,14 +236,13 @@ def test_the_defaults_are_a_config():
         ),
         (
             {
-                "algorithm": {"surrogate": "spo", "reshaping": [use("amplify_positive", factor=0.5)]},
-                "replay": {"unit": "group"},
+                "algorithm": {"reshaping": [use("amplify_positive", factor=0.5)]} | SOFT_VALUES,
             },
-            "algorithm.reshaping=('amplify_positive',) must be () for algorithm.surrogate='spo', which reads rewards",
+            "algorithm.reshaping=(amplify_positive(factor=0.5)) must be (), its default, with an algorithm.surrogate",
         ),
         (
-            {"algorithm": {"surrogate": "vcpo", "reward_terms": ["length_reward"]}, "replay": {"unit": "group"}},
-            "algorithm.reward_terms=('length_reward',) must be () for algorithm.surrogate='vcpo', which reads rewards",
+            {"algorithm": {"reward_terms": ["length_reward"]} | SOFT_VALUES},
+            "algorithm.reward_terms=(length_reward(weight=0.1)) must be (), its default, with an algorithm.surrogate",
         ),
         (
             {"rollout": {"max_lag_iterations": 2}},
@@ -279,7 +282,7 @@ def test_the_defaults_are_a_config():
         ({"prompts": {"name": "x"}}, "prompts.name='x' must be '' for prompts.source='letters'"),
         ({"prompts": {"source": "jsonl"}}, "prompts.name='' must name the file"),
         ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
-        ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 needs eval.num_prompts"),
+        ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 must be 0, its default, with eval.num_prompts=0"),
         (
             {"prompts": {"source": "jsonl", "name": "x"}, "eval": {"name": "y"}},
             "eval.name='y', but eval.num_prompts=0: set both or none",
@@ -453,7 +456,6 @@ def test_functions_survive_json_and_what_differs_is_named(own):
         "divergence": use("ewma", coefficient=0.1, decay=0.99, estimator="k1"),
         "entropy_bonus": use("adaptive", target=0.5),
         "cross_entropies": [use("environment", coefficient=0.01)],
-        "critic": {"gradient_share": 0.5},
     }
     config = freeze({"algorithm": method, "replay": {"draw": use("age", scale_iterations=2.0)}})
     again = from_json(to_json(config))
@@ -972,7 +974,7 @@ ALIVE = {
     "replay.positive_fraction": (0.5, program("insert"), SINGLE),
     "replay.admission": ("likely", program("insert"), SINGLE | {"replay.positive_fraction": 0.5}),
     "replay.draw": ("age", drawn, {}),
-    "replay.priority": ("surprise", program("insert"), {}),
+    "replay.priority": ("surprise", program("insert"), {"replay.draw": "priority"}),
     "replay.delay_iterations": (1, drawn, {}),
     "replay.latest_visit": (True, program("insert"), {}),
     "replay.min_ess": (0.5, program("update"), {}),
@@ -1080,18 +1082,18 @@ OF_FUNCTIONS = {
     },
     "algorithm.surrogate": {
         "clipped": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, {}),
-        "sequence_clipped": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, {}),
-        "gspo": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, {}),
+        "sequence_clipped": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, ROWS_ALIKE),
+        "gspo": ({"low": 0.1, "high": 0.3, "dual": 3.0}, LOSS, ROWS_ALIKE),
         "cispo": ({"low": 0.1, "high": 3.0}, LOSS, {}),
         "opmd": ({"tau": 0.2}, LOSS, {}),
         "remix_centred": ({"low": 0.1, "high": 0.3}, LOSS, MOVED),
-        "agro": ({"beta": 0.2}, LOSS, GROUPED),
-        "gvpo": ({"beta": 0.2}, LOSS, GROUPED),
-        "kimi_k15": ({"tau": 0.2}, LOSS, {}),
-        "spo": ({"beta": 0.2}, LOSS, GROUPED),
-        "spo_cross_entropy": ({"beta": 0.2}, LOSS, GROUPED),
-        "inpo": ({"eta": 0.2}, LOSS, GROUPED),
-        "vcpo": ({"cap": 3.0}, LOSS, GROUPED),
+        "agro": ({"beta": 0.2}, LOSS, GROUPED | REGRESSION),
+        "gvpo": ({"beta": 0.2}, LOSS, GROUPED | REGRESSION),
+        "kimi_k15": ({"tau": 0.2}, LOSS, REGRESSION),
+        "spo": ({"beta": 0.2}, LOSS, GROUPED | ROWS_ALIKE),
+        "spo_cross_entropy": ({"beta": 0.2}, LOSS, GROUPED | ROWS_ALIKE),
+        "inpo": ({"eta": 0.2}, LOSS, GROUPED | ROWS_ALIKE),
+        "vcpo": ({"cap": 3.0}, LOSS, GROUPED | {"algorithm.aggregation": "constant_length"}),
     },
     "algorithm.old_policy": {"ewma": ({"decay": 0.5}, LOSS, {})},
     "algorithm.correction": {

@@ -18,7 +18,6 @@ from jaxrl_llm.config import defaults
 
 def get_config():
     config = defaults()
-    config.algorithm.advantage = use("dr_grpo")
     config.algorithm.surrogate = use("spo", beta=0.1)
     config.algorithm.aggregation = use("sequence_mean")
     config.replay.capacity = 512

@@ -16,7 +16,6 @@ from jaxrl_llm.config import defaults
 
 def get_config():
     config = defaults()
-    config.algorithm.advantage = use("dr_grpo")
     config.algorithm.surrogate = use("vcpo", cap=8.0)
     config.algorithm.step_size = use("effective_sample_size")
     config.algorithm.aggregation = use("constant_length")

@@ -25,7 +25,6 @@ CORRECTIONS = {
     "truncated sequence weights, at most 2": {**REINFORCE, "algorithm.correction": "sequence_truncated"},
     "the same, step by effective sample size": {**REINFORCE, "algorithm.correction": "sequence_truncated", **BY_SIZE},
     "VCPO": {
-        "algorithm.advantage": "dr_grpo",
         "algorithm.surrogate": "vcpo",
         "algorithm.aggregation": "constant_length",
         "replay.unit": "group",

@@ -38,7 +38,7 @@ def grpo(x: Rows) -> Float[Array, " B"]:
     return over_std(minus_mean(x.reward, x.groups), x.groups)
 
 
-@needs(siblings=True)
+@needs(siblings=True, is_centred_reward=True)
 def dr_grpo(x: Rows) -> Float[Array, " B"]:
     """r - mean of the group.
 

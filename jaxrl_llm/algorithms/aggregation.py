@@ -29,6 +29,7 @@ def token_mean(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
     return _over(active, jnp.sum(jnp.sum(active, axis=1, keepdims=True)).reshape(1, 1))
 
 
+@needs(counts_rows_alike=True)
 def sequence_mean(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
     """w = 1 / (rows of the batch * tokens of the row).
 
@@ -39,6 +40,7 @@ def sequence_mean(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]
     return _over(active, jnp.sum(length > 0) * length)
 
 
+@needs(sums_tokens=True)
 def constant_length(mask: Bool[ArrayLike, "B S"], x: Batch) -> Float[Array, "B S"]:
     """w = 1 / (rows of the batch * the longest completion there may be).
 

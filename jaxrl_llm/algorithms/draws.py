@@ -49,16 +49,19 @@ def by_advantage(rows: Experience) -> Float[Array, " R"]:
     return jnp.max(jnp.abs(rows.advantage), axis=1)
 
 
+@needs(reads_advantage=False)
 def by_reward(rows: Experience) -> Float[Array, " R"]:
     """The reward, 0 where it is negative. The choice is ours."""
     return jnp.maximum(rows.reward, 0.0)
 
 
+@needs(reads_advantage=False)
 def by_length(rows: Experience) -> Float[Array, " R"]:
     """Tokens of the completion. The choice is ours."""
     return (rows.rollout.length - rows.rollout.prompt_length).astype(jnp.float32)
 
 
+@needs(reads_advantage=False)
 def by_surprise(rows: Experience) -> Float[Array, " R"]:
     """Minus the mean log-prob of its tokens when they were drawn. The choice is ours."""
     return surprise(rows.rollout)

@@ -9,8 +9,15 @@ Three policies are kept apart: the behaviour policy drew the tokens, the old (pr
 and trust regions are against (old_policies), the current policy has the gradient.
 
 A surrogate says whose samples its term takes the tokens for, hence which importance weight it leaves to a correction:
-``base="old"`` (old / behaviour), ``base="policy"`` (current / behaviour), or none (the term holds on any data); and
-``reads="reward"`` where it looks at rewards and not at advantages.
+``base="old"`` (old / behaviour), ``base="policy"`` (current / behaviour), or none (the term holds on any data).
+
+A surrogate also says what it asks of the functions in other places, by a fact that these declare (``algorithms.use``):
+
+- ``advantage="is_centred_reward"``: the term is a regression of log-ratios on the reward less its group's mean. Any
+  other scale or centre of the advantage has another optimum.
+- ``aggregation="counts_rows_alike"``: the term of a token is the term of its whole row, so that a mean over tokens
+  would weigh rows by their length.
+- ``aggregation="sums_tokens"``: the loss of a row is the sum of its tokens' terms.
 
 Owns: the terms, the table of them. Does not know: how terms are added up, corrections of the behaviour policy.
 Letters: B rows, T row width, P groups, G rows of a group (neighbours).
@@ -37,6 +44,9 @@ CROSS_ENTROPY_EDGE = -1e-2
 # INPO's tau / eta.
 INPO_REFERENCE_SHARE = 1 / 3
 
+# What regressions of log-ratios on rewards ask of the advantage and of the aggregation.
+OF_REGRESSION = {"advantage": "is_centred_reward", "aggregation": "counts_rows_alike"}
+
 # Terms, and which tokens a bound leaves without gradient.
 Terms = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
 
@@ -59,7 +69,7 @@ def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverO
     return _clip(log_ratio, x.advantage, 1 - low, 1 + high, dual)
 
 
-@needs(base="old")
+@needs(base="old", aggregation="counts_rows_alike")
 def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
     """The clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)); its form is that of ``gspo``.
 
@@ -70,7 +80,7 @@ def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, du
     return _of_row_ratio(x, _length(x), low, high, dual)
 
 
-@needs(base="old")
+@needs(base="old", aggregation="counts_rows_alike")
 def gspo(x: Tokens, *, low: Share = 3e-4, high: NotNegative = 4e-4, dual: OverOneOrZero = 0.0) -> Terms:
     """The clipped surrogate of the row's ratio, length-normalised; in the form that keeps an advantage per token.
 
@@ -145,7 +155,7 @@ def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Te
     return _clip(log_ratio, x.advantage, centre - low, centre + high, 0.0)
 
 
-@needs("ref_logp", siblings=True)
+@needs("ref_logp", siblings=True, **OF_REGRESSION)
 def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     """Half the variance over the group of R = r - beta log(policy / reference), over beta: its optimum on any data.
 
@@ -158,7 +168,7 @@ def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     return _regression(x, x.ref_logp, beta, centred=True)
 
 
-@needs(siblings=True, reads_old=True)
+@needs(siblings=True, reads_old=True, **OF_REGRESSION)
 def gvpo(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     """``_regression`` against the old policy, centred.
 
@@ -169,7 +179,7 @@ def gvpo(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     return _regression(x, x.old_logp, beta, centred=True)
 
 
-@needs(reads_old=True)
+@needs(reads_old=True, **OF_REGRESSION)
 def kimi_k15(x: Tokens, *, tau: Positive = 0.1) -> Float[Array, "B T"]:
     """``_regression`` against the old policy, not centred.
 
@@ -197,7 +207,7 @@ def _regression(x: Tokens, anchor_logp: Float[ArrayLike, "B T"], beta: float, *,
     return _on_tokens(row, x)
 
 
-@needs("ref_logp", siblings=True, reads="reward")
+@needs("ref_logp", siblings=True, aggregation="counts_rows_alike")
 def spo(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
     """Regress the last soft value of a row on its reward.
 
@@ -216,7 +226,7 @@ def spo(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
     return _on_tokens(jnp.where(is_known, jnp.square(value - x.reward), 0.0), x)
 
 
-@needs("ref_logp", siblings=True, reads="reward")
+@needs("ref_logp", siblings=True, aggregation="counts_rows_alike")
 def spo_cross_entropy(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
     """Cross-entropy of the Q of ``spo``; the reward is a log-probability, at most 0.
 
@@ -263,7 +273,7 @@ def soft_value(x: Tokens, beta: float) -> tuple[Float[Array, " B"], Bool[Array, 
     return jnp.where(is_known_PG, value_PG, 0.0).reshape(-1), is_known_PG.reshape(-1)
 
 
-@needs("ref_logp", siblings=True, reads_old=True, reads="reward")
+@needs("ref_logp", siblings=True, reads_old=True, aggregation="counts_rows_alike")
 def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
     """Pairwise regression to the Nash policy of a preference; the row of higher reward wins, ties are no pairs.
 
@@ -287,7 +297,7 @@ def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
     return _on_tokens(row.reshape(-1), x)
 
 
-@needs(siblings=True, reads="reward")
+@needs(siblings=True, aggregation="sums_tokens")
 def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
     """REINFORCE of whole sequences under truncated weights, less the baseline of the group that leaves least variance.
 
@@ -295,8 +305,8 @@ def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
         b = sum W^2 q r / sum W^2 q,   q = ``gradient_square``, for |grad log policy|^2 of the row
         loss = -W (r - b) policy_logp
 
-    A sum over tokens: take the aggregation "constant_length". Tied groups are exactly 0. ``is_clipped``: tokens of rows
-    whose weight is cut.
+    A sum over tokens, as the aggregation "constant_length" has it. Tied groups are exactly 0. ``is_clipped``: tokens of
+    rows whose weight is cut.
 
     Source: VCPO 2026, arXiv:2602.17616, with weights of at most 8. Differs: q is a stand-in for the norm of a whole
         row's gradient, see ``gradient_square``; W in b is the loss's own, which leaves its gradient the least variance

@@ -91,6 +91,16 @@ class Chosen:
             where = f"{self.name}, line {own[-1]}" if own else self.name
             raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
+    def moved(self) -> str:
+        """Return what has become of the file of a function that a run has recorded; "" if it is as it was."""
+        if not self.source:
+            return ""
+        if self.function is None:
+            return "cannot be loaded: the run that recorded it had its file. Put the file where this path names it"
+        if _digest(self.function) != self.source:
+            return "is of a file that has changed since it was recorded: restore the file, or choose the function anew"
+        return ""
+
     def __bool__(self) -> bool:
         return self.name != NONE
 
@@ -224,16 +234,17 @@ class Slot:
     def flat(self, value: Any, path: str) -> dict[str, Any]:
         """``{path: name, path.setting: value}``; of ``several`` ``{path: names, path.name.setting: value}``."""
         flat = {path: tuple(one.name for one in value) if self.several else value.name}
-        for place, one in self._places(value, path).items():
+        for place, one in self.places(value, path).items():
             flat |= {f"{place}.{key}": x for key, x in one.mapping().items() if key != "name"}
         return flat
 
-    def _places(self, value: Any, path: str) -> dict[str, Chosen]:
+    def places(self, value: Any, path: str) -> dict[str, Chosen]:
+        """Return the functions of ``value`` by path."""
         return {f"{path}.{one.name}": one for one in value} if self.several else {path: value}
 
     def defaults(self, value: Any, path: str) -> dict[str, Any]:
         """Of the functions that ``value`` names, the default of each setting, by the paths of ``flat``; "" for none."""
-        functions = {place: one.function for place, one in self._places(value, path).items() if one.function}
+        functions = {place: one.function for place, one in self.places(value, path).items() if one.function}
         known = {place: {**self.settings, **keywords(function)} for place, function in functions.items()}
         given = {f"{place}.{key}": default for place, hints in known.items() for key, (_, default) in hints.items()}
         return {key: "" if default is inspect.Parameter.empty else default for key, default in given.items()}

@@ -43,11 +43,9 @@ def kinds(config: Config, arch: Architecture, who: str, mesh: Mesh) -> tuple[str
         mesh: the learner's or the sampler's.
 
     Raises:
-        ConfigError: the learner is to round what the sampler does not, qwix is not installed, or inputs do not divide.
+        ConfigError: qwix is not installed, or inputs do not divide.
     """
     kind, wanted = config.rollout.weights, config.update.weights
-    if wanted == "rollout" and kind == "compute":
-        raise ConfigError("update.weights='rollout' must be 'full' with rollout.weights='compute': nothing is rounded")
     if KINDS[kind] and importlib.util.find_spec("qwix") is None:
         raise ConfigError(f"rollout.weights={kind!r} wants the package qwix: pip install 'jaxrl_llm[quant]'")
     each, tensor = PER_SCALE.get(kind, 1), mesh.shape["tensor"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.config import Config, ConfigError, flatten, freeze
+from jaxrl_llm.config import Config, ConfigError, flatten, recorded
 from jaxrl_llm.reports import page
 from jaxrl_llm.reports.charts import CHARTS, Chart
 from jaxrl_llm.reports.metrics import METRICS, read_metrics
@@ -51,7 +51,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     newest = max((step for step in steps if step is not None), default=0)
     made_with = read_made_with(settings or {}, workdir / "config.json")
     try:
-        config = freeze(settings) if settings is not None else None
+        config = recorded(settings) if settings is not None else None
     except ConfigError as error:
         raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
     title, made_of = workdir.resolve().name, ""

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple
 
 
@@ -45,6 +45,18 @@ class Bounds(NamedTuple):
     high: float = LARGEST
     closed: bool = True
     or_zero: bool = False
+
+
+class ReadWhen(NamedTuple):
+    """When a run reads a setting, for its ``Annotated`` type. Its default is the only value allowed at other times.
+
+    Attributes:
+        is_read: whether a run of a whole config reads it.
+        otherwise: the condition under which nothing reads it, for the error: "without environments.factory".
+    """
+
+    is_read: Callable[[Any], bool]
+    otherwise: str
 
 
 Number = Annotated[float, Bounds(-LARGEST)]
@@ -210,6 +222,32 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield path, slot, value
 
 
+def unread(config: Any, group: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
+    """Yield (path, value, default, condition) of each setting that is not its default and that a run does not read.
+
+    A setting says when it is read by a ``ReadWhen`` in its type.
+
+    Args:
+        config: the whole config.
+        group: the part of it to look at; None = the whole.
+        prefix: dotted path of ``group``.
+    """
+    group = config if group is None else group
+    hints = typing.get_type_hints(type(group), include_extras=True)
+    for field in dataclasses.fields(group):
+        value, path = getattr(group, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value) and "slot" not in field.metadata:
+            yield from unread(config, value, path + ".")
+            continue
+        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        if value == default:
+            continue
+        for condition in getattr(hints[field.name], "__metadata__", ()):
+            if isinstance(condition, ReadWhen) and not condition.is_read(config):
+                yield path, value, default, condition.otherwise
+                break
+
+
 def flatten(config: Any, *, whole: bool = False) -> dict[str, Any]:
     """``{"update.batch_size": 64, ...}`` of every leaf field; of a function its name, and each of its settings.
 
@@ -226,6 +264,19 @@ def function_defaults(config: Any) -> dict[str, Any]:
     """``{path: default}`` of each setting of the functions that a config has chosen, by the paths of ``flatten``."""
     chosen = (slot.defaults(value, path) for path, slot, value in _leaves(config) if slot)
     return {path: default for defaults in chosen for path, default in defaults.items()}
+
+
+def chosen_functions(config: Any) -> dict[str, Any]:
+    """Return ``{path: function}`` of every function that a config has chosen, by the paths of ``flatten``."""
+    found = (slot.places(value, path) for path, slot, value in _leaves(config) if slot)
+    return {path: one for places in found for path, one in places.items()}
+
+
+def plain_text(value: Any) -> str:
+    """Return a setting's value as an error shows it: functions by their names and settings."""
+    if isinstance(value, tuple) and value and hasattr(value[0], "mapping"):
+        return f"({', '.join(map(str, value))})"
+    return repr(str(value)) if hasattr(value, "mapping") else repr(value)
 
 
 def plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxrl_llm.config import DATE, Config, ConfigError, freeze, from_json, to_json
+from jaxrl_llm.config import DATE, Config, ConfigError, from_json, recorded, to_json
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.nested import differences
 
@@ -214,7 +214,7 @@ def best_of(steps: Iterable[int], rates: dict[int, float | None], count: int) ->
 def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
     """The config that ``read_text`` has read; ConfigError where this version has no such settings."""
     try:
-        return freeze(text["config"])
+        return recorded(text["config"])
     except ConfigError as error:
         said = f"checkpoint {path} was made by another version of jaxrl_llm, which alone can read it: {error}"
         raise ConfigError(said) from error

@@ -42,7 +42,7 @@ import rich.console
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_llm.config import Config, ConfigError, freeze, to_json
+from jaxrl_llm.config import Config, ConfigError, freeze, recorded, to_json
 from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
 from jaxrl_llm.reports.records import NUMBER, read_metric_rows
 from jaxrl_llm.runtime import cli
@@ -143,7 +143,7 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
         made_of = _made_with(stored).get("files", {})
         stored.pop("made_with", None)
         try:
-            before = freeze(stored)
+            before = recorded(stored)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
         if changed := changed_settings(before, config) | changed_files(made_of, config):

@@ -14,6 +14,7 @@ from support.building import algorithm_config
 
 from jaxrl_llm.algorithms.anchors import kl_estimate
 from jaxrl_llm.algorithms.surrogates import SURROGATES, surrogate_terms
+from jaxrl_llm.algorithms.tracing import reads_of_surrogate
 from jaxrl_llm.algorithms.use import Chosen, keywords
 from jaxrl_llm.algorithms.views import Tokens
 from jaxrl_llm.runtime.nested import ConfigError
@@ -339,9 +340,10 @@ def test_what_a_surrogate_reads_is_what_it_declares(name):
     reads_old = chosen.fact("base") == "old" or chosen.fact("reads_old", False)
     assert bool((term(replace(x, old_logp=x.old_logp - x.mask)) != expected).any()) == reads_old
     # Rewards, or advantages.
-    reads_reward = chosen.fact("reads") == "reward"
-    assert differs(replace(x, reward=x.reward - jnp.arange(B))) == reads_reward
-    assert differs(replace(x, advantage=2 * x.advantage)) == (not reads_reward)
+    read = reads_of_surrogate(chosen)
+    assert differs(replace(x, reward=x.reward - jnp.arange(B))) == ("reward" in read)
+    assert differs(replace(x, advantage=2 * x.advantage)) == ("advantage" in read)
+    assert reads_old == ("old_logp" in read) and chosen.needs.columns <= read
     # Groups: another row's log-probs change this row's term.
     other = np.array(x.policy_logp)
     other[1] -= 1.0

@@ -413,8 +413,8 @@ def test_a_start_that_the_settings_do_not_fit_is_refused(folder):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"alpha": 8.0}, r"model.lora.alpha=8.0 needs a model.lora.rank=0 of at least 1"),
-        ({"path": "x"}, r"model.lora.path='x' needs a model.lora.rank=0 of at least 1"),
+        ({"alpha": 8.0}, r"model.lora.alpha=8.0 must be 32.0, its default, with model.lora.rank=0"),
+        ({"path": "x"}, r"model.lora.path='x' must be '', its default, with model.lora.rank=0"),
         ({"rank": 4, "targets": ()}, r"model.lora.targets=\(\) must name a matrix, and none twice"),
         ({"rank": 4, "targets": ("q", "q")}, r"model.lora.targets=\('q', 'q'\) must name a matrix, and none twice"),
         ({"rank": 4, "targets": ("head",)}, r"model.lora.targets\[0\]='head' is not one of 'q', 'k', 'v', 'o', 'gate'"),

@@ -304,9 +304,9 @@ def test_without_qwix_a_run_says_what_to_install(monkeypatch, tmp_path):
         train_module.train(config, tmp_path)
 
 
-def test_a_learner_cannot_round_as_a_sampler_that_does_not(tmp_path):
-    with pytest.raises(ConfigError, match=r"update\.weights='rollout' must be 'full' with rollout\.weights='compute'"):
-        train_module.train(freeze(SETTINGS | {"update": SETTINGS["update"] | {"weights": "rollout"}}), tmp_path)
+def test_a_learner_cannot_round_as_a_sampler_that_does_not():
+    with pytest.raises(ConfigError, match=r"update\.weights='rollout' must be 'full', .* rollout\.weights='compute'"):
+        freeze(SETTINGS | {"update": SETTINGS["update"] | {"weights": "rollout"}})
 
 
 @needs_qwix

@@ -16,7 +16,7 @@ from support.parsing import config_of
 from test_report import make_run
 
 from jaxrl_llm.actor.actor import too_many_failures
-from jaxrl_llm.config import ConfigError, freeze, to_json
+from jaxrl_llm.config import ConfigError, freeze, recorded, to_json
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.runtime.nested import visible
 from jaxrl_llm.sweep import __main__ as sweep_module
@@ -59,7 +59,7 @@ def write_run(workdir, text):
         },
     }
     made_with = {"versions": {text: text}, "commit": text}
-    config = json.loads(to_json(freeze(settings))) | {"made_with": made_with}
+    config = json.loads(to_json(recorded(settings))) | {"made_with": made_with}
     (workdir / "config.json").write_text(json.dumps(config))
 
 

@@ -101,6 +101,7 @@ def test_settings_of_a_function_stand_beside_its_own_defaults(tmp_path):
     make_run(tmp_path, 1)
     algorithm = {
         "surrogate": use("gspo", low=0.2),  # the default of another function's
+        "aggregation": "sequence_mean",
         "reward_terms": ["length_reward", use(f"{own}:halved", power=1)],
         "divergence": use("reference", coefficient=0.1),
     }

@@ -260,6 +260,7 @@ def test_values_are_of_the_type_of_their_setting(given):
         "sampling.stop_strings=('5', '\\n')",
         "rewards.weights=[1, 2]",
         "rewards.functions=('task', 'math')",
+        "algorithm.advantage=gae",
         "algorithm.critic.bins=8",
         "algorithm.reference_reset_iterations=(50, 100)",
         "prompts.arguments.terms=(2, 3)",

@@ -544,7 +544,7 @@ def test_runs_with_other_settings_are_refused(tmp_path):
     sweep_module.check_folders(tmp_path, make_points([{"seed": 1}], num_iterations=9))
     for surrogate, changed in (
         ({"low": 0.1}, "algorithm.surrogate.low 0.2 -> 0.1"),
-        ({"name": "sequence_clipped"}, "algorithm.surrogate 'clipped' -> 'sequence_clipped'"),
+        ({"name": "reinforce"}, "algorithm.surrogate 'clipped' -> 'reinforce'"),
         ({"name": "cispo", "low": 0.2, "high": 0.2}, "algorithm.surrogate 'clipped' -> 'cispo'"),
     ):
         with pytest.raises(ConfigError, match=f"{name} was run with other settings: {changed}"):
@@ -645,8 +645,8 @@ def get_config():
         {"algorithm.surrogate": "clipped"},
         {"algorithm.surrogate": "reinforce"},
         # The same value as of the function before, which is not the default of the new one.
-        {"algorithm.surrogate": "gspo", "algorithm.surrogate.high": 0.4},
-        {"algorithm.surrogate": {"name": "gspo", "low": 0.2}},
+        {"algorithm.surrogate": "remix_centred", "algorithm.surrogate.high": 0.4, "algorithm.old_policy": "start"},
+        {"algorithm.surrogate": {"name": "remix_centred", "low": 0.2}, "algorithm.old_policy": "start"},
         {"algorithm.divergence": {"name": "convex", "coefficient": 0.2}},
         {"algorithm.divergence": "none"},
         {"algorithm.divergence": "reference"},
@@ -658,7 +658,8 @@ def get_config():
         {"algorithm.reward_terms.short_answer.tokens": 2},
         {"algorithm.reshaping": ["duration_factor", "amplify_positive"]},
         {"algorithm.critic": {"bins": 8}, "algorithm.advantage": "gae"},
-        {"replay.draw": {"name": "age", "scale_iterations": 2.0}, "replay.priority": "reward"},
+        {"replay.draw": {"name": "age", "scale_iterations": 2.0}},
+        {"replay.draw": {"name": "priority", "exponent": 2.0}, "replay.priority": "reward"},
         {"algorithm.surrogate": "OWN:tempered"},
         {"algorithm.reward_terms": ["length_reward", {"name": "OWN:halved", "weight": 0.2}]},
     ],

@@ -325,7 +325,7 @@ def test_adapters_of_one_run_start_another_and_supervised_training_makes_some(ba
     assert sft.sft(config_of(base, **settings), made) > 20 * 264**-3  # the base's; its head, which stays, is small
     assert not (made / "config.json").exists()
     before = pretrained.resolve(str(made))
-    started = config_of(base, num_iterations=1, **{"model.lora.path": str(made), "optimizer.learning_rate": 0.0})
+    started = config_of(base, num_iterations=1, **{"model.lora.path": str(made), "optimizer.learning_rate": 1e-20})
     assert train_module.train(started, tmp_path / "run") == 0
     both = [safetensors.numpy.load_file(x / "adapter_model.safetensors") for x in (made, tmp_path / "run" / "hf")]
     assert before.architecture() == PRESETS["debug"]

@@ -126,8 +126,8 @@ def test_failures_of_an_environment_are_those_of_its_rewards_and_do_not_stop_the
         ({"environments.max_turns": 0}, "environments.max_turns=0 must be at least 1"),
         ({"environments.factory": "", "rewards.functions": ("environment",)}, "which needs environments.factory"),
         (
-            {"environments.factory": "", "environments.max_turn_tokens": 4},
-            "max_turn_tokens=4 needs environments.factory",
+            {"environments.factory": "", "environments.max_answer_tokens": 64, "environments.max_turn_tokens": 4},
+            "max_turn_tokens=4 must be 0, its default, without environments.factory",
         ),
         (
             {"prompts.source": "maze", "prompts.name": "small"},

@@ -379,11 +379,11 @@ FAR = {
     },
     "wide critic": {
         "algorithm.advantage": "gae",
+        "algorithm.critic.bins": 8,
         "algorithm.critic.low": -LARGEST,
         "algorithm.critic.high": LARGEST,
     },
     "odd texts": {
-        "prompts.name": "<b>&'\"é",
         "prompts.system_prompt": "\x1b\u202e<",
         "sampling.stop_strings": ("\x00",),
     },

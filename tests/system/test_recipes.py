@@ -95,7 +95,8 @@ def config_of(recipe, micro_batch_size=NUM_ROWS, updates=0):
     config.rollout.group_size, config.rollout.prompts_per_iteration = group_size, NUM_ROWS // group_size
     config.replay.capacity = own.ring_capacity // own.rows_per_iteration * NUM_ROWS
     config.external.paths, config.external.groups_per_iteration = (), 0  # rows of others are rows like any
-    config.environments.max_answer_tokens = 2
+    if own.environments.factory:
+        config.environments.max_answer_tokens = 2
     config.rollout.lookahead_prompts = config.rollout.max_lag_iterations = 0  # rollouts are made by hand
     config.rollout.stale_cache, config.rollout.slots = "recompute", 0
     config.update.updates_per_iteration = updates or own.update.updates_per_iteration
