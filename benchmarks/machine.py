@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from jaxrl_llm.runtime.machine import cpu_model, usable_cores
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,7 +25,7 @@ def hardware() -> dict[str, Any]:
 
     device = jax.devices()[0]
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "accelerator": "none" if device.platform == "cpu" else f"{jax.device_count()} x {device.device_kind}",
@@ -34,20 +35,6 @@ def hardware() -> dict[str, Any]:
 def short_cpu(model: str) -> str:
     """What ``hardware`` calls a CPU, as figures and tables show it."""
     return model.replace("(R)", "").replace(" Processor", "")
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def use_cores(number: int) -> None:

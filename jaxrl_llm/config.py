@@ -445,10 +445,16 @@ PACKAGES = (
 )
 
 
-def record(config: Config, mesh: Any = None) -> str:
-    """config.json of a run: every setting, and under "made_with" the versions, commit and devices it was run with."""
+def record(config: Config, mesh: Any = None, *, processor: str = "") -> str:
+    """Return the text of a run's config.json: every setting, and what the run was made with under "made_with".
+
+    Args:
+        processor: of the host (``machine.processor``). Hosts of one run may have different ones.
+    """
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" if mesh else ""
     made_with = {"versions": versions(), "commit": _commit(), "devices": devices, "files": config.files}
+    if processor:
+        made_with["processor"] = processor
     return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
 
 

@@ -34,7 +34,7 @@ from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.reports.metrics import MetricsWriter, Progress, cost_values, plain_numbers, update_values
 from jaxrl_llm.run import assemble, check_room, describe
-from jaxrl_llm.runtime import cli, hosts, programs, sharding, weights
+from jaxrl_llm.runtime import cli, hosts, machine, programs, sharding, weights
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.executables import keep_what_fits, load_all
 from jaxrl_llm.runtime.programs import check_memory, compile_all, host_share, memory_limit, memory_table, use_cache
@@ -74,11 +74,11 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     external = External(run, tokenizer, train_set, held_out)
     checkpoints = Checkpointer(workdir, config.checkpoint)
     examples, scorer = [row.example for row in train_set + held_out], tasks.scorer(config.prompts)
-    hosts.agree(config=(text := record(config, mesh)), questions=[(one.prompt, one.columns) for one in examples])
+    hosts.agree(config=record(config, mesh), questions=[(one.prompt, one.columns) for one in examples])
     check = lambda host: stream.check(host["stream"], allow_changes=allow_config_changes)
     checkpoints.check_config(config, run.abstract_checkpoint, check, allow_changes=allow_config_changes)
     if hosts.is_first():
-        weights.begin(workdir, text)
+        weights.begin(workdir, record(config, mesh, processor=machine.processor()))
 
     progress = Progress(config.num_iterations, checkpoints.latest_iteration() or 0)
     with (
@@ -193,7 +193,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
+    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config(), or a run to run again.")
     WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.")
     ALLOW_CONFIG_CHANGES = flags.DEFINE_bool("allow_config_changes", False, "Resume although settings differ.")
     flags.mark_flags_as_required(["config", "workdir"])

@@ -59,8 +59,9 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         if max(metrics[-1]["iteration"], newest) < config.num_iterations:
             after = None  # what is there is of an earlier end
         made_of = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
-    # Versions, commit and devices, as config.json has them.
-    named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in ("commit", "devices")}}
+    # Versions, commit, devices and processor, as config.json has them.
+    names = ("commit", "devices", "processor")
+    named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in names}}
     packages = [item for item in named.items() if item[1]]
     rows = [page.row(f"<code>{name}</code>", page.text(x.unit), page.text(x.meaning)) for name, x in METRICS.items()]
     glossary = page.table(("name", "unit", "meaning"), rows)

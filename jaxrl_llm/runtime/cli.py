@@ -9,12 +9,15 @@ import contextlib
 import errno
 import gc
 import glob
+import json
 import os
+import pathlib
 import re
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from absl import app, flags
 
@@ -83,6 +86,7 @@ def _parse(argv: list[str]) -> list[str]:
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     given = sys.argv
     argv, overrides = apart(argv)
+    argv, made_with = _take_record(argv)
     try:
         sys.argv = argv  # where config_flags looks for overrides, of which it does not know all
         rest = flags.FLAGS(argv)
@@ -101,7 +105,73 @@ def _parse(argv: list[str]) -> list[str]:
         sys.argv = given
     if overrides:
         _override(overrides, argv)
+    if made_with is not None:
+        check_files_of(made_with.get("files", {}), flags.FLAGS["config"].value)
     return rest
+
+
+def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
+    """Take the ``--config`` that names a run, or its config.json, from a command line, and give the flag its settings.
+
+    Returns:
+        The command line without it, and what the run was made with; None if ``--config`` is a Python file.
+
+    Raises:
+        ConfigError: there is no record of a run.
+    """
+    for i, word in enumerate(argv):
+        name, equals, path = word.partition("=")
+        if name not in ("--config", "-config") or "config" not in flags.FLAGS:
+            continue
+        path = path if equals else next(iter(argv[i + 1 :]), "")
+        file = pathlib.Path(os.path.expanduser(path))
+        file = file / "config.json" if file.is_dir() else file
+        if file.suffix != ".json":
+            continue
+        settings = _read_record(path, file)
+        made_with = settings.pop("made_with")
+        build(Config, settings)  # names and types; which settings go together is checked with those that are overridden
+        flags.FLAGS["config"].value = settings
+        return argv[:i] + argv[i + (1 if equals else 2) :], made_with
+    return argv, None
+
+
+def _read_record(path: str, file: pathlib.Path) -> dict[str, Any]:
+    """Return what is in the config.json of a run that ``--config=path`` means; else a ``ConfigError``."""
+    try:
+        settings = json.loads(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"--config={path!r:.200} cannot be read: {file}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--config={path!r:.200} must be a Python file or a run's config.json: {error}") from error
+    if not isinstance(settings, dict) or not isinstance(settings.get("made_with"), dict):
+        raise ConfigError(f"--config={path!r:.200} must be a Python file or the config.json that a run has written")
+    return settings
+
+
+def check_files_of(recorded: dict[str, str], settings: Any) -> None:
+    """Raise a ``ConfigError`` naming a function of a recorded run that was in memory alone, or whose file has changed.
+
+    Args:
+        recorded: digests of the files of the functions, as the record has them.
+        settings: what is to run; a function that is not named there any more is not looked for.
+    """
+    config = build(Config, settings)
+    chosen = {spec: "rewards.functions" for spec in config.rewards.functions}
+    chosen |= {config.environments.factory: "environments.factory"}
+    chosen |= {spec: "external.paths" for spec in config.external.paths}
+    for spec, setting in chosen.items():
+        if spec.startswith("__main__:") or "<" in spec.rpartition(":")[2]:
+            raise ConfigError(
+                f"{setting} names {spec!r:.200}, which was in the memory of that run alone: put the function into a "
+                f"file, and name it with --config.{setting}=path/to/file.py:function"
+            )
+        if spec in recorded and (now := config.files.get(spec)) != recorded[spec]:
+            became = "has changed since the run" if now else "cannot be found here"
+            raise ConfigError(
+                f"{setting} names {spec!r:.200}, whose file {became}: restore the file (a relative path begins in the "
+                f"working folder), or set --config.{setting}"
+            )
 
 
 def _check_config_files(argv: list[str]) -> None:

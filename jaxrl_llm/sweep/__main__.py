@@ -473,6 +473,8 @@ def exit_status(failed: Mapping[str, str], stopped: str | None) -> int:
 
 
 def main() -> None:
+    if not flags.FLAGS["config"].present:  # its settings are a record's
+        raise ConfigError("--config must be a Python file with get_config() and get_sweep(): a record has no points")
     config_file, folder = flags.FLAGS["config"].config_filename, pathlib.Path(WORKDIR.value)
     if WORKERS.value < 0:
         raise ConfigError(f"--workers={WORKERS.value} must be at least 0")
