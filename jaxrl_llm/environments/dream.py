@@ -24,9 +24,9 @@ Source: DreamGym, arXiv:2511.03773: a model that reasons predicts next state and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import re
 from typing import Any
 
 from jaxrl_llm.environments.chat import said, said_by
@@ -73,15 +73,21 @@ def imagined(task: str, state: str, history: list[dict[str, str]], action: str) 
 
 
 def read(reply: str) -> dict[str, Any]:
-    """The last JSON object in a reply that has the keys of ``REPLY``; ValueError where none has, or not such values."""
-    for place in reversed([found.start() for found in re.finditer("{", reply)]):
-        try:
-            step, _ = json.JSONDecoder().raw_decode(reply, place)
-        except (ValueError, RecursionError):
-            continue
-        if step.keys() >= REPLY.keys():
-            break
-    else:
+    """Return the step that a reply ends with: the last JSON object with the keys of ``REPLY``.
+
+    An object inside another one, or inside a text of it, is a part of that.
+
+    Raises:
+        ValueError: no object has these keys, or a value has another type.
+    """
+    step, place = None, reply.find("{")
+    while place >= 0:
+        end = place + 1
+        with contextlib.suppress(ValueError, RecursionError):
+            found, end = json.JSONDecoder().raw_decode(reply, place)
+            step = found if found.keys() >= REPLY.keys() else step
+        place = reply.find("{", end)
+    if step is None:
         raise ValueError(f"the experience model says no {', '.join(REPLY)}: {reply[-100:]!r}")
     for key, kind in REPLY.items():
         if not is_of(step[key], kind):

@@ -50,8 +50,13 @@ class Index:
 
 @functools.lru_cache(maxsize=4)
 def of_file(path: str) -> Index:
+    """Return the index of a file's documents; ConfigError if a row is none, or has an id that cannot be read back."""
     found = rows(path, {"text": str})
     ids = [str(row.get("id", where.rpartition(":")[2])) for where, row in found]
+    for (where, _), name in zip(found, ids, strict=True):
+        if "] " in name or not name.strip() or len(name.splitlines()) > 1:
+            wanted = "one line without ']' before a space: a search shows it as [id] before the text"
+            raise ConfigError(f"{where}: id={name!r:.100} must be {wanted}")
     return Index(ids, [row["text"] for _, row in found])
 
 

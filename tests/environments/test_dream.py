@@ -146,6 +146,9 @@ def test_the_last_step_that_a_reply_says_counts_and_one_that_is_none_is_refused(
         dream.read(reply)
     step = {"next": "a {b}", "reward": -1, "over": False}
     assert dream.read(f"{reply}, or rather {json.dumps(step | {'why': {'c': 1}})} {{}}") == step
+    other = step | {"next": "other"}
+    for quoted in (other, json.dumps(other)):  # a part of the step, and none itself
+        assert dream.read(json.dumps(step | {"why": quoted})) == step
 
 
 @pytest.mark.parametrize(

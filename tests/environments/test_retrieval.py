@@ -1,11 +1,13 @@
 """A search over documents: what fits, and what a search is worth by turn."""
 
 import json
+import re
 
 import pytest
 
 from jaxrl_llm.environments import retrieval
 from jaxrl_llm.environments.retrieval import Search, gain
+from jaxrl_llm.runtime.nested import ConfigError
 
 DOCUMENTS = [
     "The capital of France is Paris.",
@@ -56,6 +58,15 @@ def test_documents_that_fit_are_found_best_first(tmp_path):
     assert retrieval.of_file(str(path)) is search.index
     with pytest.raises(ValueError, match="`documents` or `corpus`"):
         search.reset()
+
+
+@pytest.mark.parametrize("name", ["a] b", "a\nb", "", " "])
+def test_an_id_that_cannot_be_read_back_is_refused(name, tmp_path):
+    """`gain` reads `[a] b]` as the document `a`."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"id": name, "text": "a"}))
+    with pytest.raises(ConfigError, match=rf"corpus.jsonl:1: id={re.escape(repr(name))} must be"):
+        retrieval.of_file(str(path))
 
 
 def test_the_package_is_named_where_it_is_not_there(monkeypatch):
