@@ -157,7 +157,8 @@ def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str
 
     def answer(wanted: list[str]) -> dict[str, Any]:
         own = {name: names[name] for name in wanted if name in names}
-        kinds = {n: x for n, x in own.items() if isinstance(x, type) and issubclass(x, BaseException)}
+        classes = {name: x for name, x in own.items() if isinstance(x, type) and x.__module__ != "builtins"}
+        kinds = {name: kind for name, kind in classes.items() if issubclass(kind, BaseException)}
         return {
             "values": {name: value for name, value in own.items() if name not in kinds},
             "exceptions": {name: [base.__name__ for base in kind.__mro__[1:]] for name, kind in kinds.items()},

@@ -210,3 +210,40 @@ def test_parts_want_solutions_and_a_rate_to_go_on_at(loaded):
         laddered(loaded, {**SOLVED, "code": None}, parts=2)
     with pytest.raises(ConfigError, match=r"prompts.retire_pass_rate=0.0 must be above 0 with .*given_parts=2"):
         laddered(loaded, SOLVED, parts=2, rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("row", "names", "classes"),
+    [
+        ({"test_list": ["assert set(common((1,), x=2)) == set()"]}, ["common"], []),
+        ({"test_list": ["assert sum(10, 15) == 6"]}, ["sum"], []),  # the test uses no other name
+        ({"test_list": ["assert len(max([1])) == 6"]}, ["max"], []),
+        ({"test_list": ["assert abs(sum(1, 2)) == len(f(1))"], "code": "def sum(a, b): pass"}, ["f", "sum"], []),
+        ({"test_list": ["xs = [f(x) for x in (1, 2)]\nassert any(map(lambda y: y, xs))"]}, ["f"], []),
+        ({"test_list": ["assert f(math.pi) == K"], "test_setup_code": "K = 3"}, ["f"], []),
+        ({"test_list": ["assert depth(root) == 2"], "test_setup_code": "root = Node(1)\nroot.left = Node(2)"},
+         ["depth", "Node"], ["Node"]),
+        ({"test_list": ["s = Stack()\ns.push(1)\nassert s.pop() == 1"]}, ["Stack"], ["Stack"]),
+        ({"test_list": ["assert Find_Min([3, 1]) == 1"]}, ["Find_Min"], []),
+        ({"test_list": ["assert Count(3).bit_length() == 1"], "code": "def Count(x): pass"}, ["Count"], []),
+        ({"test_list": ["assert chain([Pair(1, 2)]) == 1"], "code": "class Pair: pass\ndef chain(x): pass"},
+         ["chain", "Pair"], ["Pair"]),
+        ({"test_list": ["try:\n    f()\nexcept Problem as e:\n    assert str(e)"]}, ["f", "Problem"], []),
+        ({"test_list": ["assert code.run(1) == 1"], "code": "class code: pass"}, ["code"], ["code"]),
+    ],
+)  # fmt: skip
+def test_names_are_what_the_tests_take_from_an_answer(loaded, row, names, classes):
+    (example,) = loaded({"text": "t", **row}).examples
+    assert sorted(example.columns["names"]) == sorted(names)
+    assert example.columns["classes"] == classes
+
+
+def test_a_standard_module_without_an_import_is_python_s_own(loaded):
+    rows = [{"text": "t", "test_list": [f"assert math.floor(f(1)) == 1{more}"]} for more in ("", "; math = 1")]
+    setups = [example.columns["setup"].strip() for example in loaded(*rows).examples]
+    assert setups == ["import math", ""]
+
+
+def test_a_test_that_no_answer_takes_part_in_is_a_bad_row(loaded):
+    with pytest.raises(ConfigError, match="uses no name that an answer could define"):
+        loaded({"text": "t", "test_list": ["assert 1 == 1"]})

@@ -30,6 +30,7 @@ import builtins
 import copy
 import dataclasses
 import difflib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.environments import code_tests
@@ -205,7 +206,7 @@ def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[s
     if not row["test_list"]:
         raise BadRowError("`test_list` is empty")
     setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
-    setup_tree = _parsed("test_imports` or `test_setup_code", setup)
+    _parsed("test_imports` or `test_setup_code", setup)
     trees = []
     for key in ("test_list", "challenge_test_list"):
         for i, test in enumerate(row.get(key, [])):
@@ -216,7 +217,8 @@ def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[s
     shown = row["test_list"][: None if settings["shown_tests"] == -1 else settings["shown_tests"]]
     prompt = settings["template"].replace("{tests}", "\n".join(shown)).replace("{text}", texts[0])
     solution = row.get("code")
-    names, classes = _under_test(trees, setup_tree, _tree(solution))
+    setup = _with_imports(setup, trees, _tree(solution))
+    names, classes = _under_test(trees, _tree(setup), _tree(solution))
     if not names:
         raise BadRowError("`test_list` uses no name that an answer could define: all are built-ins or the setup's own")
     own = {"tests": tests, "setup": setup, "prefix": "", "names": names, "classes": classes}
@@ -254,6 +256,22 @@ def _tree(code: str | None) -> ast.Module:
         return ast.parse(code or "")
     except (SyntaxError, ValueError):
         return ast.Module(body=[], type_ignores=[])
+
+
+def _with_imports(setup: str, tests: list[ast.Module], solution: ast.Module) -> str:
+    """Return the setup behind an import of each standard module that the tests use and nothing binds.
+
+    Tests of MBPP's first edition use modules that its solutions import. A module of the program would be its own.
+    """
+    bound = {name for tree in [*tests, _tree(setup)] for name in _bound(tree)} | _defined(solution)
+    nodes = [node for tree in tests for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    used = dict.fromkeys(node.value.id for node in nodes if isinstance(node.value, ast.Name))
+    modules = [name for name in used if name in sys.stdlib_module_names and name not in bound]
+    return "\n".join([*(f"import {name}" for name in modules), setup])
+
+
+def _defined(solution: ast.Module) -> set[str]:
+    return {node.name for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module) -> tuple[list[str], list[str]]:
