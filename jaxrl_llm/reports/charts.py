@@ -68,6 +68,16 @@ CHARTS = (
         {f"function {k}": f"rollout/reward_function_{k}" for k in range(1, FUNCTIONS_SHOWN + 1)},
         limits=ANY,
     ),
+    Chart(
+        "Votes (scores:majority)",
+        "fraction",
+        {
+            "rollouts with the majority answer": "rollout/majority_frac",
+            "questions whose majority answer is right": "rollout/label_accuracy",
+            "rollouts that are judged right": "rollout/reward_accuracy",
+        },
+        limits=SHARE,
+    ),
     Chart("Failed rewards", "rollouts", {"too late": "reward/timeout_count", "error": "reward/error_count"}),
     Chart("Adapters", "part of the rank", {"that learns": "update/adapter_module"}),
     Chart(
