@@ -21,16 +21,20 @@ import difflib
 import functools
 import importlib.util
 import json
+import math
+import operator
 import os
 import re
 import sys
 import types
 from collections.abc import Callable
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.runtime.nested import ConfigError
 from jaxrl_llm.scoring.answers import integer_of, marked, without_thought
+from jaxrl_llm.scoring.formula_size import is_computable
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
@@ -72,6 +76,9 @@ SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load)
 FORMULA += (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 MAX_FORMULA_CHARS, MAX_EXPONENT = 4000, 99
+MAX_ANSWER_CHARS = 20_000  # the longest right answers, grids, have some 2,000
+MAX_COPIES, MIN_QUESTIONS_TO_COUNT = 0.5, 20
+LONG_EXPONENT = re.compile(r"[0-9.][eE][+-]?[0-9_]{3,}")
 FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh"}
 FUNCTIONS |= {"atanh", "exp", "log", "ln", "sqrt", "Abs", "pi", "E"}
 
@@ -147,6 +154,10 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
         near = difflib.get_close_matches(name, DATASETS, n=3, cutoff=0.4)
         hint = f"did you mean {', '.join(near)}" if near else "names: reasoning_gym.factory.DATASETS"
         raise ConfigError(f"prompts.name={name!r} is not a reasoning-gym dataset; {hint}")
+    if name in REFUSED:
+        raise ConfigError(
+            f"prompts.name={name!r} cannot be trained on: its scorer {REFUSED[name]}. Choose another dataset"
+        )
     for package in ABSENT:
         if name in SOURCE_PACKAGES[package]:
             raise ConfigError(f"prompts.name={name!r} {_how_to_get(package)}")
@@ -164,6 +175,7 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
     except (AssertionError, ImportError, TypeError, ValueError, LookupError) as error:
         reason = str(error) or type(error).__name__
         raise ConfigError(f"prompts.arguments={config.arguments!r} do not suit {name}: {reason}") from error
+    _refuse_copies(name, entries)
     return Loaded(
         tuple(
             Example(
@@ -176,6 +188,16 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
     )
 
 
+def _refuse_copies(name: str, entries: list[dict[str, Any]]) -> None:
+    """Raise ConfigError if most right answers are copies of the question's input: a policy would learn to copy."""
+    if name in COPIES and len(entries) >= MIN_QUESTIONS_TO_COUNT:
+        copies = sum(entry["answer"] == COPIES[name](entry) for entry in entries) / len(entries)
+        if copies > MAX_COPIES:
+            said = f"prompts.name={name!r}: {copies:.0%} of the right answers are copies of the question's input, and"
+            advice = "Set prompts.arguments so that more inputs change, such as longer strings"
+            raise ConfigError(f"{said} at most {MAX_COPIES:.0%} may be. {advice}")
+
+
 def reward(
     prompts: list, completions: list[str], *, entry: list, dataset: list, dataset_arguments: list, **columns
 ) -> list[float]:
@@ -183,8 +205,11 @@ def reward(
 
     If the right answer is an integer: 1.0 if the marked number of the completion, or without a mark its last number,
     gets the full score, else 0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of
-    ``free_answer``. An answer that the dataset's scorer must not be given (``GUARDS``) is scored as an empty one. An
-    answer that the scorer raises at is worth 0.
+    ``free_answer``, with these exceptions:
+
+        answers that the dataset's scorer must not be given (``GUARDS``, MAX_ANSWER_CHARS) are scored as an empty one
+        datasets whose partial credit needs no look at the question (``WITHOUT_PARTIAL_CREDIT``) give 1.0 or 0.0
+        an answer that the scorer raises at is worth 0.0
     """
     return [
         _score(text, row, name, _dataset(name, json.dumps(arguments, sort_keys=True)))
@@ -207,8 +232,9 @@ def _score(completion: str, entry: dict[str, Any], name: str, dataset: Any) -> f
         if isinstance(answer, str) and re.fullmatch(r"-?[0-9]+", answer.strip()):
             return float(dataset.score_answer(last_integer(completion), entry) >= 1.0)
         said = free_answer(completion)
-        is_safe = name not in GUARDS or GUARDS[name](said, entry)
-        return float(dataset.score_answer(said if is_safe else "", entry))
+        is_safe = len(said) <= MAX_ANSWER_CHARS and (name not in GUARDS or GUARDS[name](said, entry))
+        score = float(dataset.score_answer(said if is_safe else "", entry))
+        return float(score >= WITHOUT_PARTIAL_CREDIT[name]) if name in WITHOUT_PARTIAL_CREDIT else score
     except Exception:
         dataset.score_answer(answer, entry)  # raises where it is not for what this completion says
         return 0.0
@@ -240,6 +266,8 @@ def _is_formula(text: str, entry: dict[str, Any]) -> bool:
     constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
     if len(text) > MAX_FORMULA_CHARS or not all(type(value) in (int, float) for value in constants):
         return False
+    if not is_computable(text) or LONG_EXPONENT.search(text) or not all(map(math.isfinite, constants)):
+        return False
     for node in nodes:
         if not isinstance(node, FORMULA) or (isinstance(node, ast.Name) and node.id not in names):
             return False
@@ -265,14 +293,92 @@ def _of_form(pattern: str) -> Callable[[str, dict[str, Any]], bool]:
     return lambda text, entry: re.fullmatch(pattern, text) is not None
 
 
-# dataset -> which answers its scorer may be given. Those of the first two kinds evaluate text as Python, where the
-# right answer and the scorer itself are within reach; the others find NaN right, or compute 1e999999999.
+def _makes_24(text: str, entry: dict[str, Any]) -> bool:
+    """Whether an answer is a formula of the question's four numbers, each used once, and exactly 24.
+
+    The scorer itself takes any four numbers, so that 6*4*1*1 would be right for every question.
+    """
+    if not _is_formula(text, entry):
+        return False
+    tree = ast.parse(text.strip(), mode="eval")
+    used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return sorted(used) == sorted(entry["metadata"]["numbers"]) and _value(tree.body) == 24
+
+
+def _value(node: ast.AST) -> Fraction | None:
+    """Return the value of a formula of numbers; None if it divides by 0, or has another operator or a large power."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return Fraction(value)
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub() as op, operand=inner):
+            value = _value(inner)
+            return value if value is None or isinstance(op, ast.UAdd) else -value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            values = _value(left), _value(right)
+            if None in values or (isinstance(op, ast.Pow) and (values[1].denominator > 1 or abs(values[1]) > 9)):
+                return None
+            with contextlib.suppress(ZeroDivisionError):
+                return OPERATORS[type(op)](*values)
+    return None
+
+
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERATORS |= {ast.Pow: operator.pow}
+
+
+def _is_the_answer(text: str, entry: dict[str, Any]) -> bool:
+    return text == entry["answer"]
+
+
+def _is_near(text: str, entry: dict[str, Any]) -> bool:
+    """Whether an answer is a number in digits within 5 % of the right one.
+
+    The scorer compares the common prefix, by which 0 is right for 0.3125, and finds all numbers below 0.0001 equal.
+    """
+    if not re.fullmatch(r"[\d\s.,/+-]*([eE][+-]?\d{1,3})?", text):
+        return False
+    try:
+        value = Fraction(text.replace(",", ""))
+    except (ValueError, ZeroDivisionError):
+        return False
+    right = Fraction(entry["answer"].replace(",", ""))
+    return abs(value - right) <= abs(right) / 20
+
+
+# Which answers the scorer of a dataset may be given:
+# - Those of the first two kinds evaluate text as Python, with the right answer and the scorer itself within reach.
+# - puzzle24 does not look at the numbers of its question; game_of_life_halting finds any text right that is not empty.
+# - rush_hour makes a move of 99999999999 steps, and rubiks_cube any number of turns.
+# - The others find NaN or 0 right, or compute 1e999999999.
 GUARDS = dict.fromkeys(("n_queens", "binary_matrix", "spiral_matrix", "string_insertion"), _is_literal)
-GUARDS |= dict.fromkeys(("countdown", "puzzle24", "polynomial_multiplication"), _is_formula)
+GUARDS |= dict.fromkeys(("countdown", "polynomial_multiplication"), _is_formula)
 GUARDS |= dict.fromkeys(("simple_integration", "intermediate_integration"), _is_formula)
-GUARDS["coin_flip"] = _of_form(r"[\d\s.,/+-]*([eE][+-]?\d{1,3})?")
+GUARDS["puzzle24"] = _makes_24
+GUARDS["game_of_life_halting"] = _is_the_answer
+GUARDS["coin_flip"] = _is_near
 GUARDS["complex_arithmetic"] = _of_form(r"[\d\s.eEijIJ()*+-]*")
 GUARDS["number_sorting"] = _of_form(r"[^A-DF-Za-df-z]*")
+GUARDS["rush_hour"] = _of_form(r"(?:\D|\d(?!\d\d))*")
+GUARDS["rubiks_cube"] = _of_form(r"(?s:.{0,2000})")
+
+# dataset -> the least score that is right, and worth 1.0; any other is worth 0.0. Partial credit of these datasets is
+# above 0.1 on average for one answer to all questions, or for a copy of the question.
+WITHOUT_PARTIAL_CREDIT = dict.fromkeys(("coin_flip", "futoshiki", "game_of_life", "knights_knaves", "mini_sudoku"), 1.0)
+WITHOUT_PARTIAL_CREDIT |= dict.fromkeys(("prime_factorization", "rotate_matrix", "sentence_reordering"), 1.0)
+WITHOUT_PARTIAL_CREDIT |= dict.fromkeys(("sudoku", "time_intervals", "word_sorting"), 1.0)
+WITHOUT_PARTIAL_CREDIT["polynomial_equations"] = 0.98  # by the distance to the roots, which are rounded
+
+# Datasets that no guard makes fair, and why.
+REFUSED = {
+    "propositional_logic": "gives full credit for any conclusion: 'P or Q' is right for 84 % of its questions",
+}
+
+# dataset -> what a copy of the question's input is. MAX_COPIES of the questions may have it for the right answer.
+COPIES = {
+    "string_insertion": lambda entry: entry["metadata"]["string"],
+    "string_manipulation": lambda entry: entry["metadata"]["string"],
+    "rotate_matrix": lambda entry: "\n".join(" ".join(map(str, row)) for row in entry["metadata"]["matrix"]),
+}
 
 
 def last_integer(completion: str) -> str | None:
