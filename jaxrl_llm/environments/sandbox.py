@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
+import itertools
 import json
 import os
 import pathlib
@@ -40,10 +42,12 @@ MARK = "JAXRL_REWARD_WORKER"  # of actor/rewards.py, by which it finds all that 
 # The order of a set is the same in every worker; memory of threads is not kept apart.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
+UNMAPPED = "memory_mb for shared anonymous memory that a program has released in part (munmap, MADV_DONTNEED)"
 NOT_ENFORCED = {
-    "namespaces": (),
-    "bubblewrap": ("disk_mb in all, but only of each file",),
+    "namespaces": (UNMAPPED,),
+    "bubblewrap": (UNMAPPED, "disk_mb in all, but only of each file"),
     "rlimits": (
+        UNMAPPED,
         "whether a file outside its folder exists, its size and times",
         "disk_mb in all, but only of each file",
         "processes and memory in all, but for a look 20 times a second",
@@ -54,6 +58,8 @@ LACKING = {
     "files": "files outside its folder can be read and written",
     "calls": "sockets can be opened, processes signalled, every system call made",
 }
+
+LANDLOCK_ADVICE = ". Allow user namespaces, install bwrap, or set isolation='rlimits' to let programs reach files"
 
 
 class SandboxError(Exception):
@@ -168,7 +174,8 @@ class Sandbox(contextlib.AbstractContextManager):
         required: refuse where neither namespaces nor bubblewrap can be had; else a warning says what is not enforced.
 
     Raises:
-        SandboxError: ``required`` and there are none; ``isolation`` cannot be had; no interpreter starts.
+        SandboxError: ``required`` and there are none; ``isolation`` cannot be had; no interpreter starts; without
+            namespaces, a program could reach other processes, or files although ``isolation`` is "".
         ValueError: an unknown ``isolation``, fewer than one worker.
     """
 
@@ -185,14 +192,17 @@ class Sandbox(contextlib.AbstractContextManager):
                 raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons) or 'not asked for'}")
             try:
                 first = _Worker(self.isolation)
-                if not (required and first.lacks):
+                if not (first.lacks and (required or self._is_open(first.lacks, is_chosen=bool(isolation)))):
                     break
                 first.end()
                 reasons.append(f"{self.isolation}: {'; '.join(LACKING[name] for name in first.lacks)}")
             except SandboxError as error:
                 reasons.append(f"{self.isolation}: {error}")
         else:
-            raise SandboxError("sandbox.required, and there is none here: " * required + "; ".join(reasons))
+            if required:
+                raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons)}")
+            advice = "" if isolation else LANDLOCK_ADVICE
+            raise SandboxError("; ".join(reasons) + advice)
         self._workers.append(first)
         self.not_enforced = (*(LACKING[name] for name in first.lacks), *NOT_ENFORCED[self.isolation])
         try:
@@ -235,6 +245,14 @@ class Sandbox(contextlib.AbstractContextManager):
             return worker.run(limits or self.limits, {"code": code, "name": name}, stdin, tests)
         finally:
             self._free.put(worker)
+
+    def _is_open(self, lacks: list[str], *, is_chosen: bool) -> bool:
+        """Return whether a program could reach other processes or files, and nobody has asked for that.
+
+        Without namespaces the filter of system calls alone keeps processes apart, so it is never done without. Who
+        chooses "rlimits" accepts that files can be read and written.
+        """
+        return self.isolation == "rlimits" and ("calls" in lacks or not is_chosen)
 
     def processes(self) -> list[psutil.Process]:
         """Those of its workers and of the programs that run now."""
@@ -287,8 +305,10 @@ class _Worker:
             self.end()
             raise SandboxError(reply["error"])
         self.lacks = reply["lacks"]
-        processes = self.processes()
-        self.own_processes, self._own_memory = len(processes), max(map(_memory, processes), default=0)
+        own = [process.pid for process in self.processes()]
+        self._own_pids = frozenset(own)
+        self.own_processes = len(own)
+        self._own_memory = max((_resident(_about(pid, "status")) for pid in own), default=0)
 
     def run(self, limits: Limits, program: dict[str, Any], stdin: str, tests: Tests | None) -> Result:
         if self.process is None or self.process.poll() is not None:
@@ -300,8 +320,10 @@ class _Worker:
             texts.append(stdin.encode(errors="replace"))
             if tests:
                 limits = dataclasses.replace(limits, processes=min(limits.processes + 1, Limits.MAX_PROCESSES))
-                texts += [json.dumps(dataclasses.asdict(tests) | room).encode(), b""]  # the last is their report
+                texts.append(json.dumps(dataclasses.asdict(tests) | room).encode())
             files = [stack.enter_context(_file(text)) for text in texts]
+            if tests:
+                files.append(stack.enter_context(_file(None)))  # for their report
             reply = self._ask(limits, [file.fileno() for file in files])
             if not tests:
                 return Result(**reply)
@@ -353,12 +375,22 @@ class _Worker:
         return json.loads(line)
 
     def _reached(self, limits: Limits) -> str:
-        """The limit that the processes of the program together have come to."""
-        processes = self.processes()
-        if len(processes) - self.own_processes > limits.processes:
+        """Return the limit that the processes of the program together exceed, "" for none."""
+        pids = [process.pid for process in self.processes() if process.pid not in self._own_pids]
+        statuses = {pid: _about(pid, "status") for pid in pids}
+        num_threads = sum(status.get("Threads", 1) for status in statuses.values())
+        if num_threads > limits.processes:
             return "processes"
-        memory = sum(max(0, _memory(process) - self._own_memory) for process in processes)
-        return "memory" if memory > limits.memory_mb * 2**20 else ""
+        most = limits.memory_mb * 2**20
+        # The kernel has these at hand. They count a shared page once for each process.
+        if sum(map(_resident, statuses.values())) <= most:
+            return ""
+        # While the processes are read one after the other, pages come to be shared, and each process's part shrinks or
+        # grows. The smaller of two readings is at most what the process held between the two rounds.
+        first = {pid: _proportional(pid, status) for pid, status in statuses.items()}
+        memory = sum(min(before, _proportional(pid, statuses[pid])) for pid, before in first.items())
+        # The forks of an interpreter still share its pages with the worker.
+        return "memory" if memory - self._own_memory > most else ""
 
     def processes(self) -> list[psutil.Process]:
         with contextlib.suppress(psutil.Error):
@@ -382,11 +414,17 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _file(content: bytes) -> Iterator[BinaryIO]:
-    """Open a file in memory with this content. Another process reads it from its start."""
-    with open(os.memfd_create("sandbox"), "w+b") as file:
-        file.write(content)
-        file.seek(0)
+def _file(content: bytes | None) -> Iterator[BinaryIO]:
+    """Open a file in memory. Another process reads this content from its start; if it is None, it may write.
+
+    Nothing can be written to a file with content, because no limit of memory counts what lies in it.
+    """
+    with open(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b") as file:
+        if content is not None:
+            file.write(content)
+            file.seek(0)
+            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
         yield file
 
 
@@ -398,13 +436,40 @@ def _report_of_tests(file: BinaryIO) -> dict[str, Any]:
     return found if "failed" in found else {"finished": False, "exception": "", "value": None, "lines": []} | found
 
 
-def _memory(process: psutil.Process) -> int:
-    """Bytes that it shares with no file."""
-    try:
-        memory = process.memory_info()
-    except psutil.Error:
-        return 0
-    return memory.rss - getattr(memory, "shared", 0)
+def _about(pid: int, name: str) -> dict[str, int]:
+    """Return the numbers in a file of /proc about a process; {} if the process has ended.
+
+    If the first thread of a process has ended and others go on, the memory stands in the files of the others.
+    """
+    numbers: dict[str, int] = {}
+    for folder in itertools.chain([f"/proc/{pid}"], _threads(pid)):
+        with contextlib.suppress(OSError), open(f"{folder}/{name}") as file:
+            fields = (line.split() for line in file)
+            numbers = {field[0].rstrip(":"): int(field[1]) for field in fields if len(field) > 1 and field[1].isdigit()}
+        if "VmRSS" in numbers or "Rss" in numbers:
+            break
+    return numbers
+
+
+def _threads(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield from (f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task"))
+
+
+def _resident(status: dict[str, int]) -> int:
+    """Return the bytes of anonymous memory of a process, shared or not; a shared page counts in full."""
+    return 1024 * sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
+
+
+def _proportional(pid: int, status: dict[str, int]) -> int:
+    """Return the bytes of anonymous memory of a process; a page that n processes share counts as an nth of it.
+
+    If the kernel does not say it, each page counts in full.
+    """
+    rollup = _about(pid, "smaps_rollup")
+    if "Pss_Anon" not in rollup:
+        return _resident(status)
+    return 1024 * (rollup["Pss_Anon"] + rollup.get("Pss_Shmem", 0) + rollup.get("SwapPss", 0))
 
 
 def _bubblewrap() -> list[str]:
