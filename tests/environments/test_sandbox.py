@@ -500,6 +500,31 @@ def test_the_warning_of_a_sandbox_has_a_category_of_its_own_that_fails_no_test()
     assert {child.pid for child in left} <= own
 
 
+@pytest.mark.parametrize(
+    ("lacks", "isolation", "is_refused"),
+    [
+        (["calls"], "rlimits", True),
+        (["files"], "", True),
+        (["files", "calls"], "", True),
+        (["files"], "rlimits", False),
+    ],
+)
+def test_a_machine_that_cannot_keep_programs_from_others_is_refused(monkeypatch, lacks, isolation, is_refused):
+    class Worker(sandbox_module._Worker):
+        def _start(self):
+            super()._start()
+            self.lacks = lacks
+
+    monkeypatch.setattr(sandbox_module, "_Worker", Worker)
+    monkeypatch.setattr(sandbox_module, "ISOLATIONS", ("rlimits",))
+    if is_refused:
+        with pytest.raises(SandboxError, match=LACKING[lacks[0]]):
+            Sandbox(LIMITS, isolation=isolation)
+        return
+    with Sandbox(LIMITS, isolation=isolation) as pool:
+        assert LACKING["files"] in pool.not_enforced
+
+
 WITHOUT = """
 import warnings
 from jaxrl_llm.environments.sandbox import Sandbox, SandboxError
