@@ -441,6 +441,8 @@ def read(call: Call, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, An
         form = f"{FUNCTION}NAME>{PARAMETER}KEY>VALUE{PARAMETER_END}{FUNCTION_END}"
         raise ValueError(f"the call {call.body!r:.100} must have the form {form}")
     given = json_lines.strict(call.body)
+    if call.is_broken:
+        raise ValueError(f"the call {call.body!r:.100} must be an object or a list of objects")
     found = []
     for one in given if isinstance(given, list) else [given]:
         name = one["name"]

@@ -46,17 +46,20 @@ class TextBefore:
     """The part of a text before the stop string that is complete first."""
 
     def __init__(self, stops: Sequence[str]):
-        self._stops, self._held, self._is_over = stops, "", False
+        self._stops = stops
+        self._held = ""  # what may become a stop string
+        self._is_over = False
 
     def feed(self, piece: str) -> str:
         """Return what is certain to stand before a stop string after one more piece."""
         if self._is_over:
             return ""
         text = self._held + piece
-        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
+        complete = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
+        if complete:
+            end, stop = min(complete, key=lambda found: (found[0], -len(found[1])))
             self._is_over, self._held = True, ""
-            return text[: min(found)[1]]
+            return text[: end - len(stop)]
         begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
         certain = len(text) - max(begun, default=0)
         self._held = text[certain:]
