@@ -21,7 +21,7 @@ from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.tracing import reads_of_draw, reads_of_surrogate
 from jaxrl_llm.algorithms.use import Chosen, Needs, slot
-from jaxrl_llm.algorithms.views import COLUMNS, OTHER_POLICIES
+from jaxrl_llm.algorithms.views import COLUMNS, MADE_BY_CREDIT, OTHER_POLICIES
 from jaxrl_llm.runtime.nested import (
     Bounds,
     Count,
@@ -237,8 +237,8 @@ class ReplayConfig:
     delay_iterations: int = 0
     # Reuse: times a rollout may be drawn; 0 = no limit.
     max_uses: int = 0
-    # Fresh share of each update batch, taken from the rollouts inserted in this iteration; with fresh_batches the share
-    # of batches that are taken wholly from those, the others having none of them while there are older ones.
+    # Fresh share of each update batch: rollouts inserted in this iteration; the others are older ones while there are
+    # any. With fresh_batches the share of batches that are wholly fresh; the others have none while there are older.
     fresh_fraction: Share = 0.0
     fresh_batches: bool = False
     # From this iteration on (the first is 0) draw the rollouts of the same iteration alone; 0 = never.
@@ -485,7 +485,8 @@ class MethodFacts:
         )
         unstored = {name for name, column in COLUMNS.items() if not column.is_stored}
         for path, one in a.functions():
-            unseen, who = (unstored, "do not") if one in a.of_loss else ({*OTHER_POLICIES}, "alone")
+            in_a_loss = {*OTHER_POLICIES, MADE_BY_CREDIT}
+            unseen, who = (unstored, "do not") if one in a.of_loss else (in_a_loss, "alone")
             unseen = sorted(one.needs.columns & unseen)
             yield not unseen, f"{path}={one.name!r} must not need {unseen}, which functions of a loss {who} see"
             decay = one.settings.get("decay") if "average_logp" in one.needs.columns else 0.0

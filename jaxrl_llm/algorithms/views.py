@@ -56,6 +56,8 @@ COLUMNS = {
 }
 # Those that the learner says of fresh rows.
 SAID_BY_LEARNER = ("generation_logp", "ref_logp", "value", "hidden")
+# That which every slot of the ring has, so that a loss can take an advantage anew at replay.
+MADE_BY_CREDIT = "group_mean"
 # Fields of rows that are per token too.
 PER_TOKEN = ("tokens", "behaviour_logp", "policy_version", "advantage")
 
@@ -99,7 +101,7 @@ class Rows(NamedTuple):
 class Tokens:
     """Rows [B, T] as the functions of a loss see them; 0.0 off the mask.
 
-    What a function ``needs`` is an attribute too: ``x.ref_logp``.
+    What a function ``needs`` is an attribute too: ``x.ref_logp`` [B, T], ``x.group_mean`` [B].
     """
 
     policy_logp: Float[ArrayLike, "B T"]  # current policy, differentiated
@@ -111,7 +113,7 @@ class Tokens:
     age: Int[ArrayLike, "B T"] | None = None  # iterations since the token was drawn, by the optimizer steps taken
     iteration: Int[ArrayLike, ""] | None = None
     group_size: int = 1  # neighbouring rows that are siblings
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # [B, T]
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # [B, T], or [B] where not per token
 
     def __getattr__(self, name: str) -> jax.Array:
         columns = self.__dict__.get("columns", {})
@@ -121,12 +123,12 @@ class Tokens:
 
     def only(self, mask: jax.Array) -> Tokens:
         """Those of a mask alone, with constants elsewhere: 0 * nan is nan."""
-        keep = lambda x: jnp.where(mask, x, 0.0)
-        names = ("policy_logp", "old_logp", "behaviour_logp", "advantage")
+        is_row = jnp.any(mask, axis=1)
+        keep = lambda x: jnp.where(mask if x.ndim == 2 else is_row, x, 0.0)
+        names = ("policy_logp", "old_logp", "behaviour_logp", "advantage", "reward")
         kept = {name: keep(getattr(self, name)) for name in names}
         columns = {name: keep(x) for name, x in self.columns.items()}
-        reward = jnp.where(jnp.any(mask, axis=1), self.reward, 0.0)
-        return dataclasses.replace(self, **kept, columns=columns, reward=reward, mask=mask)
+        return dataclasses.replace(self, **kept, columns=columns, mask=mask)
 
 
 class Ratios(NamedTuple):

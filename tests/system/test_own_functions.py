@@ -70,6 +70,16 @@ def looking_back(x):
 @needs("entropy")
 def unsure(x):
     return -x.advantage * x.policy_logp * x.entropy
+
+
+@needs("group_mean", base="policy")
+def anew(x, *, delta_v: float = -0.1):
+    return -(x.reward - x.group_mean - delta_v)[:, None] * x.policy_logp
+
+
+@needs("group_mean")
+def of_groups(x):
+    return x.reward - x.columns["group_mean"]
 """
 
 
@@ -132,6 +142,20 @@ def test_a_run_of_own_functions_is_the_run_of_ours_that_say_the_same(run, method
     assert "algorithm.advantage.source" in refused
 
 
+@pytest.mark.parametrize("width", ["update.micro_batch_tokens=0", "update.micro_batch_tokens=192"])
+def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_group(run, methods, tmp_path, width):
+    """AsymRE's, whose delta_v then is a setting of the loss: changed in a later run, it changes old rollouts' too."""
+    shift = f"algorithm.surrogate={methods}:anew"
+    stored = run(tmp_path / "stored", "algorithm.advantage=asymre", "algorithm.surrogate=reinforce", width)
+    anew = run(tmp_path / "anew", "algorithm.advantage=asymre", shift, width)
+    assert len(stored) == len(anew) == 2 and stored[1]["update/loss"] != 0
+    for one, other in zip(stored, anew, strict=True):
+        assert one["update/loss"] == pytest.approx(other["update/loss"], rel=1e-5)
+        assert one["update/grad_norm"] == pytest.approx(other["update/grad_norm"], rel=1e-5)
+    other = run(tmp_path / "other", "algorithm.advantage=asymre", shift, "algorithm.surrogate.delta_v=-0.4", width)
+    assert other[0]["update/loss"] != pytest.approx(anew[0]["update/loss"], rel=1e-2)
+
+
 def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
     """Those of docs/methods.md, by its command, and a term of ours beside them; traced, not trained."""
     ghosts.haunt(monkeypatch)
@@ -166,6 +190,7 @@ def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
         (["algorithm.old_policy={}:averaged"], ["algorithm.old_policy", ":averaged' needs", "`decay`, a float"]),
         (["algorithm.old_policy={}:averaged_by_text"], ["algorithm.old_policy", "`decay`, a float"]),
         (["algorithm.advantage={}:looking_back"], ["algorithm.advantage", "['previous_logp']", "of a loss alone"]),
+        (["algorithm.advantage={}:of_groups"], ["algorithm.advantage", "['group_mean']", "of a loss alone"]),
         (["algorithm.surrogate={}:unsure"], ["algorithm.surrogate", "must not need ['entropy']", "loss do not see"]),
         (["algorithm.advantage={}:centred", "rollout.group_size=1"], ["rollout.group_size=1", "centred"]),
         (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 11", "AttributeError"]),
