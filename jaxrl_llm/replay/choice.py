@@ -128,6 +128,13 @@ def choose(
     if config.fresh_batches:
         num_first, first_ages = num, (jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest))
     first = aged(0, *first_ages, num_first, None) if num_first else None
-    rest = aged(1, low, high, num, first)
-    group, is_real = draws.chain(first, rest) if first else rest
+    taken = first
+    older = None
+    if 0 < num_first < num:  # what is not the fresh share comes from older ones while there are any
+        older = aged(2, 1, oldest, num - num_first, first)
+        taken = tuple(jnp.concatenate(pair, axis=1) for pair in zip(first, older, strict=True))
+    drawn = aged(1, low, high, num, taken)
+    for before in filter(None, (older, first)):
+        drawn = draws.chain(before, drawn)
+    group, is_real = drawn
     return rows_of(group), jnp.repeat(is_real, group_size, axis=1)

@@ -188,10 +188,11 @@ def draw(
     """Draw an update batch without repeats, with the weights of ``config.draw`` over the slots that may be drawn.
 
     A slot may be drawn when its row is trainable and not retired, at most ``max_age_steps`` iterations old and drawn
-    fewer than ``max_uses`` times (0 = no limit), and with ``delay_iterations`` of just that age. ``fresh_fraction``
-    of the batch, rounded up per shard, comes from the rows inserted in this iteration, as far as there are any; with
-    ``fresh_batches`` it is the chance of a batch to come from them, and else it comes from the rest, likewise. From
-    ``fresh_from_iteration`` on there are no others.
+    fewer than ``max_uses`` times (0 = no limit), and with ``delay_iterations`` of just that age. ``fresh_fraction`` of
+    the batch, rounded up per shard, comes from the rows inserted in this iteration, and the rest from older rows, as
+    far as there are any of each: what one kind lacks the other makes up. With ``fresh_batches`` it is the chance of a
+    batch to come from them, and else it comes from the rest, likewise. From ``fresh_from_iteration`` on there are no
+    others.
 
     With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
     as ``insert`` was given them. A group may be drawn when any of its rows may, with the largest of their weights;

@@ -92,7 +92,7 @@ CONFIGS = [
     ReplayConfig(max_age_steps=2, max_uses=2, fresh_fraction=1.0),
     ReplayConfig(max_age_steps=2, fresh_fraction=0.5, fresh_batches=True),
 ]
-FRESH_WANTED = [0, 0, 2, 3, 0]
+FRESH_WANTED = [0, 0, 2, 3, None]  # None: all of a batch, or none
 # Rows per shard 1 and 3 into 5 or 3 slots: the cursor wraps at every offset, and one insert fills a lane.
 inserts = st.sampled_from([2, 6]).flatmap(
     lambda n: st.lists(st.sampled_from(["right", "wrong", "failed"]), min_size=n, max_size=n)
@@ -188,7 +188,11 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
         assert len(ids) == min(BATCH // SHARDS, len(allowed)) == len(set(ids))
         assert set(ids) <= set(allowed)
         num_fresh = sum(allowed[i]["inserted"] == iteration for i in ids)
-        assert num_fresh >= min(fresh_wanted, sum(r["inserted"] == iteration for r in allowed.values()))
+        can_be_fresh = sum(r["inserted"] == iteration for r in allowed.values())
+        if fresh_wanted:
+            wanted = min(fresh_wanted, can_be_fresh)
+            lacking = len(ids) - wanted - (len(allowed) - can_be_fresh)  # of older ones
+            assert num_fresh == wanted + max(0, lacking)
         np.testing.assert_array_equal(rows.trainable[m], real)
         assert info.age[m][real].tolist() == [iteration - allowed[i]["inserted"] for i in ids]
         assert info.first_use[m][real].tolist() == [allowed[i]["uses"] == 0 for i in ids]
