@@ -146,13 +146,16 @@ def _sinks(path: str, settings: Any, config: Any) -> str:
 def mssr(x: Rows, *, decay: Share = 0.9, decay_moving: Share = 0.0, norm_decay: Decay = 0.0) -> Learned:
     """a whitened over the batch, a = r - the running mean of the question before it was answered.
 
+    The reward r, and so the running mean too, has what reward terms add.
+
     The mean's counts fade by ``decay`` an answer; with ``decay_moving`` above 0 they sink to that while the policy
     moves, see ``memory.QuestionMean``.
 
     Source: arXiv:2512.18215.
     """
     gain = x.reward - x.columns["question_mean"]
-    return over_batch(gain, x.groups.valid, x, centre=True, decay=norm_decay)
+    advantage, learned = over_batch(gain, x.groups.valid, x, centre=True, decay=norm_decay)
+    return advantage, learned if x.added is None else learned | {"shaped_reward": x.reward}
 
 
 @needs("entropy", "hidden", memory=memory.Regression, siblings=True, tied_teaches=lambda settings: True)

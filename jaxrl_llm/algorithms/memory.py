@@ -84,9 +84,9 @@ class QuestionMean(Moments):
 
         a <- decay a + r,   b <- decay b + 1 - r   from a = b = 1,   mean = a / (a + b)
 
-    It is a running mean, so rewards need not lie in [0, 1]. With ``decay_moving`` above 0 the decay is
-    still + (moving - still) min(1, KL / (2 KL_TARGET)), where KL is the mean of the last KL_WINDOW iterations'
-    update/kl_behaviour_nats.
+    It is a running mean, so rewards need not lie in [0, 1]. The reward r has what reward terms add: the advantage
+    returns it as "shaped_reward" [B]. With ``decay_moving`` above 0 the decay is still + (moving - still) min(1, KL /
+    (2 KL_TARGET)), KL the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
 
     Source: arXiv:2512.18215. Differs: how the decay follows the KL is ours, and so is the start of the counts.
     """
@@ -116,7 +116,9 @@ class QuestionMean(Moments):
                 self._drifts = [*self._drifts, drift][-KL_WINDOW:]
             share = min(1.0, sum(self._drifts) / max(1, len(self._drifts)) / (2 * KL_TARGET))
             decay = self._still + (self._moving - self._still) * share
-        for question, group in zip(questions, rewards.total.reshape(len(questions), -1), strict=True):
+        shaped = np.asarray(sums.get("shaped_reward", rewards.total))
+        shaped = np.where(np.isfinite(rewards.total), shaped, np.nan)
+        for question, group in zip(questions, shaped.reshape(len(questions), -1), strict=True):
             a, b = self._count(question)
             for reward in group[np.isfinite(group)].tolist():
                 a, b = decay * a + reward, decay * b + 1 - reward

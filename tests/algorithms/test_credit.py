@@ -584,6 +584,25 @@ def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives
         np.testing.assert_allclose(baseline, expected, rtol=1e-6)
 
 
+def test_the_beta_baseline_learns_what_reward_terms_add():
+    """Answers of 8 tokens lose 1 each, so that right ones come to 0 and wrong ones to -1."""
+    terms = [use("overlong_penalty", buffer=4)]
+    config = config_of(advantage=use("mssr", decay=0.9), reward_terms=terms, num_groups=2)
+    memory, rollout = memory_of(config), make_rollout([0, 1])
+    longest = config.sampling.max_completion_tokens
+    rollout = rollout.replace(length=rollout.prompt_length + longest)
+    settings = {"advantage": use("mssr", decay=0.9), "reward_terms": terms, "num_groups": 2}
+    extra = {"question_mean": np.float32([0.5, 0.5])}
+    _, sums = assign(rollout, [1, 0], extra=extra, **settings)
+    np.testing.assert_array_equal(sums["shaped_reward"], [0, -1])
+    memory.observe(rewards_of([1, 0]), [3, 5], sums)
+    seen = memory.scores(rewards_of([1, 0]), [3, 5]).columns["question_mean"]
+    # a <- .9 + r, b <- .9 + 1 - r
+    np.testing.assert_allclose(seen, [0.9 / 2.8, -0.1 / 2.8], rtol=1e-5)
+    memory.observe(rewards_of([1, 0], failed=[1]), [3, 5], sums)
+    assert memory.scores(rewards_of([1, 0]), [3, 5]).columns["question_mean"][1] == seen[1]
+
+
 def test_the_beta_baseline_forgets_faster_while_the_policy_moves():
     config = config_of(advantage=use("mssr", decay=0.9, decay_moving=0.5))
     memory = memory_of(config)
