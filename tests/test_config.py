@@ -1062,7 +1062,7 @@ OF_FUNCTIONS = {
         "turn_returns": ({"discount": 0.9, "std": False}, CREDIT, {}),
         "mt_grpo": ({"coefficient": 0.5}, CREDIT, {}),
         "gigpo": ({"discount": 0.9, "weight": 0.5, "std": False}, CREDIT, {}),
-        "ui_s1": ({"discount": 0.9, "weight": 0.5, "std": False, "matched": 0.5}, CREDIT, {}),
+        "ui_s1": ({"discount": 0.9, "weight": 0.5, "std": False, "matched": 0.5, "min_std": 0.1}, CREDIT, {}),
         "logo": ({"branch_rows": 2, "branch_turns": 2, "weight": 0.5, "std": False}, CREDIT, BRANCHED),
         "step_values": ({"branch_rows": 2, "branch_turns": 2, "std": True}, CREDIT, BRANCHED),
         "turn_gae": ({"gae_lambda": 0.9, "discount": 0.9, "norm_decay": 0.9}, CREDIT, {}),
@@ -1148,7 +1148,7 @@ DEFAULTS = {
         "turn_returns": {"discount": 1.0, "std": True},
         "mt_grpo": {"coefficient": 1.0},  # arXiv:2505.11821
         "gigpo": {"discount": 0.95, "weight": 1.0, "std": True},  # arXiv:2505.10978
-        "ui_s1": {"discount": 0.5, "weight": 1.0, "std": True, "matched": 1.0},  # arXiv:2509.11543
+        "ui_s1": {"discount": 0.5, "weight": 1.0, "std": True, "matched": 1.0, "min_std": 0.3},  # arXiv:2509.11543
         "logo": {"branch_rows": 4, "branch_turns": 1, "weight": 1.0, "std": True},
         "step_values": {"branch_rows": 4, "branch_turns": 1, "std": False},
         "turn_gae": {"gae_lambda": 1.0, "discount": 1.0, "norm_decay": 0.0},

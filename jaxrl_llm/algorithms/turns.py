@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.advantages import Sums, over_batch
 from jaxrl_llm.algorithms.critic import lambda_returns
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import Rows
-from jaxrl_llm.ops.groups import STD_EPSILON, minus_mean, over_std
+from jaxrl_llm.ops.groups import STD_EPSILON, group_mean, minus_mean, over_std
 from jaxrl_llm.runtime.nested import Bounds, Count, Decay, NotNegative, Number, Share
 
 # Turns of a group differ where its rows' rewards do not.
@@ -234,21 +234,34 @@ def gigpo(x: Rows, *, discount: Share = 0.95, weight: NotNegative = 1.0, std: bo
 
 @needs("turn_reward", **of_turns)
 def ui_s1(
-    x: Rows, *, discount: Share = 0.5, weight: NotNegative = 1.0, std: bool = True, matched: Number = 1.0
+    x: Rows,
+    *,
+    discount: Share = 0.5,
+    weight: NotNegative = 1.0,
+    std: bool = True,
+    matched: Number = 1.0,
+    min_std: NotNegative = 0.3,
 ) -> Float[Array, "B S"]:
     """The row's advantage and ``weight`` times the turn's, among the group's turns of its number.
 
         A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1} where r_k >= matched, else r_k and 0 to those before
 
-    What comes after a turn that left the expert's way, and was patched, is not to its credit. Whether a turn is matched
-    is told by what was scored: reward terms make no match, and take none away.
+    A^E: of the row's reward, its mean and standard deviation over the turns of the group, so that a row counts as often
+    as it has turns. A group has no advantage unless the standard deviation of its rows' G_0 is above ``min_std``; 0 =
+    every group has one. What comes after a turn that left the expert's way, and was patched, is not to its credit.
+    Whether a turn is matched is told by what was scored: reward terms make no match, and take none away.
 
-    Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code), discount 0.5. Differs: no KL, where it has 0.0001,
-        and no group is left out for a small standard deviation of its rewards.
+    Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code): discount 0.5, min_std 0.3. Differs: the population
+        standard deviation where it divides.
     """
     turns = turns_of(x)
-    own = compared(returns(turns, discount, matched), _numbers(turns), turns, x, std=std)
-    return by_token(_of_rows(x, std) + weight * own, turns, x)
+    ahead = returns(turns, discount, matched)
+    of_rows = jnp.broadcast_to(x.reward[:, None], turns.valid.shape)
+    episode = compared(of_rows, jnp.zeros_like(_numbers(turns)), turns, x, std=std)
+    step = compared(ahead, _numbers(turns), turns, x, std=std)
+    spread = jnp.sqrt(group_mean(jnp.square(minus_mean(ahead[:, 0], x.groups)), x.groups))
+    is_kept = (spread > min_std) | (min_std == 0)
+    return by_token(jnp.where(is_kept[:, None], episode + weight * step, 0.0), turns, x)
 
 
 @needs("turn_reward", "value", memory=memory.Moments)

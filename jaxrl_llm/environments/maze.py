@@ -6,7 +6,7 @@
 
     jaxrl_llm.environments.maze:patched as plain, but along an expert's way, a shortest one: a step that leaves it is
                                         answered with the expert's own and where that comes to, " e:10ns", and the
-                                        episode goes on from there; it ends with the second such step
+                                        episode goes on from there; it ends with the third such step
 
 ``:steps`` is the reward of ``plain``: for each turn 1.0 where it comes to the goal, -0.1 where it goes nowhere;
 ``:matched`` that of ``patched``: for each turn whether it was the expert's. The
@@ -25,7 +25,7 @@ from typing import Any
 MOVES = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
 NAMES = {"n": "north", "e": "east", "s": "south", "w": "west"}
 NOWHERE = -0.1
-PATCHES = 1
+PATCHES = 2
 
 
 class Maze:
@@ -105,7 +105,7 @@ def _went(turns: list[str], way: str) -> list[bool]:
 
 
 def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
-    """The expert's next field, whatever the turn; None, the end, at the goal or after the second step of another way.
+    """The expert's next field, whatever the turn; None, the end, at the goal or after the third step of another way.
 
     Source: UI-S1, arXiv:2509.11543: the policy's own outputs along an expert's trajectory, patched where they leave it,
         so that later steps are still trained on. Differs: the wrong step stays in the row, and the patch follows it.

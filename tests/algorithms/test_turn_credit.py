@@ -101,6 +101,7 @@ def by_turn(advantage, arrays, number):
         ("gigpo", {"weight": 0.8}),
         ("gigpo", {"discount": 0.5, "std": False}),
         ("ui_s1", {}),
+        ("ui_s1", {"min_std": 0.0, "matched": 0.5, "std": False}),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
@@ -322,6 +323,14 @@ def test_what_reward_terms_add_is_the_last_turns():
     np.testing.assert_array_equal(np.asarray(seen.reward)[:2], [[0, 0, 0, 0], [0, 1, 0, 0]])
     np.testing.assert_array_equal(np.asarray(seen.start)[0, :2], [1, 4])
     assert not np.asarray(seen.valid)[:, 2:].any()
+
+
+@pytest.mark.parametrize(("second", "min_std", "is_kept"), [(0.5, 0.3, False), (0.5, 0.0, True), (0.2, 0.3, True)])
+def test_ui_s1_leaves_out_groups_whose_returns_hardly_differ(second, min_std, is_kept):
+    """Returns of the first turns 1 and 0.5 or 0.2: a standard deviation of 0.25 or 0.4."""
+    arrays, number = two_rows((1, 0), (second, 0))
+    advantage, _ = compute(arrays, "ui_s1", (("min_std", min_std),))
+    assert np.any(by_turn(advantage, arrays, number)) == is_kept
 
 
 def test_reward_terms_make_no_turn_a_match_and_none_wrong():

@@ -44,7 +44,7 @@ def test_an_experts_way_is_gone_on_with_whatever_a_turn_says_and_patched_where_i
         (["n"], " e:10sw"),
         (["e", "e"], " s:11nw"),
         (["e", "", "w"], None),  # out
-        (["n", "n"], None),  # left twice
+        (["n", "n"], " s:11nw"),  # left twice
         (["n", "s"], " 11nw"),
     ):
         assert patched("p", turns, **MAZE) == answer
@@ -52,6 +52,13 @@ def test_an_experts_way_is_gone_on_with_whatever_a_turn_says_and_patched_where_i
     messages = [[{"role": "assistant", "content": text} for text in row] for row in rows]
     given = matched([], [""] * 3, messages, *([x] * 3 for x in MAZE.values()))
     assert given == [[1, 0, 1], [0, 1, 0], [1, 1, 1, 0]]
+
+
+def test_an_episode_ends_with_the_third_step_off_the_experts_way():
+    longest = max((example.columns for example in load(width=4, height=4)), key=lambda x: len(expert(**x)))
+    assert len(expert(**longest)) > 4
+    nowhere = [patched("p", [""] * wrong, **longest) for wrong in (1, 2, 3)]
+    assert nowhere[0] and nowhere[1] and nowhere[2] is None
 
 
 def test_no_way_is_shorter_than_the_experts():

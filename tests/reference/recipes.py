@@ -450,8 +450,10 @@ def gigpo(batch, longest):
 
 
 def ui_s1(batch, longest):
-    """Lu et al. 2025: A^E + A^S over the turns of a number, discount 0.5."""
-    return _clipped_by_turn(batch, _turns.ui_s1(batch))
+    """Lu et al. 2025: A^E + A^S over the turns of a number, discount 0.5, of groups that are kept; KL .0001."""
+    a = {id(row): own for row, own in zip(batch, _turns.ui_s1(batch), strict=True)}
+    kept = [row for rows in groups(batch) if any(any(a[id(r)]) for r in rows) for row in rows]
+    return token_mean(kept, lambda row, t: ppo(ratio(row, t), a[id(row)][row["turn"][t]]) + 0.0001 * k3(row, t))
 
 
 def logo(batch, longest):

@@ -45,16 +45,24 @@ def turn_returns(rows, discount=1.0, std=True):
     return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
 
 
-def ui_s1(rows, discount=0.5, weight=1.0, std=True, matched=1.0):
+def ui_s1(rows, discount=0.5, weight=1.0, std=True, matched=1.0, min_std=0.3):
     def to_mismatch(row, k):
         """Discounted rewards from turn k on, up to the first that is no match; of one that is none its own."""
         turns = row["turns"]
         end = next((j for j in range(k, len(turns)) if turns[j] < matched), len(turns))
         return math.fsum(discount ** (j - k) * turns[j] for j in range(k, end)) if end > k else turns[k]
 
+    def is_kept(row):
+        """Released code: the standard deviation of what the first turns come to."""
+        first = [to_mismatch(r, 0) for r in siblings(rows, row)]
+        return min_std == 0 or math.sqrt(mean([(v - mean(first)) ** 2 for v in first])) > min_std
+
     def one(row, k):
+        if not is_kept(row):
+            return 0.0
         others = [to_mismatch(r, k) for r in siblings(rows, row) if len(r["turns"]) > k]
-        return of_row(rows, row, std) + weight * standardised(to_mismatch(row, k), others, std)
+        of_steps = [r["reward"] for r in siblings(rows, row) for _ in r["turns"]]
+        return standardised(row["reward"], of_steps, std) + weight * standardised(to_mismatch(row, k), others, std)
 
     return [[one(row, k) for k in range(len(row["turns"]))] for row in rows]
 
