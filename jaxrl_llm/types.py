@@ -124,6 +124,9 @@ class Rewards:
     # completions have one turn.
     by_turn: Any = None
     masked: Any = None  # [B] lists: places of the completion's tokens that reward functions mask; None = none
+    # [B, K] f32, seconds that the environment took to answer each turn, 0.0 where it answered none; None where
+    # completions have one turn.
+    turn_seconds: Any = None
 
 
 @dataclasses.dataclass

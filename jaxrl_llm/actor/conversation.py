@@ -101,12 +101,19 @@ class Played:
 
     def failures_in(self, answer: Answer) -> Answer:
         """The same of any function, of which rows that the environment failed in have none."""
-        scores, outcome, reasons, masked = answer
+        scores, outcome, reasons, masked, *_ = answer
         for i, reply in enumerate(row[-1].result() for row in self.replies):
             if reply.outcome != OUTCOME_SCORE:
                 scores[i], outcome[i] = np.nan, reply.outcome
                 reasons = list(dict.fromkeys([*reasons, reply.reason]))
-        return Answer(scores, outcome, reasons, masked)
+        return Answer(scores, outcome, reasons, masked, self.seconds())
+
+    def seconds(self) -> np.ndarray:
+        """[G, max_turns] f32 that the environment took to answer each turn, 0 where it answered none. Waits for it."""
+        seconds = np.zeros((len(self.replies), self.max_turns), np.float32)
+        for row, replies in zip(seconds, self.replies, strict=True):
+            row[: len(replies)] = [reply.result().seconds for reply in replies]
+        return seconds
 
 
 class Conversations:

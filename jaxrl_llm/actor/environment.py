@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import inspect
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -37,6 +38,7 @@ class Reply:
         reason: what went wrong, "" where nothing did.
         state: of a class that can be saved, after this turn; plain JSON.
         tools: of an agent that begins.
+        seconds: that the environment took; the mean over its turns if the episode had to be played again.
     """
 
     answer: Any
@@ -45,6 +47,7 @@ class Reply:
     reason: str = ""
     state: Any = None
     tools: Any = None
+    seconds: float = 0.0
 
 
 class Environment(contextlib.AbstractContextManager):
@@ -128,7 +131,9 @@ class Environment(contextlib.AbstractContextManager):
             if key in kept and "drawn" in how:  # the process has the tokens of the turns before
                 how["drawn"] = how["drawn"][-1:]
             call = self._config.factory, over, *given, how
+            started = time.monotonic()
             answer, reward, wrong, state, tools = worker.ask(call, timeout_s, _is_reply)
+            seconds = (time.monotonic() - started) / (1 + played_again)
             outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
             if wrong is None:
                 kept.add(key)
@@ -136,9 +141,9 @@ class Environment(contextlib.AbstractContextManager):
                 kept.discard(key)
         except Exception as error:
             kept.clear()  # its process is another one now
-            (outcome, wrong), answer, reward, state, tools = failed(error), None, None, None, None
+            (outcome, wrong), answer, reward, state, tools, seconds = failed(error), None, None, None, None, 0.0
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
-        return Reply(answer, reward, outcome, reason, state, tools)
+        return Reply(answer, reward, outcome, reason, state, tools, seconds)
 
     def __exit__(self, *_) -> None:
         self._closed = True

@@ -196,6 +196,7 @@ def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Reward
         tuple(errors)[:MAX_ERRORS_KEPT],
         None if first.by_turn is None else function(*(one.by_turn for one in rewards)),
         None if first.masked is None else function(*(ragged(one.masked) for one in rewards)).tolist(),
+        None if first.turn_seconds is None else function(*(one.turn_seconds for one in rewards)),
     )
 
 
@@ -211,15 +212,17 @@ def state_of(rewards: Rewards) -> list[Any]:
     """What ``restored`` takes; plain JSON."""
     parts = {name: part.tolist() for name, part in rewards.parts.items()}
     by_turn = None if rewards.by_turn is None else rewards.by_turn.tolist()
-    return [rewards.total.tolist(), parts, rewards.outcome.tolist(), rewards.errors, by_turn, rewards.masked]
+    seconds = None if rewards.turn_seconds is None else rewards.turn_seconds.tolist()
+    return [rewards.total.tolist(), parts, rewards.outcome.tolist(), rewards.errors, by_turn, rewards.masked, seconds]
 
 
 def restored(state: list[Any]) -> Rewards:
-    total, parts, outcome, errors, by_turn, masked = state
+    total, parts, outcome, errors, by_turn, masked, *timed = state
     numbers = lambda x: np.array(x, np.float32)
     parts = {name: numbers(part) for name, part in parts.items()}
     by_turn = None if by_turn is None else numbers(by_turn)
-    return Rewards(numbers(total), parts, np.array(outcome, np.int8), tuple(errors), by_turn, masked)
+    seconds = numbers(timed[0]) if timed and timed[0] is not None else None  # not there in older checkpoints
+    return Rewards(numbers(total), parts, np.array(outcome, np.int8), tuple(errors), by_turn, masked, seconds)
 
 
 def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:

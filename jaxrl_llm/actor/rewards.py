@@ -70,6 +70,9 @@ class Answer(NamedTuple):
     outcome: np.ndarray  # [completions] ``types.OUTCOME_*``
     reasons: list[str]  # what went wrong
     masked: list[list[int]]  # of each completion the places of its tokens that are masked
+    seconds: np.ndarray | None = (
+        None  # [completions, turns] f32 that an environment took to answer; None = there is none
+    )
 
 
 Ticket = list[Future[Answer]]  # of the completions of one prompt, for each function. Opaque to callers.
@@ -156,6 +159,7 @@ class RewardPool(contextlib.AbstractContextManager):
         answers = hosts.complete(answers)
         by_turn = np.concatenate([[x.scores for x in of] for of in answers], axis=1)  # [functions, completions, turns]
         outcome = np.concatenate([[x.outcome for x in of] for of in answers], axis=1)
+        seconds = [of[0].seconds for of in answers]  # any function's: an episode has been played once
         parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
         errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer.reasons)
         self._say(list(errors))
@@ -166,6 +170,7 @@ class RewardPool(contextlib.AbstractContextManager):
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
             by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
             masked=[sorted(set().union(*row)) for of in answers for row in zip(*(x.masked for x in of), strict=True)],
+            turn_seconds=None if None in seconds else np.concatenate(seconds),
         )
 
     def _say(self, errors: list[str]) -> None:

@@ -195,8 +195,9 @@ class Memory:
         self.ledger, self.part_names = ledger, part_names
         remembering = [one for one in functions if one.fact("memory")]
         self._memories = {one.name: one.fact("memory")(one.settings, sizes, ledger) for one in remembering}
-        by_turn = any("turn_reward" in one.needs.columns for one in functions)
+        by_turn = any({"turn_reward", "turn_seconds"} & one.needs.columns for one in functions)
         self._max_turns = sizes.max_turns if by_turn else 0  # 0: nobody looks at turns
+        self._is_timed = any("turn_seconds" in one.needs.columns for one in functions)
         masks = any("reward_mask" in one.needs.columns for one in functions)
         self._max_length = sizes.max_length if masks else 0  # 0: nobody asks which tokens are masked
 
@@ -204,6 +205,7 @@ class Memory:
     def columns(self) -> dict[str, tuple[int, ...]]:
         """Names of ``Scores.columns``, and what shape each has of a row."""
         wide = {"turn_reward": (self._max_turns,), "reward_mask": (self._max_length,)}
+        wide["turn_seconds"] = (self._max_turns if self._is_timed else 0,)
         known = {name: () for memory in self._memories.values() for name in memory.columns}
         return known | {name: shape for name, shape in wide.items() if shape[0]}
 
@@ -225,6 +227,8 @@ class Memory:
         if self._max_turns:
             by_turn = rewards.total[:, None] if rewards.by_turn is None else rewards.by_turn
             said["turn_reward"] = known(by_turn)
+            untimed = np.zeros((len(scored), self._max_turns))
+            said["turn_seconds"] = known(untimed if rewards.turn_seconds is None else rewards.turn_seconds)
         if self._max_length:
             said["reward_mask"] = np.zeros((len(scored), self._max_length), np.float32)
             for row, places in zip(said["reward_mask"], rewards.masked or (), strict=bool(rewards.masked)):

@@ -3,7 +3,7 @@
 A reward term is a function of ``Rows`` and of its settings to what is added to each reward, [B] f32; where it has a
 memory, what that learns from comes after it. A reshaping is one of (advantage [B,S], Rows) to the advantage.
 
-Owns: length terms, positive amplification, entropy terms, weights by duration. Does not know: models, the ring.
+Owns: length terms, positive amplification, entropy terms. Does not know: models, the ring.
 Letters: B rows, S row width. Lengths are completion lengths in tokens, the end-of-sequence token counted; entropies are
 those of the distributions that tokens were drawn from, in nats.
 """
@@ -20,7 +20,7 @@ from jaxrl_llm.algorithms import memory
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Rows
 from jaxrl_llm.ops.groups import Groups, group_count, group_mean, group_range, group_sum
-from jaxrl_llm.runtime.nested import Count, CountOrZero, Exponent, NotNegative, Positive
+from jaxrl_llm.runtime.nested import Count, CountOrZero, NotNegative, Positive
 
 # ---- reward terms
 
@@ -173,22 +173,6 @@ def entropy_bonus(
     return advantage + jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)
 
 
-def duration_factor(advantage: Float[ArrayLike, "B S"], x: Rows, *, exponent: Exponent = 1.0) -> Float[Array, "B S"]:
-    """An advantage times what makes slow rows weigh as much as they are rare, [B,S] f32.
-
-        w = (length / mean length of the valid rows) ** exponent
-
-    Where rows come as they are finished, an action that takes d times as long comes 1/d as often: with exponent 1 the
-    weighted rows are in the proportion in which the policy chose them, and the mean weight is 1.
-
-    Source: after "RL for MLE agents", which weighs by an action's duration; its weight was not found, this form is
-        ours.
-    """
-    length, count = x.length.astype(jnp.float32), jnp.sum(x.groups.valid)
-    mean = jnp.sum(jnp.where(x.groups.valid, length, 0.0)) / jnp.maximum(count, 1)
-    return advantage * jnp.where(mean > 0, (length / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)[:, None]
-
-
 def _of_one_turn(path: str, settings: Any, config: Any) -> str:
     return (
         f"[environments.factory] must be '' with {path}: what is masked is text of one turn"
@@ -223,6 +207,5 @@ RESHAPINGS = {
     "amplify_positive": amplify_positive,
     "entropy_factor": entropy_factor,
     "entropy_bonus": entropy_bonus,
-    "duration_factor": duration_factor,
     "reward_mask": reward_mask,
 }

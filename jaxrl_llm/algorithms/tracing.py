@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from jaxrl_llm.algorithms.use import Chosen
-from jaxrl_llm.algorithms.views import Stored, Tokens
+from jaxrl_llm.algorithms.views import COLUMNS, Stored, Tokens
 
 # Rows, tokens of a row, rows of a group.
 SHAPE, GROUP_SIZE = (2, 3), 2
@@ -22,14 +22,16 @@ SHAPE, GROUP_SIZE = (2, 3), 2
 def reads_of_surrogate(surrogate: Chosen) -> frozenset[str]:
     """Return the names of the arrays of ``Tokens`` that the terms of a surrogate depend on."""
     number, whole = jax.ShapeDtypeStruct(SHAPE, jnp.float32), jax.ShapeDtypeStruct(SHAPE, jnp.int32)
+    of_rows = jax.ShapeDtypeStruct(SHAPE[:1], jnp.float32)
     arrays = {name: number for name in ("policy_logp", "old_logp", "behaviour_logp", "advantage")}
     arrays |= {
-        "reward": jax.ShapeDtypeStruct(SHAPE[:1], jnp.float32),
+        "reward": of_rows,
         "mask": jax.ShapeDtypeStruct(SHAPE, jnp.bool_),
         "age": whole,
         "iteration": jax.ShapeDtypeStruct((), jnp.int32),
     }
-    columns = {name: number for name in sorted(surrogate.needs.columns)}
+    is_of_rows = lambda name: name in COLUMNS and not COLUMNS[name].per_token
+    columns = {name: of_rows if is_of_rows(name) else number for name in sorted(surrogate.needs.columns)}
 
     def call(arrays: Mapping[str, jax.Array]) -> Any:
         fields = {name: value for name, value in arrays.items() if name not in columns}

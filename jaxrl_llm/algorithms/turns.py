@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int, UInt32
+from jaxtyping import Array, ArrayLike, Bool, Float, Int, UInt32
 
 from jaxrl_llm.algorithms import memory
 from jaxrl_llm.algorithms.advantages import Sums, over_batch
@@ -25,7 +25,7 @@ from jaxrl_llm.algorithms.critic import lambda_returns
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.algorithms.views import Rows
 from jaxrl_llm.ops.groups import STD_EPSILON, group_mean, minus_mean, over_std
-from jaxrl_llm.runtime.nested import Bounds, Count, Decay, NotNegative, Number, Share
+from jaxrl_llm.runtime.nested import Bounds, Count, Decay, Exponent, NotNegative, Number, Share
 
 # Turns of a group differ where its rows' rewards do not.
 of_turns = {"siblings": True, "tied_teaches": lambda settings: True}
@@ -383,7 +383,7 @@ def step_values(
     return by_token(jnp.where(_numbers(turns) < at, before, scaled), turns, x)
 
 
-# ---- a reshaping
+# ---- reshapings
 
 
 @needs("turn_reward")
@@ -410,4 +410,34 @@ ADVANTAGES = {
     "step_gae": step_gae,
 }
 
-RESHAPINGS = {"without_wrong_turns": without_wrong_turns}
+
+@needs("turn_reward", "turn_seconds")
+def duration_factor(advantage: Float[ArrayLike, "B S"], x: Rows, *, exponent: Exponent = 1.0) -> Float[Array, "B S"]:
+    """Multiply an advantage by what makes slow turns weigh as much as they are rare, [B,S] f32.
+
+        w = (seconds / mean seconds of the batch's turns) ** exponent
+
+    Seconds are those that the environment took to answer the turn, as they were measured when it did; they are kept
+    with the turn, so that a resumed run has the same. A turn that no environment answered has the weight 1. Without an
+    environment a row is one turn, and its tokens stand for its seconds.
+
+    Where turns come as they are finished, an action that takes d times as long comes 1/d as often: with exponent 1 the
+    weighted turns are in the proportion in which the policy chose them, and the mean weight is 1.
+
+    Source: after "RL for MLE agents", which weighs by an action's duration; its weight was not found, this form is
+        ours.
+    """
+    turns, seconds = turns_of(x), x.columns["turn_seconds"]
+    is_timed = turns.valid & (seconds > 0)
+    by_turn = by_token(jnp.where(is_timed, _over_mean(seconds, is_timed, exponent), 1.0), turns, x)
+    by_row = _over_mean(x.length.astype(jnp.float32), x.groups.valid, exponent)[:, None]
+    return advantage * jnp.where(jnp.any(is_timed), by_turn, by_row)
+
+
+def _over_mean(duration: Float[ArrayLike, "*any"], counts: Bool[ArrayLike, "*any"], exponent: float) -> jax.Array:
+    """Return (duration / mean of those that count) ** exponent; 1 if none counts."""
+    mean = jnp.sum(jnp.where(counts, duration, 0.0)) / jnp.maximum(jnp.sum(counts), 1)
+    return jnp.where(mean > 0, (duration / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)
+
+
+RESHAPINGS = {"without_wrong_turns": without_wrong_turns, "duration_factor": duration_factor}

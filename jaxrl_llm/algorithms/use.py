@@ -28,7 +28,7 @@ from jaxrl_llm.runtime import functions
 from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
 
 # What a function may ask for: what sampler, rewards or learner can say of rows, and other policies.
-NEEDED = ("entropy", "turn_reward", "reward_mask", MADE_BY_CREDIT, *SAID_BY_LEARNER, *OTHER_POLICIES)
+NEEDED = ("entropy", "turn_reward", "turn_seconds", "reward_mask", MADE_BY_CREDIT, *SAID_BY_LEARNER, *OTHER_POLICIES)
 NONE = "none"  # of a slot that may stay empty
 
 

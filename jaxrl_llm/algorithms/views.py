@@ -50,6 +50,9 @@ COLUMNS = {
     "question_id": Column(False, False, "i32; the ring keeps it beside the rows (RingState.question)"),
     # Known of the rewards.
     "turn_reward": Column(False, False, "[B, K] f32, what of the score each turn was given, 0.0 where not trainable"),
+    "turn_seconds": Column(
+        False, False, "[B, K] f32, seconds that the environment took to answer each turn; 0.0 = none"
+    ),
     "reward_mask": Column(False, False, "[B, N] f32, 1.0 for those of its N tokens that a reward function masks"),
     # Of drawn rows.
     "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),

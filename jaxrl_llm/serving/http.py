@@ -332,9 +332,7 @@ class _Chat(_Route):
             new = tokens[len(tokens) - len(logps) :]
             logprobs = self._logprobs(new, logps) if wants_logprobs and logps else None
             logps.clear()
-            return base | {
-                "choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": logprobs}]
-            }
+            return base | {"choices": [{"index": 0, "delta": content, "finish_reason": why, "logprobs": logprobs}]}
 
         tokens: list[int] = []
         logps: list[float] = []

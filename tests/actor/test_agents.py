@@ -115,8 +115,8 @@ def test_an_agent_without_a_reward_of_its_own_leaves_it_to_reward_functions():
     with Environment(config("bad_agent"), [one]) as environment:
         reply = environment.ask(0, one, ["a"], [])
         assert reply.result(30).outcome == OUTCOME_SCORE
-        _, (outcome,), reasons, _ = Played([[{"role": "assistant", "content": "a"}]], [[reply]], 2).own_scores()
-    assert outcome == OUTCOME_ERROR and reasons == ["environment: an agent returned no reward"]
+        scores = Played([[{"role": "assistant", "content": "a"}]], [[reply]], 2).own_scores()
+    assert scores.outcome == [OUTCOME_ERROR] and scores.reasons == ["environment: an agent returned no reward"]
     with pytest.raises(ConfigError, match=r"cannot play a\.jsonl:1.*given: prompt, base_url, number"):
         Environment(config("two_letters_alone"), [Example("p", {"number": 1}, "a.jsonl:1")])
 

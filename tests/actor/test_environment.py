@@ -1,5 +1,6 @@
 """Environments in processes of their own: what a turn is answered, and what becomes of one that cannot answer."""
 
+import concurrent.futures
 import dataclasses
 import json
 import pathlib
@@ -7,6 +8,7 @@ import signal
 import types
 import typing
 
+import numpy as np
 import pytest
 from support.echo import echo
 from support.replies import by, text
@@ -14,7 +16,7 @@ from support.replies import by, text
 from jaxrl_llm.actor import environment_worker, evaluation
 from jaxrl_llm.actor.conversation import Played
 from jaxrl_llm.actor.environment import Environment, _is_reply, opened, shown
-from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.actor.rewards import Answer, RewardPool
 from jaxrl_llm.actor.sources import Hindsight
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
@@ -49,6 +51,21 @@ def test_a_function_answers_the_newest_turn_and_ends_with_none():
         assert environment.role == "user" and not environment.has_reward and not environment.is_shown
     assert [reply.answer for reply in replies] == [by("user", "p: 1 left after a"), None]
     assert all(reply.outcome == OUTCOME_SCORE and reply.reward is None for reply in replies)
+
+
+def test_a_reply_has_the_seconds_that_the_environment_took_and_a_group_those_of_its_turns():
+    with Environment(config("slow"), [ONE]) as environment:  # 0.3 s a turn
+        first, second = play(environment, ["a", "b"])
+    assert 0.3 <= first.seconds < 10 and 0.3 <= second.seconds < 10
+    there = concurrent.futures.Future(), concurrent.futures.Future()
+    for future, reply in zip(there, (first, second), strict=True):
+        future.set_result(reply)
+    said = [[{"role": "assistant", "content": "a"}] * 2, [{"role": "assistant", "content": "a"}]]
+    played = Played(said, [list(there), [there[0]]], 3)
+    expected = np.float32([[first.seconds, second.seconds, 0], [first.seconds, 0, 0]])
+    np.testing.assert_array_equal(played.seconds(), expected)
+    scored = Answer(np.zeros((2, 3)), np.zeros(2, np.int8), [], [[], []])
+    np.testing.assert_array_equal(played.failures_in(scored).seconds, expected)
 
 
 def test_a_class_keeps_its_state_and_its_public_methods_are_tools():

@@ -89,7 +89,7 @@ class Here:
         assert [by("user", answer_of(turns[: i + 1])) for i in range(len(turns) - 1)] == list(answers)
         self.asked.append((example.prompt, tuple(turns)))
         future = concurrent.futures.Future()
-        future.set_result(Reply(by("user", answer_of(turns))))
+        future.set_result(Reply(by("user", answer_of(turns)), seconds=0.25 * len(turns)))
         return future
 
     def forget(self, episode):
@@ -399,6 +399,10 @@ def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_i
         example, ids = stopped.generator.open_prompts[shard, entry][1:3]
         resumed.generator.adopt(shard, entry, lag, group_id, example, ids)
     resumed.generator.talk.restore(saved[1])
+    # What a turn's environment took was measured once.
+    taken = [[turn.reply.result().seconds for turn in turns] for _, turns in resumed.generator.talk._rows.values()]
+    assert all(seconds == [0.25 * (k + 1) for k in range(len(seconds))] for seconds in taken)
+    assert any(taken) or chunk == 2  # no turn has been answered before the third chunk
     nothing = make_prompts(range(0))
     for want, got in zip(expected, [resumed(nothing)[0], whole(resumed, 16)], strict=True):
         jax.tree.map(np.testing.assert_array_equal, got, want)
@@ -457,7 +461,7 @@ def test_rows_whose_environment_fails_end_and_have_no_score():
     rollout, groups = Talking(Failing())(make_prompts(range(8)))
     scores = [group.played.failures_in((np.ones(3), np.zeros(3, np.int8), [], [[]] * 3)) for group in groups]
     value, outcome = (np.concatenate([score[i] for score in scores]) for i in (0, 1))
-    reasons = {reason for *_, said, _ in scores for reason in said}
+    reasons = {reason for score in scores for reason in score.reasons}
     too_long = f"environment: an answer of 5 tokens; environments.max_answer_tokens={ANSWER_TOKENS}"
     assert reasons == {"environment on a prompt: no answer after 1 s", too_long}
     np.testing.assert_array_equal(np.isnan(value), outcome != OUTCOME_SCORE)

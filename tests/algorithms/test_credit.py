@@ -123,7 +123,10 @@ def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **setting
     run = compiled(to_json(config_of(num_groups, **settings)))
     extra = extra or {}
     named = lambda *names: {name: extra[name] for name in names if name in extra}
-    known = {"columns": named("question_mean"), "memory": named("regression", "moments", "short_answer")}
+    known = {
+        "columns": named("question_mean", "turn_reward", "turn_seconds"),
+        "memory": named("regression", "moments", "short_answer"),
+    }
     scores = Scores(reward, trainable, np.zeros(len(reward), np.int32), parts=extra.get("parts", ()), **known)
     experience, sums = run(rollout, scores, named("hidden", "value", "ref_logp", "generation_logp"))
     return jax.tree.map(np.asarray, experience), jax.tree.map(np.asarray, sums)
@@ -491,6 +494,7 @@ def test_advantages_are_amplified_then_weighed_by_confidence_and_duration_then_l
             use("duration_factor", exponent=0.5),
             use("entropy_bonus", coefficient=2.0, limit=0.4),
         ],
+        extra={name: np.zeros((8, 1), np.float32) for name in ("turn_reward", "turn_seconds")},
     )
     # Mean 3/8: the correct row gets 1, the next 3/8, the others -3/8; group 1 is tied and wrong.
     row = np.array([1, 0.375, -0.375, -0.375, 0, 0, 0, 0])

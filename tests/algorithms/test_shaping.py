@@ -57,7 +57,9 @@ def entropy_factor(row_entropy, groups, strength=1.0):
 def duration_factor(length, valid, exponent):
     """By an advantage of 1."""
     groups = group_rows(np.zeros(len(length), np.int32), valid, 1)
-    return reshaped("duration_factor", np.ones(len(length)), groups, {"length": length}, exponent=exponent)
+    untimed = {name: np.zeros((len(length), 1), np.float32) for name in ("turn_reward", "turn_seconds")}
+    fields = {"length": length, "columns": untimed}
+    return reshaped("duration_factor", np.ones(len(length)), groups, fields, exponent=exponent)
 
 
 def rows(seed=0, n=40, num_groups=7):
@@ -177,7 +179,7 @@ def test_entropy_bonus_is_the_smaller_of_both_and_nothing_where_there_is_no_adva
     np.testing.assert_array_equal(np.sign(lifted(100 * entropy, 2.0)), np.sign(advantage))
 
 
-def test_duration_factor_is_the_length_over_the_mean_to_a_power():
+def test_duration_factor_without_an_environment_is_the_length_over_the_mean_to_a_power():
     factor = duration_factor(np.array([1, 3, 8]), np.array([True, True, False]), exponent=1.0)
     np.testing.assert_allclose(factor, [0.5, 1.5, 4])  # the mean of what is trained on is 2
     _, valid, length, _, _ = rows(5)

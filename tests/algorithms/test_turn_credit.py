@@ -333,6 +333,23 @@ def test_ui_s1_leaves_out_groups_whose_returns_hardly_differ(second, min_std, is
     assert np.any(by_turn(advantage, arrays, number)) == is_kept
 
 
+def test_a_slow_turn_weighs_as_many_times_more_as_its_environment_took_longer():
+    """Turns of 3 s and 1 s, and of 2 s and one that nothing answered: their mean is 2 s."""
+    arrays, number = two_rows((1, 1), (0, 0))
+    seconds = np.zeros_like(arrays["given"], np.float32)
+    seconds[:2, :2] = [[3, 1], [2, 0]]
+    rows = make_rows(
+        group_rows(arrays["group"], arrays["valid"], 5),
+        mask=jnp.asarray(arrays["mask"]),
+        length=jnp.asarray(arrays["mask"].sum(axis=1)),
+        columns={"turn_reward": jnp.asarray(arrays["given"]), "turn_seconds": jnp.asarray(seconds)},
+    )
+    for exponent, expected in ((1.0, [[1.5, 0.5], [1, 1]]), (2.0, [[2.25, 0.25], [1, 1]]), (0.0, [[1, 1], [1, 1]])):
+        weigh = algorithm_config(reshaping=[{"name": "duration_factor", "exponent": exponent}]).reshaping[0]
+        weighed = weigh(jnp.asarray(arrays["mask"], jnp.float32), rows)
+        np.testing.assert_allclose(by_turn(weighed, arrays, number), expected, rtol=1e-6)
+
+
 def test_reward_terms_make_no_turn_a_match_and_none_wrong():
     """A term of -0.05 at the last turns of a row that matched its expert twice, and of one that never did."""
     arrays, number = two_rows((1, 1), (0, 0))

@@ -113,9 +113,7 @@ CHUNKED = b"8\r\n" + BODY + b"\r\n0\r\n\r\n"
         b"GET /a HTTP/1.1\r\nHost: 127.0.0.1\r\nX: a\nY: b\r\n\r\n",
     ],
 )
-def test_a_request_that_two_readers_could_understand_differently_is_refused_and_nothing_after_it_is_read(
-    server, first
-):
+def test_a_request_that_two_readers_could_understand_differently_is_refused_and_nothing_after_it_is_read(server, first):
     received, is_closed = sent(server, first + SECOND)
     assert statuses(received) in ([400], [501])
     assert is_closed
