@@ -147,12 +147,12 @@ def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_gr
     """AsymRE's, whose delta_v then is a setting of the loss: changed in a later run, it changes old rollouts' too."""
     shift = f"algorithm.surrogate={methods}:anew"
     stored = run(tmp_path / "stored", "algorithm.advantage=asymre", "algorithm.surrogate=reinforce", width)
-    anew = run(tmp_path / "anew", "algorithm.advantage=asymre", shift, width)
+    anew = run(tmp_path / "anew", shift, width)
     assert len(stored) == len(anew) == 2 and stored[1]["update/loss"] != 0
     for one, other in zip(stored, anew, strict=True):
         assert one["update/loss"] == pytest.approx(other["update/loss"], rel=1e-5)
         assert one["update/grad_norm"] == pytest.approx(other["update/grad_norm"], rel=1e-5)
-    other = run(tmp_path / "other", "algorithm.advantage=asymre", shift, "algorithm.surrogate.delta_v=-0.4", width)
+    other = run(tmp_path / "other", shift, "algorithm.surrogate.delta_v=-0.4", width)
     assert other[0]["update/loss"] != pytest.approx(anew[0]["update/loss"], rel=1e-2)
 
 
