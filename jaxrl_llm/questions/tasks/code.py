@@ -18,7 +18,7 @@ the question as it is last, which is not retired: the curriculum of code complet
 2024, arXiv:2402.01391. Differs: a start moves by lines, where it moves by conditional statements; how far, and at which
 rate, is ours. Held-out questions are as they are.
 
-Owns: rows, what their tests are one by one, easier versions. Does not know: how a program is run and judged.
+Owns: rows, their tests one by one, names under test, easier versions. Does not know: how a program is run and judged.
 
 Source: Austin et al. 2021, arXiv:2108.07732 (MBPP); Chen et al. 2021, arXiv:2107.03374 (HumanEval).
 """
