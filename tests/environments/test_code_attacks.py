@@ -39,7 +39,7 @@ def closing():
     code_tests.close()
 
 
-def rewards(row, *programs, isolation, function=code_tests.passed, seconds=1.0):
+def rewards(row, *programs, isolation, function=code_tests.passed, seconds=3.0):
     prompt, columns = question(row, SETTINGS | {"sandbox": {"seconds": seconds, "isolation": isolation}})
     several = {key: [value] * len(programs) for key, value in columns.items()}
     with warnings.catch_warnings():
