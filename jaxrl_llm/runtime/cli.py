@@ -144,7 +144,8 @@ def _read_record(path: str, file: pathlib.Path) -> dict[str, Any]:
         raise ConfigError(f"--config={path!r:.200} cannot be read: {file}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config={path!r:.200} must be a Python file or a run's config.json: {error}") from error
-    if not isinstance(settings, dict) or not isinstance(settings.get("made_with"), dict):
+    made_with = settings.get("made_with") if isinstance(settings, dict) else None
+    if not isinstance(made_with, dict) or not isinstance(made_with.get("files", {}), dict):
         raise ConfigError(f"--config={path!r:.200} must be a Python file or the config.json that a run has written")
     return settings
 

@@ -113,7 +113,9 @@ def test_what_a_record_names_and_is_not_there_is_refused_by_name(train, haunted,
     assert train(*words, "--workdir=other").status == 0
 
 
-@pytest.mark.parametrize("text", ["{}", "[1]", "{", "null", '{"seed": 1}', '{"made_with": 3}', "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["{}", "[1]", "{", "null", '{"seed": 1}', '{"made_with": 3}', '{"made_with": {"files": 3}}', "[" * 100_000]
+)
 def test_what_is_no_record_is_refused_by_the_files_name(text, train, tmp_path):
     (tmp_path / "x.json").write_text(text)
     done = train("--config=x.json", "--workdir=again")
