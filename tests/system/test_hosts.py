@@ -12,6 +12,7 @@ import pathlib
 import re
 import signal
 import socket
+import string
 import subprocess
 import sys
 import threading
@@ -175,9 +176,15 @@ def assert_of_two(two, one):
 
 
 def test_two_hosts_are_one(tmp_path):
-    """Through lookahead, stop strings and shared rollouts."""
-    one = run_to_end(1, tmp_path, "one", PLAIN, devices=2)
-    assert_of_two(run_to_end(2, tmp_path, "two", PLAIN), one)
+    """Through lookahead, stop strings, shared rollouts, and groups that move from a host to the other."""
+    rows = {"rollout.group_size": 2, "replay.capacity": 32, "update.batch_size": 16, "update.micro_batch_size": 8}
+    uneven = {"rollout.chunk_steps": 1, "rollout.slots": 32, "sampling.stop_tokens": tuple(string.ascii_letters)}
+    settings = PLAIN | rows | uneven | {"metrics.samples_per_iteration": 16}
+    one = run_to_end(1, tmp_path, "one", settings, devices=2)
+    assert_of_two(run_to_end(2, tmp_path, "two", settings), one)
+    first = [json.loads(line)["group_id"] for line in (one / "samples.jsonl").read_text().splitlines()][:16]
+    # The first half of the rows are those of the first device, which has opened the first half of the questions.
+    assert {group_id < 8 for group_id in first[:8]} == {True, False} or {x < 8 for x in first[8:]} == {True, False}
 
 
 @pytest.mark.slow
