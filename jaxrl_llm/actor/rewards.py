@@ -170,7 +170,7 @@ class RewardPool(contextlib.AbstractContextManager):
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
             by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
             masked=[sorted(set().union(*row)) for of in answers for row in zip(*(x.masked for x in of), strict=True)],
-            turn_seconds=None if None in seconds else np.concatenate(seconds),
+            turn_seconds=None if any(one is None for one in seconds) else np.concatenate(seconds),
         )
 
     def _say(self, errors: list[str]) -> None:

@@ -794,9 +794,10 @@ def test_an_answer_of_another_form_is_an_error_of_its_call(answer):
     assert not np.isnan(got.parts[user("process_id")]).any()
 
 
-def there(reward, outcome=OUTCOME_SCORE):
+def there(reward, outcome=OUTCOME_SCORE, seconds=0.0):
     future = Future()
-    future.set_result(Reply("", reward, outcome, "" if outcome == OUTCOME_SCORE else "it broke"))
+    reason = "" if outcome == OUTCOME_SCORE else "it broke"
+    future.set_result(Reply("", reward, outcome, reason, seconds=seconds))
     return future
 
 
@@ -826,6 +827,17 @@ def test_without_an_environment_there_is_one_turn():
         got = rewards.collect([rewards.submit(EXAMPLE, ["3", "whole", "short"])])
     np.testing.assert_array_equal(got.total, [3, 0, np.nan])
     assert got.by_turn is None and "returned 0 scores for 1 turns" in got.errors[0]
+    assert got.turn_seconds is None
+
+
+def test_the_seconds_of_an_environment_come_with_the_scores_of_several_groups():
+    groups = [played("1 x 2", "8"), played("3", "4 x 5")]
+    for k, row in enumerate(row for group in groups for row in group.replies):
+        row[0] = there(None, seconds=0.5 + k)
+    with pool(user("by_turn")) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, [""] * 2, group) for group in groups])
+    assert got.turn_seconds.shape == got.by_turn.shape and got.turn_seconds.dtype == np.float32
+    np.testing.assert_array_equal(got.turn_seconds[:, 0], [0.5, 1.5, 2.5, 3.5])
 
 
 def test_a_turn_has_what_an_episode_is_worth_more_after_it():
