@@ -213,7 +213,9 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
         return done.err
 
     assert "--until=0.0 must be more than 0 and at most 1" in command("--until=0.0")
-    assert "eval.num_prompts=0 must be at least 1" in command("--config.eval.num_prompts=0", "--config.eval.name=")
+    nothing = ("--config.eval.num_prompts=0", "--config.eval.name=")
+    assert "eval.every_iterations=10 must be 0, its default, with eval.num_prompts=0" in command(*nothing)
+    assert "eval.num_prompts=0 must be at least 1" in command(*nothing, "--config.eval.every_iterations=0")
     assert "over sampling.max_completion_tokens=2" in command("--config.sampling.max_completion_tokens=2")
     assert "prompts.max_tokens=9000 + sampling.max_completion_tokens=6 must be at most the model's" in command(
         "--config.prompts.max_tokens=9000", "--config.sampling.max_completion_tokens=6"
