@@ -362,10 +362,24 @@ GUARDS["rush_hour"] = _of_form(r"(?:\D|\d(?!\d\d))*")
 GUARDS["rubiks_cube"] = _of_form(r"(?s:.{0,2000})")
 
 # dataset -> the least score that is right, and worth 1.0; any other is worth 0.0. Partial credit of these datasets is
-# above 0.1 on average for one answer to all questions, or for a copy of the question.
-WITHOUT_PARTIAL_CREDIT = dict.fromkeys(("coin_flip", "futoshiki", "game_of_life", "knights_knaves", "mini_sudoku"), 1.0)
-WITHOUT_PARTIAL_CREDIT |= dict.fromkeys(("prime_factorization", "rotate_matrix", "sentence_reordering"), 1.0)
-WITHOUT_PARTIAL_CREDIT |= dict.fromkeys(("sudoku", "time_intervals", "word_sorting"), 1.0)
+# earned by one answer to all questions, or by a copy of the question.
+WITHOUT_PARTIAL_CREDIT = dict.fromkeys(
+    (
+        "coin_flip",
+        "countdown",
+        "futoshiki",
+        "game_of_life",
+        "knights_knaves",
+        "mini_sudoku",
+        "prime_factorization",
+        "rotate_matrix",
+        "sentence_reordering",
+        "sudoku",
+        "time_intervals",
+        "word_sorting",
+    ),
+    1.0,
+)
 WITHOUT_PARTIAL_CREDIT["polynomial_equations"] = 0.98  # by the distance to the roots, which are rounded
 
 # Datasets that no guard makes fair, and why.
