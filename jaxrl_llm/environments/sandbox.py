@@ -42,12 +42,10 @@ MARK = "JAXRL_REWARD_WORKER"  # of actor/rewards.py, by which it finds all that 
 # The order of a set is the same in every worker; memory of threads is not kept apart.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
-UNMAPPED = "memory_mb for shared anonymous memory that a program has released in part (munmap, MADV_DONTNEED)"
 NOT_ENFORCED = {
-    "namespaces": (UNMAPPED,),
-    "bubblewrap": (UNMAPPED, "disk_mb in all, but only of each file"),
+    "namespaces": (),
+    "bubblewrap": ("disk_mb in all, but only of each file",),
     "rlimits": (
-        UNMAPPED,
         "whether a file outside its folder exists, its size and times",
         "disk_mb in all, but only of each file",
         "processes and memory in all, but for a look 20 times a second",
@@ -55,7 +53,7 @@ NOT_ENFORCED = {
 }
 # By what a worker says that it lacks.
 LACKING = {
-    "files": "files outside its folder can be read and written",
+    "files": "files outside its folder can be read and written; /dev/zero and /dev/shm hold memory beyond memory_mb",
     "calls": "sockets can be opened, processes signalled, every system call made",
 }
 
@@ -457,12 +455,15 @@ def _threads(pid: int) -> Iterator[str]:
 
 
 def _resident(status: dict[str, int]) -> int:
-    """Return the bytes of anonymous memory of a process, shared or not; a shared page counts in full."""
+    """Return the bytes of memory of a process that lie in no file on a disk; a shared page counts in full.
+
+    Shared pages belong to files in memory: a program cannot map shared memory without a file.
+    """
     return 1024 * sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
 
 
 def _proportional(pid: int, status: dict[str, int]) -> int:
-    """Return the bytes of anonymous memory of a process; a page that n processes share counts as an nth of it.
+    """Return the same bytes as ``_resident``, but a page that n processes share counts as an nth of it.
 
     If the kernel does not say it, each page counts in full.
     """
@@ -483,10 +484,9 @@ def _bubblewrap() -> list[str]:
     command = [found, "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
-    command += ["--dev", "/dev", "--tmpfs", "/tmp"]
+    command += ["--tmpfs", "/dev", "--symlink", "/tmp", "/dev/shm", "--tmpfs", "/tmp"]
     package = pathlib.Path(ROOT, "jaxrl_llm")
     for path in (*walls.bound_paths(), str(package / "__init__.py"), str(package / "environments")):
-        if path.startswith("/dev/"):
-            continue
-        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+        bind = "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
+        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else [bind, path, path]
     return [*command, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]

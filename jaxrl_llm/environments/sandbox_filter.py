@@ -179,6 +179,9 @@ FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1027, 1030, 1032, 1033, 1034)
 # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, FICLONE. Not FIOASYNC, FIOSETOWN, SIOCSPGRP and
 # TIOCSTI.
 IOCTL_REQUESTS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5451, 0x5450, 0x40049409)
+# MAP_SHARED and MAP_ANONYMOUS. If a program fills such a mapping and unmaps all of it but a page, the kernel keeps all
+# the pages and counts them in no process. MAP_SHARED_VALIDATE contains the bit of MAP_SHARED.
+SHARED_ANONYMOUS = 0x21
 MAP_HUGETLB = 0x40000  # pages that the machine reserves for others, and that no limit of memory counts
 # PR_SET_PDEATHSIG: a program ends with its worker. PR_SET_DUMPABLE: its memory must be readable from outside.
 # PR_SET_CHILD_SUBREAPER: a process whose parent ends must become the worker's. PR_SCHED_CORE: acts on other processes.
@@ -193,6 +196,7 @@ Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if fals
 ALLOW: Instruction = (RETURN, 0, 0, 0x7FFF0000)
 KILL: Instruction = (RETURN, 0, 0, 0x80000000)
 REFUSE: Instruction = (RETURN, 0, 0, 0x50000 | errno.EPERM)
+NO_MEMORY: Instruction = (RETURN, 0, 0, 0x50000 | errno.ENOMEM)
 UNKNOWN: Instruction = (RETURN, 0, 0, 0x50000 | errno.ENOSYS)  # the C library takes an older call instead
 CALL: Instruction = (LOAD, 0, 0, 0)
 MACHINE: Instruction = (LOAD, 0, 0, 4)
@@ -247,12 +251,13 @@ def _column() -> int:
 def _rules_of_arguments() -> dict[str, list[Instruction]]:
     """Return, by the name of a call, the instructions that decide on its arguments."""
     is_stream = [_argument(1), (AND, 0, 0, SOCK_TYPE_MASK), (EQUAL, 0, 1, SOCK_STREAM), ALLOW, REFUSE]
+    is_shared = [(AND, 0, 0, SHARED_ANONYMOUS), (EQUAL, 0, 1, SHARED_ANONYMOUS), NO_MEMORY, ALLOW]
     set_flags = [_argument(2), (ANY_BIT, 0, 1, O_ASYNC), REFUSE, ALLOW]
     return {
         "clone": [_argument(0), (ANY_BIT, 0, 1, CLONE_NAMESPACES | CLONE_PARENT), REFUSE, ALLOW],
         "fcntl": [_argument(1), *_rule(F_SETFL, set_flags), *_only_with(1, FCNTL_COMMANDS)],
         "ioctl": _only_with(1, IOCTL_REQUESTS),
-        "mmap": [_argument(3), (ANY_BIT, 0, 1, MAP_HUGETLB), REFUSE, ALLOW],
+        "mmap": [_argument(3), (ANY_BIT, 0, 1, MAP_HUGETLB), REFUSE, *is_shared],
         "prctl": [_argument(0), *(part for number in PRCTL_REFUSED for part in _rule(number, [REFUSE])), ALLOW],
         "prlimit64": _only_with(0, (0,)),
         "socketpair": [_argument(0), (EQUAL, 1, 0, AF_UNIX), REFUSE, *is_stream],

@@ -87,13 +87,16 @@ def become_subreaper() -> None:
 
 @functools.cache
 def bound_paths() -> list[str]:
-    """What a program may read: Python's own library and interpreter, and the system's libraries and commands."""
+    """Return what a program may read: Python's library and interpreter, the system's libraries, commands and devices.
+
+    /dev/zero is not among the devices: a shared mapping of it holds memory that the kernel shows in no process.
+    """
     standard = os.path.realpath(os.path.dirname(os.__file__))
     library = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
     wanted = ["/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin"]
     wanted += [standard, os.path.realpath(sys.executable)]
     wanted += [os.path.realpath(library)] if os.path.isfile(library) else []
-    wanted += ["/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom"))]
+    wanted += ["/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "full", "random", "urandom"))]
     paths: list[str] = []
     for path in wanted:
         if os.path.lexists(path) and not any(path.startswith(other + "/") for other in paths):

@@ -260,7 +260,7 @@ def test_calls_that_hold_uncounted_memory_or_change_the_kernel_are_refused(sandb
 def test_other_calling_conventions_are_refused(sandbox, victim):
     lines = [f"call({number | sandbox_filter.X32}, {victim}, 9)" for number in (39, 62, 424, 512, 524)]
     assert results(sandbox, lines) == dict.fromkeys(lines, errno.EPERM)
-    code = "import mmap, ctypes\npage = mmap.mmap(-1, 4096, prot=7)\n"
+    code = "import mmap, ctypes\npage = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)\n"
     code += f"page.write(bytes.fromhex('53b825000000bb{victim.to_bytes(4, 'little').hex()}b909000000cd805bc3'))\n"
     code += "ctypes.CFUNCTYPE(ctypes.c_long)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()"  # kill by int 0x80
     assert sandbox.run(code).exit_code == -31  # SIGSYS
@@ -278,7 +278,8 @@ HONEST = (
     "pair[0].setblocking(False)",
     "socket.send_fds(pair[0], [b'x'], [r])",
     "os.isatty(0)",
-    "__import__('mmap').mmap(-1, 4096).write(b'x')",
+    "(lambda m: m.mmap(-1, 4096, flags=m.MAP_PRIVATE | m.MAP_ANONYMOUS).write(b'x'))(__import__('mmap'))",
+    "(lambda m, f: f.truncate(4096) and m.mmap(f.fileno(), 0).write(b'x'))(__import__('mmap'), open('mapped', 'w+b'))",
     "__import__('resource').setrlimit(0, (1, 1))",
     "__import__('shutil').copyfile(open('lock', 'w').name, 'copy')",
     "__import__('tempfile').TemporaryFile().write(b'x')",
