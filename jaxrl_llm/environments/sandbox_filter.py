@@ -184,8 +184,9 @@ IOCTL_REQUESTS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5451, 0x5450, 0x
 SHARED_ANONYMOUS = 0x21
 MAP_HUGETLB = 0x40000  # pages that the machine reserves for others, and that no limit of memory counts
 # PR_SET_PDEATHSIG: a program ends with its worker. PR_SET_DUMPABLE: its memory must be readable from outside.
-# PR_SET_CHILD_SUBREAPER: a process whose parent ends must become the worker's. PR_SCHED_CORE: acts on other processes.
-PRCTL_REFUSED = (1, 4, 36, 62)
+# PR_SET_CHILD_SUBREAPER: a process whose parent ends must become the worker's. PR_SET_THP_DISABLE: the sandbox has
+# disabled huge pages. PR_SCHED_CORE: acts on other processes.
+PRCTL_REFUSED = (1, 4, 36, 41, 62)
 AF_UNIX = 1
 SOCK_STREAM = 1  # other types send to any address; a connected stream reaches its other end only
 SOCK_TYPE_MASK = 0xF

@@ -42,6 +42,7 @@ DETACH = 2
 # Flags of a mount as statvfs has them -> as mount takes them: those that are there must stay.
 KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 DEATH_SIGNAL, DUMPABLE, SECCOMP, DROP_BOUND, CHILD_SUBREAPER, NO_NEW_RIGHTS, AMBIENT = 1, 4, 22, 24, 36, 38, 47
+NO_HUGE_PAGES = 41
 
 # The system calls of Landlock, from the first: create a ruleset, add a rule, restrict this process.
 LANDLOCK = 444
@@ -224,6 +225,9 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
         hard = resource.getrlimit(number)[1]
         size = int(size) if hard == resource.RLIM_INFINITY else min(int(size), hard)
         resource.setrlimit(number, (size - (name == "CPU"), size))  # a second between SIGXCPU and SIGKILL
+    # The kernel keeps all of a huge page as long as a small part of it is mapped, and counts only that part.
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        libc("prctl", NO_HUGE_PAGES, 1, 0, 0, 0)
     if not is_alone and os.getuid():
         now = resource.getrlimit(resource.RLIMIT_NPROC)
         most = _threads_of_this_user() + limits["processes"] + SPARE_PROCESSES

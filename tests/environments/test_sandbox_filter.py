@@ -231,7 +231,8 @@ def test_no_shared_memory_of_the_machine_is_written(sandbox):
 REFUSED_BY_ARGUMENT = {
     "clone": ("0x10000011, 0, 0, 0, 0", "0x8011, 0, 0, 0, 0"),  # a user namespace; a sibling
     "mmap": ("None, 2**21, 3, 0x40022, -1, 0",),  # MAP_HUGETLB
-    "prctl": ("1, 0, 0, 0, 0", "4, 0, 0, 0, 0", "36, 1, 0, 0, 0"),  # death signal, dumpable, subreaper
+    # death signal, dumpable, subreaper, huge pages
+    "prctl": ("1, 0, 0, 0, 0", "4, 0, 0, 0, 0", "36, 1, 0, 0, 0", "41, 0, 0, 0, 0"),
     "socketpair": ("1, 2, 0, bytes(8)", "1, 5, 0, bytes(8)", "1, 0x80002, 0, bytes(8)"),
 }
 NEW_CALLS = (425, 426, 427, 435, 438, 440, 442, 443, 447, 448, 450, 459, 463, 466, 467, 469, 470, 500, 512, 547)

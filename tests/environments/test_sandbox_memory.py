@@ -158,6 +158,29 @@ def test_no_program_holds_shared_memory_that_it_has_released_in_part(sandbox, ex
     assert held <= (limits.disk_mb if is_file else 0), result
 
 
+HUGE_PAGES = """
+import subprocess, sys
+
+state = "import ctypes; print(ctypes.CDLL(None).prctl(42, 0, 0, 0, 0))"  # PR_GET_THP_DISABLE
+print(libc.prctl(41, 0, 0, 0, 0), ctypes.get_errno(), flush=True)  # PR_SET_THP_DISABLE
+exec(state)
+sys.stdout.flush()
+if os.fork() == 0:
+    os.execv(sys.executable, [sys.executable, "-S", "-c", state])
+os.wait()
+area = filled(32)
+area.madvise(mmap.MADV_HUGEPAGE)
+area.madvise(25)  # MADV_COLLAPSE
+"""
+
+
+def test_no_program_has_huge_pages(sandbox, exit_number):
+    """The kernel keeps all of a huge page as long as a small part of it is mapped, and counts only that part."""
+    result = sandbox.run(FILL.format(exit_number=exit_number) + HUGE_PAGES)
+    assert result.stdout.splitlines() == [f"-1 {errno.EPERM}", "1", "1"], result
+    assert result.exception == f"OSError: [Errno {errno.EINVAL}] Invalid argument"
+
+
 WITHIN = {
     "private memory that is released in part": """
 kept = []
