@@ -6,8 +6,8 @@ Advantages whitened over the whole batch, a clipped ratio, a small pull to the s
 on once, in one of four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an
 iteration's rollouts.
 Source: Hu 2025, arXiv:2501.03262. Differs: the pull is a term of the loss, where it is one of the reward: a token is
-held for its own divergence, not for that of the tokens after it; four minibatches instead of the eight of released
-scripts (1,024 rollouts in steps of 128).
+held for its own divergence, not for that of the tokens after it; four minibatches instead of the eight of OpenRLHF's
+script train_reinforce_llama_ray.sh (1,024 prompts with one rollout each, in steps of 128).
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -316,7 +316,7 @@ UPDATES = {
     "rlef": 4,  # quarters
     "ui_s1": 4,  # fixed_num_mini_batches
     "dr_grpo": 8,  # 1,024 rollouts in steps of 128
-    "reinforce_pp": 8,  # 1,024 rollouts in steps of 128
+    "reinforce_pp": 8,  # OpenRLHF's train_reinforce_llama_ray.sh: rollout_batch_size 1024, train_batch_size 128
     "dapo": 16,
     "mssr": 16,  # 2,048 rollouts in steps of 128
 }
