@@ -60,11 +60,13 @@ class Run:
 
     @property
     def abstract_checkpoint(self) -> dict[str, Any]:
-        """What a checkpoint may have: the parts of ``PASSING`` where a run was stopped inside a generation.
+        """Return what a checkpoint may have, by part.
 
-        The sampler always where its slots outlive an iteration.
+        The parts of ``PASSING`` are in it if the run was stopped inside a generation. The sampler is always in it if
+        its slots outlive an iteration.
         """
         state = {"train": self.learner.abstract_state, "ring": self.learner.abstract_ring}
+        state |= self.learner.abstract_memory
         several = self.config.rollout.max_resample_rounds
         rounds = {"rounds": self.learner.sampled} if several else {}
         return state | {"sampler": self.sampler.abstract_state()} | rounds

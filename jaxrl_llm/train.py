@@ -119,13 +119,13 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
             is_told = final and hosts.exchange(metrics.state())[0]["metrics.jsonl"]  # none on a new machine
             if not (values or is_told) and iteration == config.num_iterations:  # or it lacks an evaluation there
                 metrics.restore(metrics.state(), iteration, values := row)
-            learner.restore(host, arrays["train"], arrays["ring"], teacher.is_merged)
+            learner.restore(host, arrays, teacher.is_merged)
             progress.note("\n".join([*said, f"resumed at iteration {iteration} from {checkpoints.directory}"]))
 
         def save(is_inside: bool = False) -> None:
             host = {"compute": compute, "metrics": metrics.state(), "values": values, "final": final, "row": row}
             host |= actor.state() | learner.host_state()
-            arrays = {"train": learner.state, "ring": learner.ring} | actor.arrays()
+            arrays = learner.arrays() | actor.arrays()
             how = {"pass_rate": pass_rate, "is_inside": is_inside, "checksums": sums_of}
             checkpoints.save(iteration, arrays, host, config, **how)
 
@@ -157,7 +157,7 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 values["compile/recompiles_after_warmup"] = recompiles.after_warmup()
                 values["time/iteration_s"], before = (now := time.monotonic()) - before, now
                 if config.metrics.compare_hosts:
-                    hosts.agree_on_copies((learner.state, learner.ring), **actor.state(), **learner.host_state())
+                    hosts.agree_on_copies(learner.arrays(), **actor.state(), **learner.host_state())
                 values |= checkpoints.check()
                 metrics.write(iteration, values)
                 progress.update(iteration, values)

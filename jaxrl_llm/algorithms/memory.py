@@ -5,7 +5,7 @@ Each is a class with
     columns, whole                      names of what rows are given, [B] f32, and of arrays beside them: name -> shape
     known(rewards, questions)           these for an iteration, numpy
     observe(rewards, questions, sums)   learn from the iteration: its rewards, what functions and the update returned
-    state(), restore(state)             its form in a checkpoint, plain JSON
+    state(), restore(state)             its form in a checkpoint: plain JSON, or one array of float32 if it is large
 
 What an iteration is compared with never knows its own rewards. What is remembered of a question lies in the ledger.
 
@@ -54,7 +54,9 @@ class Moments:
 
 
 class Regression:
-    """Faded sums of the regression from a rollout's features to its siblings' rewards, for "poise".
+    """Decayed sums of the regression from a rollout's features to its siblings' rewards, for "poise".
+
+    The sums are float32, like the sums that each iteration adds. A checkpoint stores the same bits.
 
     Source: arXiv:2605.07579. Differs: a fixed decay, where it keeps a window of recent rollouts.
     """
@@ -64,19 +66,20 @@ class Regression:
     def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
         features = num_features(sizes.width)
         self.whole = {"regression": (features, features + 1)}
-        self._decay, self._sums = settings["decay"], np.zeros((features, features + 1))
+        self._decay = np.float32(settings["decay"])
+        self._sums = np.zeros((features, features + 1), np.float32)
 
     def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
-        return {"regression": self._sums.astype(np.float32)}
+        return {"regression": self._sums}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
-        self._sums = self._decay * self._sums + sums["regression"]
+        self._sums = self._decay * self._sums + np.asarray(sums["regression"], np.float32)
 
-    def state(self) -> Any:
-        return self._sums.tolist()
+    def state(self) -> np.ndarray:
+        return self._sums
 
     def restore(self, state: Any) -> None:
-        self._sums = np.array(state)
+        self._sums = np.array(state, np.float32)  # a list, in checkpoints of earlier versions
 
 
 class QuestionMean(Moments):
@@ -248,9 +251,22 @@ class Memory:
             memory.observe(rewards, questions, sums)
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs; plain JSON."""
+        """Return the memories that are plain JSON, by method."""
+        return {name: state for name, state in self._states().items() if not isinstance(state, np.ndarray)}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the memories that are arrays, by method: their JSON would take megabytes."""
+        return {name: state for name, state in self._states().items() if isinstance(state, np.ndarray)}
+
+    def _states(self) -> dict[str, Any]:
         return {name: memory.state() for name, memory in self._memories.items()}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        for name in self._memories.keys() & state.keys():  # another method's, where a change was allowed
-            self._memories[name].restore(state[name])
+    def restore(self, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+        """Restore what ``state()`` and ``arrays()`` returned.
+
+        A memory that neither of them has begins empty, and the memory of a method that this one does not use is
+        ignored: both happen if a run was allowed to change its method.
+        """
+        saved = {**state, **arrays}
+        for name in self._memories.keys() & saved.keys():
+            self._memories[name].restore(saved[name])

@@ -34,6 +34,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.runtime.programs import Program, release_freed
+from jaxrl_llm.runtime.stored import MEMORY
 from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, TrainState
 
 
@@ -124,6 +125,12 @@ class LearnerPrograms:
         sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns, self.config.rollout.group_size)
         parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
         return Memory(self.config.algorithm.of_credit, parts, sizes, ledger)
+
+    @functools.cached_property
+    def abstract_memory(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Arrays of ``Memory.arrays`` in a checkpoint, by part."""
+        arrays = self.memory(Ledger()).arrays()
+        return {MEMORY + name: sharding.undivided(self.mesh, x.dtype, x.shape) for name, x in arrays.items()}
 
     @property
     def annotation(self) -> Annotation:
@@ -294,15 +301,21 @@ class Learner:
         if self.config.model.lora.path and "reference" in self.state.others:  # the base's, as where none is reset
             self.state = self.state.replace(others={**self.state.others, "reference": self._new_adapters()})
 
-    def restore(self, host_state: dict[str, Any], state: TrainState, ring: RingState, is_merged: bool = False) -> None:
-        """As ``host_state()``, ``state`` and ``ring`` were; ConfigError as ``lora.check_frozen``."""
+    def restore(self, host_state: dict[str, Any], arrays: dict[str, Any], is_merged: bool = False) -> None:
+        """Restore what ``host_state()`` and ``arrays()`` returned; ConfigError as ``lora.check_frozen``."""
         lora.check_frozen(host_state, self._identity, self.config.model.path, is_merged)
-        self.memory.restore(host_state["memory"])
+        remembered = {name: arrays.get(MEMORY + name) for name in self.memory.arrays()}
+        self.memory.restore(host_state["memory"], {name: x for name, x in remembered.items() if x is not None})
         self.faults.restore(host_state["faults"])
-        self.state, self.ring = state, ring
+        self.state, self.ring = arrays["train"], arrays["ring"]
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the device arrays that ``restore`` needs, by part of the checkpoint."""
+        remembered = {MEMORY + name: sharding.put(x, self._everywhere) for name, x in self.memory.arrays().items()}
+        return {"train": self.state, "ring": self.ring, **remembered}
 
     def host_state(self) -> dict[str, Any]:
-        """What ``restore`` needs besides ``state`` and ``ring``; plain JSON."""
+        """Return what ``restore`` needs besides ``arrays()``; plain JSON."""
         return {"memory": self.memory.state(), "faults": self.faults.state(), **self._identity}
 
     @property

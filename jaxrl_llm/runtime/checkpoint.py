@@ -2,7 +2,7 @@
 
     workdir/checkpoints/12/            12 = iterations finished
         state/     every array of the device state, by name ("train/params/policy/embed")
-        host/      JSON: where questions, memory and conversations stand, positions in the metric files
+        host/      JSON: where questions, memory and conversations stand, positions in the metric files; no large array
         config/    JSON: the resolved config, the pass rate where one was measured, dtype, shape and checksum of every
                    array, and a digest of all this and of host/
 
@@ -158,8 +158,8 @@ class Checkpointer:
         """Read a checkpoint onto the shardings of ``abstract_state``, which may be those of another mesh.
 
         Args:
-            abstract_state: pytrees of ``ShapeDtypeStruct`` with shardings, by part; of those of ``PASSING`` that the
-                checkpoint has nothing of the result has None.
+            abstract_state: pytrees of ``ShapeDtypeStruct`` with shardings, by part. The checkpoint need not have the
+                parts of ``PASSING`` and of ``MEMORY``: the result has None for a part that it lacks.
             config: the config of the run that resumes.
             allow_config_changes: accept settings that differ, as long as the arrays fit.
             iteration: which; None = the latest that is whole.

@@ -54,6 +54,10 @@ RING_PAGES = "ring/pages/first"
 # Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
 PASSING = ("sampler", "rounds")
 
+# The name of a part with an array that a method remembers is this and the method's name. A checkpoint of an earlier
+# version, or of a run with another method, does not have it.
+MEMORY = "memory_"
+
 # Errors that tell what is there, not that it could not be read; and what tensorstore's begin with that do the latter.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 DAMAGE = (*MISSING, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
@@ -174,7 +178,8 @@ def read_fitting(
     """What ``read_text`` gives, and the parts of the abstract state that are there; ConfigError where it does not fit.
 
     Args:
-        abstract_state: by part; of those of ``PASSING`` the checkpoint may have nothing.
+        abstract_state: by part; the checkpoint need not have the parts of ``PASSING`` and of ``MEMORY``. Parts of
+            ``MEMORY`` that are in the checkpoint alone are not read.
     """
     host, text = read_text(path)
     check_settings(host, text, config, path, allow_changes)
@@ -183,9 +188,13 @@ def read_fitting(
             f"num_iterations={config.num_iterations} must be at least the {path.name} of checkpoint {path}, which a "
             "run does not go back from: raise it, or use another workdir"
         )
-    has = {name.partition("/")[0] for name in text["arrays"]}
-    wanted = {part: x for part, x in abstract_state.items() if part in has or part not in PASSING}
-    check_arrays(text["arrays"], arrays := by_name(wanted), path, same_dtype=True)
+    part_of = lambda name: name.partition("/")[0]
+    has = {part_of(name) for name in text["arrays"]}
+    may_lack = lambda part: part in PASSING or part.startswith(MEMORY)
+    wanted = {part: x for part, x in abstract_state.items() if part in has or not may_lack(part)}
+    is_read = lambda part: part in wanted or not part.startswith(MEMORY)
+    saved = {name: about for name, about in text["arrays"].items() if is_read(part_of(name))}
+    check_arrays(saved, arrays := by_name(wanted), path, same_dtype=True)
     if config.rollout.max_lag_iterations and SAMPLER_ROWS in arrays:
         before, now = text["arrays"][SAMPLER_ROWS][1][0], arrays[SAMPLER_ROWS].shape[0]
         if before % now:  # prompts that are due together may lie in one shard, which could not hand them out in time

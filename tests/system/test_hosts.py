@@ -207,9 +207,14 @@ def test_ctrl_c_on_one_of_two_hosts_stops_both(one_host):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_any_number_of_hosts_of_four_devices_is_the_same_run_bit_by_bit(tmp_path, count):
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [(1, {}), (2, {}), (4, {}), (2, {"algorithm.advantage": "poise", "rollout.max_resample_rounds": 0})],
+    ids=["1", "2", "4", "2 that remember an array"],
+)
+def test_any_number_of_hosts_of_four_devices_is_the_same_run_bit_by_bit(tmp_path, count, changes):
     settings = SETTINGS | {"mesh.fsdp": 2, "eval.every_iterations": 1}  # the first piece's last is evaluated too
+    settings |= changes
     run_to_end(1, tmp_path, "one", settings, devices=4, joined=True)
     # Stopped on one number of hosts, gone on with on another: the mesh is the same.
     half = {**settings, "num_iterations": 2}

@@ -334,14 +334,15 @@ def test_a_run_goes_on_with_the_reference_that_it_had(path):
         dataclasses.replace(run.learner, config=of(path)), compiled, Ledger(), reference=reference
     )
     saved = json.loads(json.dumps(learner(weights).host_state()))
-    learner(weights).restore(saved, None, None)
+    nothing = {"train": None, "ring": None}
+    learner(weights).restore(saved, nothing)
     setting = "reference_path='of/a/teacher'" if path else "path='mine'"
     with pytest.raises(
         ConfigError, match=rf"model\.{setting} holds other weights than the reference of the checkpoint"
     ):
-        learner(others).restore(saved, None, None)
-    learner(others, "of/another").restore(saved, None, None)  # as someone has said
-    learner(others).restore({k: v for k, v in saved.items() if k != "reference"}, None, None)  # of an earlier version
+        learner(others).restore(saved, nothing)
+    learner(others, "of/another").restore(saved, nothing)  # as someone has said
+    learner(others).restore({k: v for k, v in saved.items() if k != "reference"}, nothing)  # of an earlier version
 
 
 def test_the_loop_resets_the_reference_after_the_iterations_that_are_said(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.runtime.stored import MEMORY
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, TrainState
 
 FOLDER = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
@@ -563,19 +564,21 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
     ledger = Ledger()
     memory = iteration.memory(ledger)
     state, ring, *_ = advance(*iteration.start(), memory, 0)
-    arrays, checkpoints = {"train": state, "ring": ring}, Checkpointer(tmp_path, config.checkpoint)
+    remembered = {MEMORY + name: jnp.array(x) for name, x in memory.arrays().items()}
+    arrays, checkpoints = {"train": state, "ring": ring, **remembered}, Checkpointer(tmp_path, config.checkpoint)
     checkpoints.save(1, arrays, {"memory": memory.state(), "ledger": ledger.state()}, config, pass_rate=None)
-    expected = *advance(state, ring, memory, 1), memory.state(), ledger.state()
+    expected = *advance(state, ring, memory, 1), memory.state(), memory.arrays(), ledger.state()
 
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     restored = checkpoints.restore(abstract, config, allow_config_changes=False)
     checkpoints.close()
     ledger = Ledger()
     memory = iteration.memory(ledger)
-    memory.restore(restored.host_state["memory"])
+    remembered = {name: restored.device_state[MEMORY + name] for name in memory.arrays()}
+    memory.restore(restored.host_state["memory"], remembered)
     ledger.restore(restored.host_state["ledger"])
     arrays = advance(restored.device_state["train"], restored.device_state["ring"], memory, 1)
-    actual = *arrays, memory.state(), ledger.state()
+    actual = *arrays, memory.state(), memory.arrays(), ledger.state()
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
