@@ -944,7 +944,7 @@ ALIVE = {
     "rewards.timeout_s": (0.05, scores, {"rewards.functions": (f"{FUNCTIONS}:score",)}),
     "rewards.max_failure_frac": (0.4, failures, {}),
     "rewards.pass_threshold": (0.5, passes, {}),
-    "environments.factory": (f"{ENVIRONMENTS}:slow", program("decode"), {"environments.max_answer_tokens": 4}),
+    "environments.factory": (f"{ENVIRONMENTS}:slow", program("decode"), {"sampling.max_completion_tokens": 96}),
     "environments.max_turns": (2, answered, TURNS),
     "environments.max_answer_tokens": (2, program("decode"), TURNS),
     "environments.max_turn_tokens": (2, program("decode"), TURNS),

@@ -125,7 +125,8 @@ def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
             continue
         path = path if equals else next(iter(argv[i + 1 :]), "")
         file = pathlib.Path(os.path.expanduser(path))
-        file = file / "config.json" if file.is_dir() else file
+        if path and os.path.isdir(file):  # False too for a name that no file can have
+            file = file / "config.json"
         if file.suffix != ".json":
             continue
         settings = _read_record(path, file)

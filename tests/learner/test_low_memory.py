@@ -358,8 +358,8 @@ def test_rounding_is_the_same_on_every_mesh():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"optimizer": {"name": "adafactor", "b1": 0.8}}, r"optimizer\.b1=0\.8 is AdamW's, and must be 0\.9"),
-        ({"optimizer": {"name": "adafactor", "reset_every_steps": 2}}, r"optimizer\.reset_every_steps=2 is AdamW's"),
+        ({"optimizer": {"name": "adafactor", "b1": 0.8}}, r"optimizer\.b1=0\.8 must be 0\.9"),
+        ({"optimizer": {"name": "adafactor", "reset_every_steps": 2}}, r"optimizer\.reset_every_steps=2 must be 0"),
         ({"optimizer": {"name": "adam"}}, r"optimizer\.name='adam' is not one of 'adamw', 'subset_norm', 'adafactor'"),
         (
             {"optimizer": {"name": "adafactor", "moment_dtype": "int8"}},
