@@ -201,15 +201,17 @@ class Sampler:
 
     def abstract_rollout(self) -> Rollout:
         """Shapes of what an iteration generates; on no device yet."""
-        given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._leaving)
-        return jax.eval_shape(self._collect, jax.eval_shape(self._empty), *given)[0]
+        leaving = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in self._leaving_shapes]
+        return jax.eval_shape(self._collect, jax.eval_shape(self._empty), *leaving)[0]
 
     @property
-    def _leaving(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Abstract arguments of ``_collect``: what ``quotas.arrays`` makes."""
+    def _leaving_shapes(self) -> list[tuple[int, int]]:
+        """Shapes of the arrays that ``quotas.arrays`` makes for ``_collect``."""
         M, quota = self.shards, self.num_prompts // self.shards
-        entry = sharding.rows(self.mesh, (M, quota + self.slack), jnp.int32)
-        return (entry, sharding.rows(self.mesh, (M, quota), jnp.int32)) if self.slack else (entry,)
+        shapes = [(M, quota + self.slack)]
+        if self.slack:
+            shapes.append((M, quota))
+        return shapes
 
     # ---- programs ----------------------------------------------------------------------------------
 
@@ -223,7 +225,8 @@ class Sampler:
         scalar = sharding.undivided(self.mesh, jnp.int32)
         key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "sample")).dtype)
         entry = rows((M, P // M), jnp.int32)
-        rollout = jax.eval_shape(self._collect, state, *self._leaving)[0]
+        leaving = [rows(shape, jnp.int32) for shape in self._leaving_shapes]
+        rollout = jax.eval_shape(self._collect, state, *leaving)[0]
         new_prompts = (rows((P, L), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.int32), entry)
         of_version = (scalar,) if self.stale_cache else ()
         table, A = (M, self.entries, self.group_size), self.answer_tokens
@@ -250,7 +253,7 @@ class Sampler:
             ),
             "collect": Program(
                 self._collect,
-                (state, *self._leaving),
+                (state, *leaving),
                 (sharding.leading(self.learner_mesh or self.mesh, rollout), whole, state_layout),
                 donate=(0,),
             ),

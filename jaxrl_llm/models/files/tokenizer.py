@@ -217,7 +217,8 @@ class Tokenizer:
     @functools.cached_property
     def _spells_bytes(self) -> bool:
         """Whether the tokenizer spells each byte of a text as one letter (GPT-2's alphabet)."""
-        return '"ByteLevel"' in json.dumps(json.loads(self._fast.backend_tokenizer.to_str())["decoder"])
+        decoder = json.loads(self._fast.backend_tokenizer.to_str())["decoder"]
+        return "ByteLevel" in str(decoder)  # alone, or one of a sequence
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files; ``load_tokenizer`` and transformers read them."""
