@@ -1,14 +1,18 @@
-"""The hosts (processes) of one job: joined before jax is first used, heard of by each other until the end.
+"""The hosts (processes) of one job: how they join, exchange values, watch each other and end together.
+
+A process joins its job before jax is first used. The environment names the job:
 
     found by jax            GKE, Slurm, mpirun (of Open MPI 4), TPU pods whose environment names their workers
     JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I      anywhere else
-    JAXRL_DISTRIBUTED       1 = there must be a job, and jax looks further for it; 0 = this process is the whole job
+    JAXRL_DISTRIBUTED       1 = a job is required, and jax also tries its other ways to find one
+                            0 = this process is the whole job
 
-Every host runs the same program on the same questions; arrays are split over all of them, and what a host alone knows
-(scores of its rows) it says in an ``exchange``. All goes through the coordination service of jax, at host 0: numbers,
-what each is doing, and the last words of one that fails, so that the others do not wait for it without end.
+Every host runs the same program on the same questions, and arrays are sharded over all hosts. A value that only one
+host has, for example the scores of its rows, reaches the other hosts through ``exchange``. All messages go through the
+coordination service of jax, which runs on host 0. The messages are exchanged values, the current activity of each host
+and the error of a host that fails. Because of the error, the other hosts do not wait forever for the failed host.
 
-Owns: which host this is, what hosts say to each other, how they end together. Does not know: what they compute.
+Owns: the index of this host, the messages between hosts, how hosts end together. Does not know: what hosts compute.
 """
 
 from __future__ import annotations
@@ -35,37 +39,44 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-# jax has no public names for its job's client (orbax takes it from there too) and for how a CPU client is made.
+# jax has no public names for the client of its job and for the function that makes a CPU client. orbax also imports the
+# client of the job from ``jax._src``.
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
 from jaxrl_llm.config import ConfigError, versions
 
-# The service gives a host up after so long without a sign of life; jax's own 100 and 300 are longer than a user waits.
+# Seconds without a heartbeat after which the service treats a host as dead. The defaults of jax, 100 and 300 seconds,
+# are longer than a user waits.
 TIMEOUT_S = 40
-JOIN_S, FIND_S = 1200, 60.0  # for all to come, some still being made; for NFS to show what is new in a folder
-# Others end when a host is silent for so long: before the service would abort them without a word about which.
+# Seconds in which all hosts must join (some may still be starting), and in which NFS must show a new file.
+JOIN_S, FIND_S = 1200, 60.0
+# Seconds of silence of one host after which the others end. Later the service would abort them and name no host.
 SILENT_S = 25
-LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a meeting: who is missing there is known by its silence
-LIMIT_FILES = "memory.max", "memory.limit_in_bytes"  # of a control group: Linux' container, or a job's share
-HANGING_S = 1800  # a process that does one thing for so long shows where all its threads are, and again after as long
+LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a barrier: ``_watch`` finds a missing host much earlier
+LIMIT_FILES = "memory.max", "memory.limit_in_bytes"  # memory limits of a Linux control group, as in a container
+HANGING_S = 1800  # a process that stays in one activity prints the tracebacks of its threads every so many seconds
 
 T = TypeVar("T")
 _doing, _joined, _parting, _leaving = "start", threading.Event(), threading.Event(), threading.Lock()
 _meetings = itertools.count()
-_heard: dict[str, tuple[str, float]] = {}  # last sign of life of each host: its words, and the time of this host
+_heard: dict[str, tuple[str, float]] = {}  # latest message of each host, and when this host saw a new one
 
 
 class MachineError(RuntimeError):
-    """A fault of machines, networks or disks, not of what the user has given: the same command again may find none."""
+    """Fault of a machine, a network or a disk. The user's input is valid, and the same command may succeed later."""
 
 
 def initialize(*, alone: bool = False) -> None:
-    """Join the job that the environment names; without one this process is the whole job.
+    """Join the job that the environment names. If the environment names none, this process is the whole job.
+
+    Args:
+        alone: the command must run on one host.
 
     Raises:
-        ConfigError: it names half a job, or none where JAXRL_DISTRIBUTED=1, or several hosts to what runs ``alone``.
-        MachineError: the others do not come.
+        ConfigError: the environment names only a part of a job, JAXRL_DISTRIBUTED=1 is set but no job is found, or a
+            job of several hosts is found for a command that runs ``alone``.
+        MachineError: the other hosts do not join.
     """
     wanted, address = os.environ.get("JAXRL_DISTRIBUTED", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
     if wanted not in ("", "0", "1"):
@@ -82,21 +93,21 @@ def initialize(*, alone: bool = False) -> None:
         if index >= count:
             raise ConfigError(f"JAX_PROCESS_ID={index} must be less than JAX_NUM_PROCESSES={count}")
         given |= {"coordinator_address": address, "num_processes": count, "process_id": index}
-    elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):  # left by another job they would make slices of this one
+    elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):  # variables left by another job: jax would read slices
         for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
             del os.environ[name]
     if alone and given.get("num_processes") != 1:
         raise ConfigError("this command runs on one host, not in a job of several: start it with JAXRL_DISTRIBUTED=0")
-    # The service would abort the others without a word of which host is gone: ``_watch`` ends them.
+    # Without recoverability the service would abort the other hosts and name no host. ``_watch`` ends them instead.
     jax.config.update("jax_enable_recoverability", True)
-    # Programs that meet others of the same host on few cores would wait for them without end.
+    # With asynchronous dispatch, programs that communicate could wait forever for each other on a host with few cores.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     ctypes.CDLL(None).signal(signal.SIGABRT, _aborted)
     if address and _is_loopback(address) and not _has_address(socket.gethostname()):
         _meet_on_loopback()
     try:
         jax.distributed.initialize(**given, initialization_timeout=JOIN_S)
-    except (RuntimeError, ValueError) as error:  # ValueError: nothing names a job
+    except (RuntimeError, ValueError) as error:  # ValueError: jax finds no job
         kind = MachineError if isinstance(error, RuntimeError) else ConfigError
         raise kind(f"this process cannot join its job: {error}") from error
     _joined.set()
@@ -143,11 +154,11 @@ _ended: list[int] = []  # the status that this process is ending with
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """A process that leaves this by ``SystemExit`` ends when all that is registered for its end is done.
+    """End the process right after its ``atexit`` functions if the context is left by ``SystemExit``.
 
-    What Python would free then takes seconds, of the few that a preempted host has.
+    Python would otherwise free its objects first. This takes seconds, and a preempted host has only a few seconds.
     """
-    atexit.register(_leave_at_once, _ended)  # of what is registered, the first comes last
+    atexit.register(_leave_at_once, _ended)  # registered first, so it runs last
     try:
         yield
     except SystemExit as end:
@@ -157,20 +168,23 @@ def ending_at_once() -> Iterator[None]:
 
 def _leave_at_once(status: list[int]) -> None:
     if status:
-        with contextlib.suppress(Exception):  # Python says so itself where nobody reads what is written
+        with contextlib.suppress(Exception):  # if the reader is gone, Python reports it during its normal exit
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status[0])
 
 
 def end_at_sigterm() -> None:
-    """SIGTERM to this host ends the job: jax has taken it over, and a command that never asks jax would not hear it."""
+    """Let a SIGTERM to this host end the job.
+
+    In a job of several hosts jax handles SIGTERM and only records it. A command that never asks jax would go on.
+    """
     if not is_alone():
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _is_found() -> bool:
-    """Whether the environment is that of a job of several hosts."""
+    """Return whether the environment belongs to a job of several hosts."""
     of, counts = os.environ.get, ("MEGASCALE_NUM_SLICES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
     return "," in of("TPU_WORKER_HOSTNAMES", "") or any(of(name, "") not in ("", "1") for name in counts)
 
@@ -182,7 +196,10 @@ def _service() -> Any:
 
 
 def is_alone() -> bool:
-    """Whether this process is the whole job. One that has joined none does not ask, which would open the devices."""
+    """Return whether this process is the whole job.
+
+    A process that has not joined a job does not ask jax for the count, because that would open the devices.
+    """
     return not jax.distributed.is_initialized() or count() == 1
 
 
@@ -191,24 +208,31 @@ def count() -> int:
 
 
 def is_first() -> bool:
-    """Whether this host speaks and writes for all."""
+    """Return whether this is host 0, which prints and writes files for all hosts."""
     return jax.process_index() == 0
 
 
 def doing(what: str) -> None:
-    """Say to the others what this host does from now on, and on stderr where its threads are if that never ends."""
+    """Set the activity that this host reports to the other hosts.
+
+    If the activity is not replaced within ``HANGING_S`` seconds, the process prints its tracebacks to stderr.
+    """
     global _doing
     _doing = what
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no stderr, or none with a file
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is missing or has no file descriptor
         faulthandler.dump_traceback_later(HANGING_S, repeat=True, file=sys.__stderr__)
 
 
 def memory_bytes(root: str | os.PathLike = "/") -> int:
-    """What this host's processes may have: its memory, or what their container is given (``root``: of proc and sys)."""
+    """Return the bytes of memory that the processes of this host may use: the memory limit of its container, if lower.
+
+    Args:
+        root: folder that contains ``proc`` and ``sys``.
+    """
     found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], pathlib.Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, kind, place = line.split(":", 2)
-        if kind in ("", "memory"):  # version 2, and of version 1 what limits memory
+        if kind in ("", "memory"):  # version 2, or the memory controller of version 1
             top = pathlib.Path(root, "sys/fs/cgroup", kind)
             folder = top / place.strip("/")
             files = [at / name for at in (folder, *folder.parents) if at.is_relative_to(top) for name in LIMIT_FILES]
@@ -217,44 +241,57 @@ def memory_bytes(root: str | os.PathLike = "/") -> int:
 
 
 def exchange(value: T) -> list[T]:
-    """What each host gives here, in the hosts' order; all must come, in the same order of calls."""
+    """Return the values that all hosts pass to this call, in the order of the hosts.
+
+    Every host must make the same calls in the same order. A call waits for all hosts.
+    """
     if count() == 1:
         return [value]
     service, number, index = _service(), next(_meetings), jax.process_index()
     service.key_value_set_bytes(f"said/{number}/{index}", pickle.dumps(value))
     service.wait_at_barrier(f"said/{number}", LONGEST_WAIT_MS)
     said = {name.rpartition("/")[2]: text for name, text in service.key_value_dir_get_bytes(f"said/{number}/")}
-    if number:  # all have read what was said before
+    if number:  # every host has read the values of the call before this one
         service.key_value_delete(f"said/{number - 1}/{index}")
     return [pickle.loads(said[str(i)]) for i in range(count())]
 
 
 def complete(values: list[T | None]) -> list[T | None]:
-    """The list with what other hosts have in the places where this one has None."""
+    """Return the list with each None replaced by the value that another host has at that position, if there is one."""
     return [next((x for x in given if x is not None), None) for given in zip(*exchange(values), strict=True)]
 
 
 def find(workdir: pathlib.Path, text: str | None) -> None:
-    """``MachineError`` if not all find what the first wrote in its workdir's lock: half a checkpoint would be there."""
+    """Check that all hosts see the same workdir. Otherwise each workdir would get only a part of a checkpoint.
+
+    Args:
+        text: the content that the first host has written to the file ``lock``. The other hosts pass None.
+
+    Raises:
+        MachineError: a host does not find this content in its workdir.
+    """
     if (host := _missing(workdir / "lock", text, FIND_S)) is not None:
         raise MachineError(f"--workdir={workdir} must be a folder that all hosts share; host {host} has another")
 
 
 def _missing(path: pathlib.Path, text: str | None, seconds: float) -> int | None:
-    """A host that does not find in a file, in so many seconds, the text that the first has written there."""
+    """Return the first host that does not find the text of host 0 in the file within ``seconds``; None if all do."""
     text, until, found = exchange(text)[0], time.monotonic() + seconds, False
     while text is not None and not found and time.monotonic() < until:
-        with contextlib.suppress(OSError):  # not there, or what a network's disk says between two files
+        with contextlib.suppress(OSError):  # not there yet, or a network disk is replacing the file
             found = path.read_text() == text
         time.sleep(0 if found else 0.2)
     return next((host for host, finds in enumerate(exchange(found)) if not finds), None)
 
 
 def is_shared(folder: str) -> bool:
-    """Whether the folder is one and the same on all hosts: they see a file that the first makes there. "" is none."""
+    """Return whether all hosts share the folder: whether they see a file that the first host creates in the folder.
+
+    An empty ``folder`` means that there is none, and the result is False.
+    """
     (place, name), *others = exchange((folder, uuid.uuid4().hex))
     is_same = bool(place) and all(other == place for other, _ in others)
-    if not is_same or "://" in place:  # a bucket is one for all
+    if not is_same or "://" in place:  # every host reaches the same bucket
         return is_same
     path = pathlib.Path(place, f"seen-by-all-{name}")
     with contextlib.suppress(OSError):
@@ -268,10 +305,10 @@ def is_shared(folder: str) -> bool:
 
 
 def agree(**facts: Any) -> None:
-    """All hosts must have the same facts.
+    """Check that all hosts have the same facts, and the same code.
 
     Raises:
-        ConfigError: (on every host) naming the first that differs, and where.
+        ConfigError: a fact differs. Every host raises the error, which quotes the first difference of that fact.
     """
     if count() == 1:
         return
@@ -286,7 +323,7 @@ def agree(**facts: Any) -> None:
 
 @functools.cache
 def _code() -> str:
-    """Versions of what computes, and a digest of this package's files."""
+    """Return the recorded versions and a digest of the files of this package."""
     package, digest = pathlib.Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
@@ -294,15 +331,15 @@ def _code() -> str:
 
 
 def _difference(one: str, other: str) -> tuple[str, str]:
-    """Where two texts begin to differ, a few words of each."""
+    """Return 80 characters of each text around the first position where the texts differ."""
     start = max(0, next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - 40)
     return one[start : start + 80], other[start : start + 80]
 
 
 def checksums(tree: Any) -> dict[str, str]:
-    """Digest of the bytes of each part of each array that this host holds, by name and place; typed keys too.
+    """Return the digest of each array shard on this host, keyed by the name of the array and the index of the shard.
 
-    Given to ``agree_on_copies`` it finds a copy that is another than that of another host.
+    The tree may contain typed PRNG keys. If copies of a shard differ on this host, the value lists all their digests.
     """
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -313,10 +350,10 @@ def checksums(tree: Any) -> dict[str, str]:
 
 
 def agree_on_copies(tree: Any, **facts: Any) -> None:
-    """What several hosts hold a copy of must be the same in all; slow, for tests and for a suspicion.
+    """Check that all copies of an array shard, or of a fact, are equal on all hosts. This is slow: use it to debug.
 
     Raises:
-        RuntimeError: (on every host) naming an array, or a fact, that is not.
+        RuntimeError: copies differ. Every host raises the error, which names the array or the fact.
     """
     said: dict[str, str] = {}
     for host, sums in enumerate(exchange({**checksums(tree), **{name: repr(fact) for name, fact in facts.items()}})):
@@ -327,10 +364,12 @@ def agree_on_copies(tree: Any, **facts: Any) -> None:
 
 @contextlib.contextmanager
 def together(status_of: Callable[[BaseException], int]) -> Iterator[None]:
-    """While entered, what ends this host ends the others, with its words; left in peace, all leave together.
+    """End all hosts together. An exception that leaves the context on one host also ends the others, with its message.
+
+    When the context is left without an exception, each host waits for all the others.
 
     Args:
-        status_of: exit status for an exception.
+        status_of: returns the exit status for an exception.
     """
     if is_alone():
         yield
@@ -339,7 +378,7 @@ def together(status_of: Callable[[BaseException], int]) -> Iterator[None]:
         yield
         exchange("done")
     except BaseException as error:
-        if isinstance(error, SystemExit):  # the end of all of them
+        if isinstance(error, SystemExit):  # every host raises it
             exchange("done")
         else:
             _end(error, status_of(error))
@@ -347,7 +386,10 @@ def together(status_of: Callable[[BaseException], int]) -> Iterator[None]:
 
 
 def meet(*, key: str, timeout_ms: int) -> None:
-    """Where threads that write a checkpoint meet; one with an error ends all hosts, for the others wait elsewhere."""
+    """Wait at a barrier for the threads of all hosts that write a checkpoint.
+
+    A thread that handles an exception ends all hosts, because the other hosts may wait at another barrier.
+    """
     if is_alone():
         return
     if error := sys.exception():
@@ -356,19 +398,19 @@ def meet(*, key: str, timeout_ms: int) -> None:
 
 
 def _end(error: BaseException, status: int) -> str:
-    """Tell the others why this host ends, in the words that are returned."""
+    """Publish to the other hosts the message of the error that ends this host, and return the message."""
     if "JaxRuntimeError" in (type(error).__name__, type(error.__cause__).__name__) or "Gloo" in str(error):
-        time.sleep(SILENT_S + 5)  # it may be that another host is gone: ``_watch`` finds out which, and ends this
+        time.sleep(SILENT_S + 5)  # another host may be gone: ``_watch`` then names it and ends this one
     service, index, words = _service(), jax.process_index(), f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # the service may be gone
         service.key_value_set(f"failed/{index}", f"{status} {_doing}\n{words}", allow_overwrite=True)
     if index == 0:
-        time.sleep(4)  # they read it from here
+        time.sleep(4)  # the service of this host must live until the others have read the message
     return words
 
 
 def _part() -> None:
-    """At the end of this process: the first host stays until the others have left its service."""
+    """Leave the job at the end of the process. The first host waits until the others have left its service."""
     service, index = _service(), jax.process_index()
     _parting.set()
     with contextlib.suppress(Exception):  # the service may be gone
@@ -377,13 +419,13 @@ def _part() -> None:
             jax.distributed.shutdown()
         for _ in range(100 if index == 0 else 0):
             if len(service.key_value_dir_get("left/")) == count():
-                service.get_live_nodes(list(range(count())))  # an answer when all others have shut down
+                service.get_live_nodes(list(range(count())))  # returns when all others have shut down
                 break
             time.sleep(0.1)
 
 
 def _watch(service: Any) -> None:
-    """Say every second that this host lives, and end it when another has failed or is silent."""
+    """Send a heartbeat every second, and end this host when another host has failed or is silent."""
     index = jax.process_index()
     for beat in itertools.count():
         if _parting.is_set():
@@ -408,37 +450,42 @@ def _watch(service: Any) -> None:
 
 
 def _of_host_0(how: str) -> str:
-    """Why this host ends, in words."""
+    """Return the error message for a lost host 0, with the last activity that host 0 reported."""
     return f"host 0 {how}; it was in: {_heard['0'][0].partition(' ')[2] if '0' in _heard else 'start'}"
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(_: int) -> None:
-    """In place of what jax's client does where the service ends, or others do not come: abort, with no word of a host.
+    """Handle SIGABRT: print an error that names the missing host, and exit.
 
-    A handler of C: those of Python run in the main thread, when it next gets to it, and the process has ended by then.
+    The client of jax aborts the process when the service ends or when hosts do not join, and it names no host. This is
+    a C handler, because a Python handler runs later in the main thread, and the process has ended by then.
     """
     if not _joined.is_set():
         os.write(2, f"error: this process cannot join its job: some did not come in {JOIN_S} s\n".encode())
         os._exit(1)
     host, _, port = distributed.global_state.coordinator_address.rpartition(":")
-    time.sleep(1)  # one that dies closes its connections one after the other
+    time.sleep(1)  # a host that dies closes its connections one after the other
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
         _leave(_of_host_0(f"is gone ({error})"))
     if (silent := time.monotonic() - _heard.get("0", ("", time.monotonic()))[1]) > SILENT_S:
         _leave(_of_host_0(f"has not been heard of for {silent:.0f} s"))
-    faulthandler.dump_traceback()  # another abort: what it would have said
+    faulthandler.dump_traceback()  # an abort with another cause: print the traceback that it would have printed
 
 
 def _leave(words: str, status: int = 1) -> None:
-    """End this process, wherever its other threads wait; called by two of them, the first has the word."""
+    """Print an error and end this process, even while its other threads wait.
+
+    Two threads may call this. Only the first one prints its error.
+    """
     _leaving.acquire()
-    # What ends this host by itself has better words; and while the first is there, the others find out for themselves.
+    # If this host is about to fail by itself, its own error is more useful, so wait for that error. The first host
+    # waits longer, because the others need its service to find out which host has failed.
     time.sleep(6 if is_first() else 1)
     if _ended:
-        os._exit(_ended[0])  # its own work is done: the others may go first
+        os._exit(_ended[0])  # this host has finished, so another host may have left before it
     sys.stderr.write(f"error: {' '.join(words.split())[:2000]}; this host was in: {_doing}\n")
     sys.stderr.flush()
     os._exit(status)
