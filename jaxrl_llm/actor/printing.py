@@ -1,6 +1,8 @@
-"""What users' functions print in their processes: passed on to stderr, so much of each call and no more.
+"""Forwarding of the output of users' functions to stderr, with a size limit per call.
 
-Owns: the pipe, its reader, what a terminal obeys and is not shown. Does not know: who prints.
+Users' functions run in worker processes. They print into a pipe, and a thread copies the pipe to stderr.
+
+Owns: the pipe, its reader, the removal of control characters. Does not know: who prints.
 """
 
 from __future__ import annotations
@@ -11,22 +13,22 @@ import select
 import threading
 import time
 
-MAX_PRINTER_S = 0.5  # that a call waits for what earlier ones have printed to be passed on
-MAX_PRINTED_BYTES = 2**16  # shown of what functions print from the start of one call to that of the next
-SHOWN = bytes(x if x in b"\t\n" or x >= 32 else ord("?") for x in range(256))  # what no terminal obeys
+MAX_PRINTER_S = 0.5  # longest time that a call waits for the output of earlier calls to be copied
+MAX_PRINTED_BYTES = 2**16  # most output shown between the starts of two calls
+SHOWN = bytes(x if x in b"\t\n" or x >= 32 else ord("?") for x in range(256))  # "?" for control bytes
 
 
 class Printer:
-    """Passes on what workers print, to stderr, MAX_PRINTED_BYTES of a call."""
+    """Copier of the workers' output to stderr, at most MAX_PRINTED_BYTES per call."""
 
     def __init__(self):
-        self._room, self._is_printing = -1, False  # what a file prints when it is imported, the run's own process shows
+        self._room, self._is_printing = -1, False  # -1: drop the output of imports, which the run's own process shows
         self._printed, self.descriptor = os.pipe()
         self._thread = threading.Thread(target=self._show, daemon=True)
         self._thread.start()
 
     def make_room(self) -> None:
-        """Before a call: what earlier ones have printed has their room, and this one room of its own."""
+        """Wait until the output of earlier calls is copied, then allow MAX_PRINTED_BYTES for the next call."""
         until = time.monotonic() + MAX_PRINTER_S
         while (self._is_printing or _is_readable(self._printed, 0)) and time.monotonic() < until:
             time.sleep(1e-3)
@@ -37,7 +39,7 @@ class Printer:
         self._thread.join(1.0)
 
     def _show(self) -> None:
-        """Pass on what functions print; what is too much is read as well, for a full pipe would block them."""
+        """Copy the pipe to stderr. Also read the output beyond the limit, because a full pipe blocks the functions."""
         with open(self._printed, "rb", buffering=0) as pipe:
             while _is_readable(self._printed, None):
                 self._is_printing = True
@@ -51,7 +53,7 @@ class Printer:
 
 
 def say(text: str) -> None:
-    """To stderr, for a second at most: a pipe that is full and that nobody reads must not hold up the run."""
+    """Write the text to stderr within a second at most, because a full pipe without a reader must not block the run."""
     writer = threading.Thread(target=_write, args=(text.encode(errors="replace"),), daemon=True)
     writer.start()
     writer.join(1.0)
@@ -63,7 +65,7 @@ def _write(text: bytes) -> None:
 
 
 def _is_readable(pipe: int, wait_ms: int | None) -> bool:
-    """Whether there is something to read, or its end has come."""
+    """Return whether the pipe has data to read or is at its end."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return bool(poll.poll(wait_ms))
