@@ -1,18 +1,18 @@
-"""Quotas: how many finished groups each data shard gives to an iteration, and which ones.
+"""Quotas: the numbers of finished groups that the data shards give to an iteration, and the choice of groups.
 
 The learner takes the same number of rows from every shard: the quota, P / M groups. If each shard had to finish its own
-quota, the slowest shard would decide when a call of ``generate`` ends, and with few groups a shard it would take twice
-as long. So a call ends when all shards together have P finished groups. A shard may give up to ``slack`` groups beyond
-its quota, and the surplus moves to the shards that have less:
+quota, the slowest shard would decide when a call of ``generate`` ends. With few groups per shard, a call would take
+twice as long. Therefore a call ends when all shards together have P finished groups. A shard may give up to ``slack``
+groups beyond its quota, and the surplus moves to the shards that have fewer groups:
 
     shard 0   quota 4, 6 finished     gives 5     rows 1-4 stay, row 5 moves -+
     shard 1   quota 4, 3 finished     gives 3     rows 1-3 stay, row 4  <-----+
 
-``benchmarks/shard_quotas.py`` simulates what a slack gains.
+``benchmarks/shard_quotas.py`` simulates how much time a slack saves.
 
-Letters: M data shards, P groups of a call, q = P / M the quota, s the slack, E entries of a shard, G rows of a group.
-Owns: when a call has enough, which groups leave, how a surplus moves. Does not know: how a group is generated, what
-must leave with a call (``staleness``).
+Letters: M data shards, P groups per call, q = P / M the quota, s the slack, E entries per shard, G rows per group.
+Owns: when a call has enough groups, which groups leave, how a surplus moves. Does not know: how a group is generated,
+which groups must leave with a call (``staleness``).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def slack_of(num_prompts: int, lookahead: int, shards: int, max_lag: int) -> int
     The result is 0 in three cases:
 
     - Without lookahead prompts, every open group leaves with its call.
-    - With one shard, there is no other shard to give to.
+    - With one shard, no other shard can take a surplus.
     - With a staleness gate so tight that a shard may have to give its whole quota to keep the gate.
     """
     quota, entries = num_prompts // shards, (num_prompts + lookahead) // shards
@@ -46,7 +46,7 @@ def slack_of(num_prompts: int, lookahead: int, shards: int, max_lag: int) -> int
 
 
 def is_enough(num_finished_M: Any, num_prompts: int, slack: int) -> Any:
-    """Return whether the shards' finished groups fill a call; for numpy and, inside a program, for jax arrays."""
+    """Return whether the finished groups of all shards fill a call. Takes numpy arrays and jax arrays."""
     quota = num_prompts // num_finished_M.shape[0]
     return num_finished_M.clip(0, quota + slack).sum() >= num_prompts
 
@@ -54,13 +54,14 @@ def is_enough(num_finished_M: Any, num_prompts: int, slack: int) -> Any:
 def chosen(
     finished: list[list[Place]], age: Callable[[Place], int], due: set[Place], num_prompts: int, slack: int
 ) -> list[list[Place]]:
-    """Return the P groups that leave, by the shard that has them, oldest first.
+    """Return the places of the P groups that leave: one list per shard, oldest group first.
 
-    Those that are due leave in any case, then the oldest of all shards, at most the quota and the slack of each.
+    Due groups are chosen first, then the oldest groups of all shards. Each shard gives at most quota + slack groups.
 
     Args:
-        finished: places of finished groups by shard, ``is_enough`` of them, the due ones among them.
-        age: gives a number for a place, smaller for older groups.
+        finished: places of the finished groups by shard. ``is_enough`` holds for them, and they include the due groups.
+        age: returns a number for a place; older groups have smaller numbers.
+        due: places of the groups that must leave with this call.
     """
     most = num_prompts // len(finished) + slack
     queue = sorted((place for places in finished for place in places), key=lambda x: (x not in due, age(x)))
@@ -75,7 +76,7 @@ def chosen(
 
 
 def in_rows(leaving: list[list[Place]], num_prompts: int) -> list[Place]:
-    """Return the places in the order of the rollout's groups: a shard's own, then what moves to it."""
+    """Return the places in the order of the rollout's groups: each shard's own groups, then the groups moved to it."""
     quota = num_prompts // len(leaving)
     surplus = iter([place for places in leaving for place in places[quota:]])
     rows = []
@@ -86,11 +87,12 @@ def in_rows(leaving: list[list[Place]], num_prompts: int) -> list[Place]:
 
 
 def arrays(leaving: list[list[Place]], num_prompts: int, slack: int, entries: int) -> tuple[np.ndarray, ...]:
-    """Return what ``take`` needs of the groups that leave.
+    """Return the index arrays that ``take`` needs to collect the groups that leave.
 
     Returns:
-        Entries [M,q+s] i32, ``entries`` where a shard gives less. With a slack, also from where each group of a shard's
-        quota comes [M,q] i32: -1 = its own, otherwise its number among the M s groups beyond the quotas.
+        The entries [M,q+s] i32 of the groups; unused positions hold the value ``entries``. With a slack, also the
+        source [M,q] i32 of each group of a shard's quota. A source of -1 means the shard's own group. Other sources
+        index the M s groups beyond the quotas.
     """
     M = len(leaving)
     quota = num_prompts // M
@@ -108,9 +110,9 @@ def arrays(leaving: list[list[Place]], num_prompts: int, slack: int, entries: in
 
 
 def take(table: jax.Array, entry_MX: jax.Array, source_Mq: jax.Array | None = None) -> jax.Array:
-    """Return the groups [M,q,...] of a table [M,E,...] that leave, where ``arrays`` puts them.
+    """Return the groups [M,q,...] that leave a table [M,E,...], in the order given by ``arrays``.
 
-    Only the groups beyond the quotas are sent: every device receives all M s of them.
+    Only the groups beyond the quotas are sent between devices: every device receives all M s of these groups.
     """
     each = jax.vmap(lambda of_shard, entry: of_shard[entry])(table, entry_MX)
     if source_Mq is None:

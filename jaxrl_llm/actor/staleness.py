@@ -1,14 +1,16 @@
-"""The staleness gate (rollout.max_lag_iterations): no prompt stays open for more than so many calls of ``generate``.
+"""The staleness gate: a limit on the calls of ``generate`` during which a prompt stays open.
 
-Prompts are opened up to
+``rollout.max_lag_iterations`` (``max_lag`` below) sets the limit. Prompts are opened up to
 
     capacity = min(free entries, (max_lag + calls so far + 1) * P - opened so far)
 
-and a call waits for those that must leave with it. Source: the capacity is that of AReaL, Fu et al. 2025,
-arXiv:2505.24298, whose version counts batches. Differs: stragglers are waited for, so that the bound is on what is
-trained and not on what is submitted alone.
+P is the number of prompts per call. A call waits for the prompts that must leave with it.
 
-Owns: these two. Does not know: how prompts are opened and generated (``generator.py``). P prompts of a call.
+Source: the capacity formula is from AReaL, Fu et al. 2025, arXiv:2505.24298. The version of AReaL counts batches.
+Differs: a call also waits for stragglers. Therefore the limit bounds the staleness of the rollouts that are trained on,
+not only the number of submitted prompts.
+
+Owns: the capacity, the due prompts. Does not know: how prompts are opened and generated (``generator.py``).
 """
 
 from __future__ import annotations
@@ -19,19 +21,24 @@ Place = tuple[int, int]  # shard, entry
 
 
 def within_capacity(generator: Any, free: list[list[Place]]) -> list[list[Place]]:
-    """Of the free entries of each shard those that new prompts may take."""
+    """Return, for each shard, the free entries that new prompts may take."""
     sampler = generator.sampler
-    # Every call so far has collected its share of those opened; what is left of the capacity by shard.
+    # Capacity of a shard. Past calls cancel out because each call adds P prompts to the capacity and collects P.
     most = (generator.max_lag + 1) * (sampler.num_prompts // sampler.shards)
     return [entries[: max(0, most - (sampler.entries - len(entries)))] for entries in free]
 
 
 def due(generator: Any) -> set[Place]:
-    """Open prompts that the next call must wait for, lest one stay open for too long; none without a ``max_lag``.
+    """Return the open prompts that the next call must wait for. The result is empty if ``max_lag`` is 0.
 
-    These are the prompts whose time has come. Of the prompts whose time comes in the next calls, they are the oldest
-    that those calls have no room for, if each collects its quota of P / M groups from the shard. A call collects
-    fewer only if the shard has no more entries than ``max_lag`` quotas (``quotas.slack_of``): room is left then.
+    The result contains two kinds of prompts:
+
+    - Prompts that reach the limit with the next call.
+    - The oldest prompts that reach the limit with a later call: as many as the later calls have no room for.
+
+    A later call is assumed to collect its quota of P / M groups from the shard. A call can collect fewer groups only
+    if the shard has at most ``max_lag`` quotas of entries (``quotas.slack_of``). In this case the later calls have
+    enough room.
     """
     max_lag, calls = generator.max_lag, generator.calls
     due, per_shard = set(), generator.sampler.num_prompts // generator.sampler.shards
