@@ -1,1 +1,1 @@
-"""What is asked: where questions come from, their order, what is known of them."""
+"""Questions: the tasks that supply them, the prompt stream that orders them, the ledger that counts answers."""

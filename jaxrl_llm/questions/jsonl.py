@@ -1,6 +1,6 @@
-"""JSONL in and out of commands: ``generate``, ``score``, ``evaluate``, ``plan``.
+"""JSONL input and output of the commands ``generate``, ``score``, ``evaluate`` and ``plan``.
 
-Owns: what an output and token ids of a row may be, lengths in buckets. Does not know: models.
+Owns: checks of output paths and of token ids in rows, length buckets. Does not know: models.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from jaxrl_llm.runtime import hosts, json_lines
 
 
 def check_output(path: str, flag: str = "--output") -> None:
-    """Before any work is done: that a file can be written there.
+    """Check that a file can be written at ``path``, before any work is done.
 
     Raises:
-        ConfigError: the folder is not there, or no file can be.
+        ConfigError: the folder does not exist, or the file cannot be written.
     """
     file = pathlib.Path(path)
     try:
         if not file.parent.is_dir() or file.is_dir():
             raise ConfigError(f"{flag}={path!r:.200} must be a file in a folder that exists")
         is_new = not file.exists()
-        if (is_new or file.is_file()) and hosts.is_first():  # no pipe, which would wait for who reads
+        if (is_new or file.is_file()) and hosts.is_first():  # skip pipes: opening one waits for a reader
             file.open("a").close()
             if is_new:
                 file.unlink()
@@ -33,16 +33,16 @@ def check_output(path: str, flag: str = "--output") -> None:
 
 
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
-    """One object a line, by the first of several hosts."""
+    """Write one JSON object per line. With several hosts only the first host writes."""
     if hosts.is_first():
         pathlib.Path(path).write_text("".join(json_lines.written(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:
-    """The list of token ids in the field of a row at ``where``.
+    """Return the list of token ids in the field ``field`` of ``row``. ``where`` names the row in error messages.
 
     Raises:
-        ConfigError: not a list of ids of this model, or shorter than ``minimum``.
+        ConfigError: the field is not a list of this model's token ids, or has fewer than ``minimum``.
     """
     where = f"{where}: `{field}`"
     ids = row.get(field)
@@ -57,7 +57,10 @@ def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, m
 
 
 def bucket(length: int) -> int:
-    """The power of two, 16 or more, that rows of this length are padded to: few programs serve all lengths."""
+    """Return the padded length for rows of this length: a power of two, at least 16.
+
+    Buckets keep the number of compiled programs small.
+    """
     return max(16, 1 << (length - 1).bit_length())
 
 

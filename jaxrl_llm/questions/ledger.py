@@ -1,10 +1,10 @@
-"""The ledger: which question is which, and what is remembered of each.
+"""Ledger: the identity of each question and the numbers that the run keeps for it.
 
-A question is its prompt's token ids, and what an environment alone knows of it: its ``question_id`` is the same on
-every visit, in every copy of it in the data, and for the answers of others to it. A ``group_id`` is one visit.
+The prompt's token ids and the environment's hidden text identify a question. Its ``question_id`` is the same on every
+visit, for every copy in the data, and for answers that other programs give to it. A ``group_id`` is one visit.
 
-Owns: identity of questions, counts of answers, numbers that methods keep by question, their form in a checkpoint. Does
-not know: which questions are asked, what the numbers mean.
+Owns: the identity of questions, the counts of answers, the numbers that methods keep per question, their checkpoint
+format. Does not know: which questions are asked, what the numbers mean.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 
 class Ledger:
-    """What a run knows of questions. Ids count from 0 in the order in which questions are first met."""
+    """Per-question records of a run. Ids count from 0 in the order in which the ledger first sees the questions."""
 
     def __init__(self) -> None:
         self._ids: dict[bytes, int] = {}
@@ -26,35 +26,40 @@ class Ledger:
         self._numbers: dict[str, dict[int, tuple[float, ...]]] = {}
 
     def question_id(self, tokens: Any, hidden: str = "") -> int:
-        """Of a prompt's token ids, [n] integers without padding, and of what an environment knows besides."""
+        """Return the id of a question and register the question if it is new.
+
+        Args:
+            tokens: the prompt's token ids, [n] integers without padding.
+            hidden: text that only the environment knows (``Example.hidden``).
+        """
         digest = hashlib.blake2b(np.asarray(tokens, np.int32).tobytes() + hidden.encode(), digest_size=16).digest()
         return self._ids.setdefault(digest, len(self._ids))
 
     def close_data(self) -> None:
-        """All questions of the data have been met: those that come now are others' and go into checkpoints."""
+        """Mark the end of the data's questions. Later questions come from elsewhere and are saved in checkpoints."""
         self._of_data = len(self._ids)
 
     def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:
-        """Count answers, [B] bool each; the rows of a question's group are neighbours."""
+        """Count answers, [B] bool each. The rows of one question's group must be adjacent."""
         counts = (np.sum(x.reshape(len(questions), -1), axis=1).tolist() for x in (passed & scored, scored))
         for question, num_passed, num_scored in zip(questions, *counts, strict=True):
             passed_before, scored_before = self.answers(question)
             self._answers[question] = passed_before + num_passed, scored_before + num_scored
 
     def answers(self, question: int) -> tuple[int, int]:
-        """How many have passed, and how many have a score."""
+        """Return ``(passed, scored)``: the number of answers that passed and the number that have a score."""
         return self._answers.get(question, (0, 0))
 
     def passing(self, rate: float) -> set[int]:
-        """Questions whose answers so far have passed at this rate or a higher one."""
+        """Return the questions whose pass rate so far is at least ``rate``."""
         return {q for q, (passed, scored) in self._answers.items() if scored and passed >= rate * scored}
 
     def numbers(self, name: str) -> dict[int, tuple[float, ...]]:
-        """By question, the few numbers that a method keeps under this name: to be read and written."""
+        """Return the mutable table (question id -> numbers) that a method keeps under ``name``."""
         return self._numbers.setdefault(name, {})
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs to go on from here; plain JSON."""
+        """Return the state that ``restore`` needs, as plain JSON."""
         return {
             "others": [digest.hex() for digest in list(self._ids)[self._of_data :]],
             "answers": [[question, *counts] for question, counts in self._answers.items()],
@@ -62,7 +67,7 @@ class Ledger:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Into a ledger that has met the same data."""
+        """Load a saved state. The ledger must already contain the same data's questions."""
         for digest in state["others"]:
             self._ids.setdefault(bytes.fromhex(digest), len(self._ids))
         self._answers = {question: tuple(counts) for question, *counts in state["answers"]}

@@ -1,7 +1,7 @@
-"""The prompt stream: from questions to ``PromptBatch``, in an order that can be left and taken up again.
+"""Prompt stream: turn questions into ``PromptBatch`` objects in an order that a checkpoint can save and restore.
 
-Owns: which questions are held out, their token ids, their order. Does not know: where questions come from
-(tasks), what becomes of them (rollout). Everything here is on the host.
+Owns: the held-out split, the token ids of questions, the order of questions. Does not know: the source of the questions
+(tasks), the answers to them (rollout). All code here runs on the host.
 """
 
 from __future__ import annotations
@@ -22,28 +22,29 @@ from jaxrl_llm.limits import FILE_SOURCES
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.types import Example, PromptBatch
 
-ENCODED_AT_ONCE = 16  # prompts in one call of the tokenizer: of a megabyte each they take some ten seconds
+ENCODED_AT_ONCE = 16  # prompts in one call of the tokenizer; 16 prompts of one megabyte take about ten seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class EncodedExample:
-    """A question with its token ids."""
+    """Question with its token ids."""
 
     example: Example
     tokens: Any  # [1..width] i32 numpy
-    width: int  # L, of every prompt of the run
+    width: int  # L, the padded prompt width; the same for every prompt of the run
 
 
 def split_held_out(
     examples: Sequence[Example], num_held_out: int, *, seed: int
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """``(train, held_out)``: no question of the one is in the other.
+    """Return ``(train, held_out)``. The two sets have no question in common.
 
-    Two questions are the same when their prompts are, whatever their columns but ``hidden``: generated sources repeat
-    themselves. A held-out question is the first of its kind; all its repetitions leave ``train``.
+    Two examples are the same question if their ``prompt`` and ``hidden`` are equal. Other columns are ignored, because
+    generated sources repeat questions. ``held_out`` contains the first copy of each drawn question. All other copies
+    are removed from ``train``.
 
     Args:
-        num_held_out: distinct questions to hold out, drawn by a permutation of ``seed``; 0 holds out none.
+        num_held_out: number of distinct questions to hold out, drawn by a permutation of ``seed``; 0 holds out none.
 
     Raises:
         ConfigError: no question would be left for training.
@@ -61,18 +62,18 @@ def split_held_out(
 
 
 def question_of(example: Example) -> str:
-    """What two rows that are one question have alike: their prompt, and what is hidden behind it."""
+    """Return the key that identifies a question: its prompt and its hidden text, as JSON."""
     return json.dumps([example.prompt, example.hidden], sort_keys=True)
 
 
 def encode_examples(
     examples: Sequence[Example], tokenizer: Any, config: PromptsConfig
 ) -> tuple[list[EncodedExample], list[str]]:
-    """Token ids of each question that fits ``config.max_tokens``, and a message for each that is left out.
+    """Return the encoded questions that fit ``config.max_tokens``, and one message for each question left out.
 
     Raises:
-        ConfigError: a prompt is too long under ``prompts.long_prompt="error"``, or has no token ids under
-            ``prompts.bad_row="error"``; or none is left.
+        ConfigError: a prompt is too long and ``prompts.long_prompt="error"``; a prompt has no token ids and
+            ``prompts.bad_row="error"``; or no question is left.
     """
     encoded, left_out = [], []
 
@@ -83,16 +84,16 @@ def encode_examples(
         left_out.append(message)
 
     def token_ids(some: Sequence[Example]) -> list[list[int] | ConfigError]:
-        if all(example.prompt and isinstance(example.prompt[0], int) for example in some):  # an agent's own
+        if all(example.prompt and isinstance(example.prompt[0], int) for example in some):  # an agent sent token ids
             return [example.prompt for example in some]
         try:
             return tokenizer.encode_prompts([example.prompt for example in some], **config.encoding)
-        except ConfigError as error:  # of one of them
+        except ConfigError as error:  # one prompt of the batch failed: encode one by one to find that prompt
             return [error] if len(some) == 1 else [ids for example in some for ids in token_ids([example])]
 
-    pool = concurrent.futures.ThreadPoolExecutor()  # tokenizers work outside the interpreter's lock
+    pool = concurrent.futures.ThreadPoolExecutor()  # tokenizers release the interpreter's lock
     try:
-        token_ids(examples[:1])  # here: a template that does not end is ended in the main thread alone
+        token_ids(examples[:1])  # in the main thread: only there can an endless chat template be interrupted
         parts = [examples[i : i + ENCODED_AT_ONCE] for i in range(0, len(examples), ENCODED_AT_ONCE)]
         made = itertools.chain.from_iterable(pool.map(token_ids, parts))
         for example, ids in zip(examples, made, strict=True):
@@ -111,7 +112,7 @@ def encode_examples(
 
 
 def batch_of(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> PromptBatch:
-    """Questions of one width, side by side."""
+    """Return a batch of questions that share one prompt width."""
     tokens = np.zeros((len(rows), rows[0].width if rows else 0), np.int32)
     for padded, row in zip(tokens, rows, strict=True):
         padded[: len(row.tokens)] = row.tokens
@@ -124,27 +125,30 @@ def batch_of(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> Prompt
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Of what JSON says of each row, or text of what it has not: dates, bytes."""
+    """Return a hash of the rows as JSON. Values that JSON cannot store (dates, bytes) are hashed as text."""
     digests = (hashlib.sha256(json.dumps(row, default=str).encode()).digest() for row in rows)
     return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
 
 class PromptStream:
-    """Endless passes over the questions; with ``shuffle`` each pass in a new order drawn from the seed.
+    """Endless passes over the questions. With ``shuffle`` each pass has a new order drawn from the seed.
 
-    The order is a grain pipeline, which answers for any position without walking to it; the position is the group's id.
-    With ``prompts.retire_pass_rate`` a question of which the ledger knows that it passes at that rate is passed over
-    from then on; when nothing else is left, everything is asked again. Of a ladder each question waits until the easier
-    one before it has been retired so; the last is what all is for, and asked to the end.
+    The order is a grain pipeline, which returns the item at any position directly. The position is the group's id.
+
+    ``prompts.retire_pass_rate`` retires a question when the ledger's pass rate for this question reaches that value.
+    The stream skips retired questions. If all questions are retired, the stream asks all of them.
+
+    In a ladder, each question waits until the next easier version is retired. The last question of a ladder is the
+    original one and is never retired.
 
     Source of the retirement: ScaleRL, arXiv:2510.13786, no positive resampling at 0.9.
 
     Args:
-        ledger: has met no question yet.
-        held_out: questions that are not asked here, of which the state knows whether they are the same.
+        ledger: must not contain a question yet.
+        held_out: held-out questions. The stream does not ask them, but its state records a hash of them.
 
     Raises:
-        ConfigError: (``check``, ``restore``) the state is of other questions, another seed or another order.
+        ConfigError: (``check``, ``restore``) the state belongs to other questions, another seed or another order.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class PromptStream:
         self._encoded, self.ledger = encoded, ledger
         self._question_ids = [self.ledger.question_id(row.tokens, row.example.hidden) for row in encoded]
         self.ledger.close_data()
-        before, self._easier = {}, []  # of each question the easier one that it waits for
+        before, self._easier = {}, []  # per question, the next easier question that must be retired first
         for row, question in zip(encoded, self._question_ids, strict=True):
             self._easier.append(before.get(row.example.ladder) if row.example.ladder else None)
             before[row.example.ladder] = question
@@ -166,14 +170,15 @@ class PromptStream:
         for row in encoded:
             digest.update(row.tokens.tobytes() + f"/{row.example.hidden}".encode())
         self._fingerprint = digest.hexdigest()[:16]
-        # Of other sources all follows from settings, but for columns that come from sets (some of reasoning-gym).
+        # Only files need these hashes. Other sources are determined by the settings, except for the columns of some
+        # reasoning-gym datasets that depend on the order of Python sets.
         self._beside = {}
         if config.source in FILE_SOURCES:
             self._beside["answers or other columns"] = _digest(row.example.columns for row in encoded)
             self._beside["held-out questions"] = _digest((x.example.prompt, x.example.columns) for x in held_out)
 
     def next_batch(self, num_prompts: int) -> PromptBatch:
-        """The next ``num_prompts`` questions of the stream; a batch may run over the end of a pass."""
+        """Return the next ``num_prompts`` questions of the stream. A batch may continue past the end of a pass."""
         retired = self.retired()
         asks_all = len(retired) == len(set(self._question_ids))
         group_ids = []
@@ -186,29 +191,33 @@ class PromptStream:
         return batch_of([self.lookup(i) for i in group_ids], group_ids)
 
     def lookup(self, group_id: int) -> EncodedExample:
-        """The question that the stream gives, or gave, at this position."""
+        """Return the question at the position ``group_id`` of the stream."""
         return self._encoded[int(self._order[group_id])]
 
     def question_id(self, group_id: int) -> int:
-        """Its id in the ledger."""
+        """Return the ledger's id of the question at the position ``group_id``."""
         return self._question_ids[int(self._order[group_id])]
 
     def retired(self) -> set[int]:
-        """Ids of questions that are not asked again."""
+        """Return the ids of the questions that are not asked again."""
         return self.ledger.passing(self._retire_pass_rate) - self._last if self._retire_pass_rate else set()
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs to go on from here; plain JSON."""
+        """Return the state that ``restore`` needs, as plain JSON."""
         return {"position": self._position, "fingerprint": self._fingerprint, "beside": self._beside}
 
     def check(self, state: dict[str, Any], *, allow_changes: bool) -> None:
-        """Raises what ``restore`` would, and unless allowed where what is beside the questions has changed."""
+        """Raise ConfigError if this stream cannot continue from ``state``.
+
+        The fingerprint of the questions must always match. The answers, other columns and held-out questions of a file
+        must match unless ``allow_changes`` is set.
+        """
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
                 "the questions are not those of the checkpoint (the file, the tokenizer, a date in its template, seed "
                 f"or prompts.* has changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
             )
-        before = state.get("beside", {})  # none in a checkpoint of an earlier version
+        before = state.get("beside", {})  # checkpoints of earlier versions have no such entry
         if (changed := [name for name, x in self._beside.items() if before.get(name, x) != x]) and not allow_changes:
             said = f"the {' and the '.join(changed)} are not those of the checkpoint (their file has changed)"
             raise ConfigError(f"{said}. Set them back, or use another workdir, or pass --allow_config_changes")

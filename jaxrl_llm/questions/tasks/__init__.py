@@ -1,16 +1,16 @@
-"""Where questions come from: one module per family of tasks, which has
+"""Tasks: the sources of questions. One module per family of tasks defines
 
     SCORER: str                                  # "package.module:function", or "" when the task has no scorer
     load(config: PromptsConfig, *, seed: int) -> Loaded
 
-and its scorer has the signature of every reward function, ``reward(prompts, completions, **columns)
--> list[float]``, where each column of ``Example.columns`` arrives as a list beside the completions.
+The scorer has the signature of every reward function: ``reward(prompts, completions, **columns) -> list[float]``. Each
+column of ``Example.columns`` arrives as a list beside the completions.
 
-Reward workers import the scorer's module in a process of their own: nothing here, nor in a task module
-outside ``load``, may import jax.
+Reward workers import the scorer's module in their own process. This package must therefore not import jax. A task
+module may import jax only inside ``load``.
 
-Owns: which module serves which ``prompts.source``, what it gives. Does not know: what is in them. A module is imported
-when it is asked for, so that a task's dependencies are needed by its users alone.
+Owns: the module for each ``prompts.source``, the form of loaded questions. Does not know: the content of the tasks. A
+module is imported only when its source is used, so that only its users need its dependencies.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
     from jaxrl_llm.types import Example
 
-# Modules of sources that have another name.
+# source -> module, for sources whose module has another name.
 MODULES = {"reasoning_gym": "reasoning_gym_task", "jsonl": "files", "parquet": "files"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """The questions of a task, in its own order.
+    """Questions of a task, in the task's own order.
 
     Attributes:
-        examples: at least one.
+        examples: the questions, at least one.
         bad_rows: one message ("file:line: why") for each row skipped under ``prompts.bad_row="skip"``.
-        laddered: training questions -> each behind its easier versions (``Example.ladder``).
+        laddered: function from the training questions to the same questions, each after its easier versions
+            (``Example.ladder``).
     """
 
     examples: tuple[Example, ...]
@@ -45,16 +46,16 @@ class Loaded:
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """The questions of ``config.source``.
+    """Return the questions of ``config.source``.
 
     Raises:
-        ConfigError: missing file, unreadable row, unknown dataset, missing extra, no question at all.
+        ConfigError: missing file, unreadable row, unknown dataset, missing extra, or no question at all.
     """
     return _module(config).load(config, seed=seed)
 
 
 def scorer(config: PromptsConfig) -> str:
-    """``"package.module:function"`` of the task's own scorer; "" when it has none."""
+    """Return ``"package.module:function"`` of the task's own scorer, or "" if the task has no scorer."""
     return _module(config).SCORER
 
 

@@ -1,6 +1,6 @@
-"""``prompts.arguments`` of tasks that make their questions: whole numbers in bounds, and switches.
+"""Checks of ``prompts.arguments`` for tasks that generate their questions: bounded whole numbers and switches.
 
-Owns: what is allowed and how it is said. Does not know: what an argument is for.
+Owns: the allowed values, the error messages. Does not know: the meaning of an argument.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from jaxrl_llm.runtime.nested import ConfigError
 
 
 def checked(given: Mapping[str, Any], allowed: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
-    """Every argument, in the order of ``allowed``; those that are not given have their defaults.
+    """Return every argument in the order of ``allowed``. Missing arguments have their default.
 
     Args:
-        allowed: argument -> (default, least, most); a switch where the default is a bool.
+        allowed: argument -> (default, least, most). An argument with a bool as default is a switch.
 
     Raises:
-        ConfigError: an argument that is none of these, or its value.
+        ConfigError: an unknown argument, or a value that is not allowed.
     """
     for name, value in given.items():
         if name not in allowed:

@@ -1,12 +1,18 @@
 """Sums of whole numbers, as plain text: "37+85=" has the answer "122", "37+85 mod 10=" the answer "2". No dependency.
 
-``prompts.arguments``, all whole numbers: ``terms`` (2; at least 2), ``largest`` (99; terms are drawn from 0 to it) and
-``modulus`` (0 = none). ``prompts.name`` is "" for every question, or one of two parts without a question in common,
-whatever the seed: "train" and "test" (an eighth of all questions, for ``eval.name``). So runs of different seeds, and
-the run that made the model they start from, hold the same questions out. Sums on the way to that of all terms, where
-there are any, are the column ``key_steps``: of "3+4+5=" it is ["7"].
+``prompts.arguments``, all whole numbers:
 
-Owns: its questions, their parts, their answers and exact match. Does not know: tokenizers, models.
+    terms      2; number of terms, at least 2
+    largest    99; terms are drawn from 0 to this number
+    modulus    0; 0 = no modulus
+
+``prompts.name`` selects a part of the questions: "" for all, "train", or "test" (an eighth of all, for ``eval.name``).
+The parts "train" and "test" have no question in common and do not depend on the seed. Runs of different seeds, and the
+run that trained their start model, therefore hold out the same questions.
+
+With three or more terms the column ``key_steps`` contains the partial sums: for "3+4+5=" it is ["7"].
+
+Owns: the questions, their parts, their answers, exact match. Does not know: tokenizers, models.
 """
 
 from __future__ import annotations
@@ -32,14 +38,16 @@ PARTS = {"": range(8), "train": range(1, 8), "test": range(1)}  # remainders of 
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """Of ``config.size`` sums drawn from ``seed``, repetitions included, those of the part; the test's each once.
+    """Draw ``config.size`` sums from ``seed`` and return the sums that belong to the part ``config.name``.
 
-    Host; ``columns`` is ``{"answer": str}``, with more than two terms ``"key_steps": list[str]`` besides.
+    Sums may repeat; the part "test" contains each sum once. Host; ``columns`` is ``{"answer": str}``. With more than
+    two terms ``columns`` also has ``"key_steps": list[str]``.
 
     Raises:
-        ConfigError: an argument that is none of ``ARGUMENTS``, its value, an unknown part, or one without a question.
+        ConfigError: an argument that is not in ``ARGUMENTS``, a value that is not allowed, an unknown part, or a part
+            without questions.
     """
-    from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
+    from jaxrl_llm.types import Example  # imported here because reward workers import this module without jax
 
     terms, largest, modulus = checked(config.arguments, ARGUMENTS).values()
     if config.name not in PARTS:
@@ -62,5 +70,5 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
 
 def reward(prompts: list, completions: list[str], *, answer: list[str], **columns) -> list[float]:
-    """1.0 where the completion is the answer and nothing else (spaces around it do no harm), else 0.0."""
+    """Return 1.0 if the completion is exactly the answer (surrounding spaces are ignored), else 0.0."""
     return [float(text.strip() == right) for text, right in zip(completions, answer, strict=True)]

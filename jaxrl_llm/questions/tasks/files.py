@@ -1,8 +1,10 @@
-"""Questions from JSONL or Parquet files: ``prompt`` (text or messages) or ``messages``, and any other columns.
+"""Questions from JSONL or Parquet files.
 
-``prompts.arguments`` names columns anew, ``{"prompt": "question"}``: the file's ``question`` is the prompt.
+A row has ``prompt`` (text or messages) or ``messages``, and any other columns.
 
-Owns: which rows are questions. Does not know: what the columns mean (reward functions do), tokenizers.
+``prompts.arguments`` renames columns: ``{"prompt": "question"}`` uses the file's column ``question`` as the prompt.
+
+Owns: which rows are questions. Does not know: the meaning of the columns (reward functions do), tokenizers.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from jaxrl_llm.runtime.nested import ConfigError
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
-SCORER = ""  # a file has no scorer of its own: rewards.functions names one
+SCORER = ""  # a file has no scorer: set rewards.functions
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order: ``load_rows``.
+    """Return the first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
 
-    Host; ``columns`` is everything beside ``prompt`` and ``messages``; ``origin`` is "file:row", from 1.
+    Host; ``columns`` contains every column except ``prompt`` and ``messages``; ``origin`` is "file:row", from 1.
 
     Raises:
-        ConfigError: the file cannot be read, holds no question, or (``prompts.bad_row="error"``) has a bad row.
+        ConfigError: the file cannot be read, has no question, or has a bad row under ``prompts.bad_row="error"``.
     """
     del seed
     read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (lines, parse)
@@ -40,10 +42,10 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
 
 def renamed(row: Any, names: dict[str, str]) -> Any:
-    """A row whose columns have these names: new name -> old one.
+    """Return the row with renamed columns. ``names`` maps each new name to the old one.
 
     Raises:
-        BadRowError: it has no such column, or one of the new name.
+        BadRowError: the row has no column of an old name, or already has a column of a new name.
     """
     if not isinstance(row, dict) or not names:
         return row
@@ -60,16 +62,16 @@ def load_rows(
     read: Callable[[Path], Iterable[tuple[int, Any]]],
     made: Callable[[Any], tuple[str | list[dict[str, str]], dict[str, Any]]],
 ) -> Loaded:
-    """The first ``config.size`` questions that are made of the rows of the file ``config.name``; raises as ``load``.
+    """Return the first ``config.size`` questions made from the rows of ``config.name``.
 
-    A name that is none of a file but has a ``*`` or ``?`` is of all that match it, one after another by their names.
-    Rows after the last question are told among the bad ones.
+    Raises the same errors as ``load``. A name with ``*`` or ``?`` that is not itself a file means all matching files,
+    sorted by name. If ``config.size`` leaves rows unread, a message about them is the first of ``bad_rows``.
 
     Args:
-        read: a file's rows, with their numbers.
-        made: a row's prompt and columns, or BadRowError.
+        read: function that yields the rows of a file with their numbers.
+        made: function that returns a row's prompt and columns, or raises BadRowError.
     """
-    from jaxrl_llm.types import Example  # here: scorers live in task modules, which stay free of jax
+    from jaxrl_llm.types import Example  # imported here because task modules contain scorers and must not import jax
 
     examples, bad_rows = [], []
     try:
@@ -96,10 +98,10 @@ def load_rows(
 
 
 def files_of(name: str) -> list[Path]:
-    """The file of this name, or those that a name with ``*`` or ``?`` matches, by their names.
+    """Return the file of this name, or the files that match a name with ``*`` or ``?``, sorted by name.
 
     Raises:
-        OSError: none does, or it is a folder.
+        OSError: no file matches, or the name is a folder.
     """
     path = Path(os.path.expanduser(name))
     if path.is_dir():
@@ -114,12 +116,12 @@ def files_of(name: str) -> list[Path]:
 def _has_more(rows: Iterator[Any]) -> bool:
     try:
         return next(rows, None) is not None
-    except (ConfigError, OSError):  # what cannot be read is more too
+    except (ConfigError, OSError):  # an unreadable rest counts as more rows
         return True
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of Arrow's scalars."""
+    """Yield the row numbers, from 1, and the rows of a Parquet file. Values are Arrow scalars."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
@@ -134,7 +136,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 for row in zip(*batch.columns, strict=True):
                     number += 1
                     yield number, dict(zip(names, row, strict=True))
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # the latter of a column's name
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
             reason = str(error).splitlines()[0]
             raise ConfigError(f"prompts.name={str(path)!r} is not a Parquet file: {reason}") from error
 
@@ -144,16 +146,16 @@ def _parse_scalars(row: dict[str, Any]) -> dict[str, Any]:
     for name, scalar in row.items():
         try:
             values[name] = scalar.as_py()
-        except Exception as error:  # text that is not UTF-8, times that Python has not: each of another kind
+        except Exception as error:  # invalid UTF-8 and times outside Python's range raise different types
             raise BadRowError(f"column `{name}` of {scalar.type} is no value of Python: {error}") from error
     return values
 
 
 def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
-    """``(prompt, columns)`` of a row.
+    """Return ``(prompt, columns)`` of a row.
 
     Raises:
-        BadRowError: it is no question.
+        BadRowError: the row is not a question.
     """
     prompt = prompt_of(row)
     for key in ("prompts", "completions"):
@@ -163,7 +165,10 @@ def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
 
 
 def prompt_of(row: Any) -> str | list[dict[str, str]]:
-    """Text or messages of a row, or BadRowError. A null is an absent value: Parquet has every column in every row."""
+    """Return the text or the messages of a row. Raise BadRowError if the row has no valid prompt.
+
+    A null counts as an absent value, because Parquet has every column in every row.
+    """
     if not isinstance(row, dict):
         raise BadRowError(f"must be an object with `prompt` or `messages`, not {type(row).__name__}")
     given = [key for key in ("prompt", "messages") if row.get(key) is not None]

@@ -1,23 +1,29 @@
-"""Grids of colours that a program turns into others, as ARC has them; what no program solves still teaches (CodeIt).
+"""Grid puzzles in the style of ARC: write a program that turns each grid into its partner.
 
-A grid is rows of digits, "120/034"; a question shows pairs of them, "12/34>21/43 05/60>50/06:", and wants the program
-that turns each first one into the second. A program is steps without anything between them:
+Wrong programs can be relabelled, so that they teach too (CodeIt).
+
+A grid is rows of digits, "120/034". A question shows pairs of grids, "12/34>21/43 05/60>50/06:". The answer is a
+program that turns the first grid of each pair into the second. A program is a sequence of steps without separators:
 
     h v     mirror left and right, top and bottom        r    turn clockwise        t    swap rows and columns
-    u l     move up, left by one; what leaves comes in on the other side
-    12      what is 1 becomes 2
+    u l     shift up, left by one; the row or column that leaves comes back on the other side
+    12      change every 1 to 2
 
-``prompts.arguments``: ``pairs`` (2), ``side``, the longest of a grid (3), ``colours`` (4) and ``steps``, of the program
-that made the question, at most (3).
+``prompts.arguments``:
 
-``:reward`` is 1.0 for a program that does it. ``:hindsight``, for ``external.paths``, takes each other program for what
-it has done: the question that the program does solve, with all programs of the group and whether each solves it
-(configs/codeit.py).
+    pairs      2; number of pairs
+    side       3; maximum side length of a grid
+    colours    4; number of colours
+    steps      3; maximum number of steps of the program that made the question
+
+``:reward`` is 1.0 for a program that solves the question. ``:hindsight``, for ``external.paths``, relabels the other
+programs. For each other result it makes the question that this result answers. The new group contains all
+programs of the old group, each scored on the new question (configs/codeit.py).
 
 Source: CodeIt, Butt et al. 2024, arXiv:2402.04858: programs are relabelled with the outputs that they have. Differs:
-the language and the questions are small ones of ours; programs are not mutated; the group's wrong ones come too.
+the language and the questions are small and ours; programs are not mutated; wrong programs of the group are kept too.
 
-Owns: the language, its questions, relabelling. Does not know: tokens, how lines become rows.
+Owns: the language, its questions, relabelling. Does not know: tokens, how relabelled lines become training rows.
 """
 
 from __future__ import annotations
@@ -42,12 +48,13 @@ MAX_STEPS = 64
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """``config.size`` questions drawn from ``seed``; none is of grids that stay as they are.
+    """Return ``config.size`` questions drawn from ``seed``. At least one grid of each question changes.
 
-    Host; ``columns`` is ``grids``, the first of each pair, ``made``, the second of each, and ``answer``, a program.
+    Host; ``columns`` is ``grids`` (the first grid of each pair), ``made`` (the second grid of each pair) and ``answer``
+    (a program).
 
     Raises:
-        ConfigError: an argument that is none of ``ARGUMENTS``, or its value.
+        ConfigError: an argument that is not in ``ARGUMENTS``, or a value that is not allowed.
     """
     from jaxrl_llm.types import Example
 
@@ -75,7 +82,7 @@ def question(grids: list[str], made: list[str]) -> str:
 
 
 def run(program: str, grid: str) -> str | None:
-    """What a program makes of a grid; None where it is none, or has too many steps."""
+    """Return the grid that a program makes of ``grid``. Return None if the program is invalid or has too many steps."""
     steps = STEP.findall(program)
     if not steps or "".join(steps) != program or len(steps) > MAX_STEPS:
         return None
@@ -96,13 +103,17 @@ STEPS = {
 
 
 def reward(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[float]:
-    """1.0 where the program, alone in the completion but for spaces around it, turns each grid into its other."""
+    """Return 1.0 if the completion is a program that turns each grid into its partner, else 0.0."""
     given = zip(completions, grids, made, strict=True)
     return [float([run(text.strip(), grid) for grid in own] == right) for text, own, right in given]
 
 
 def hindsight(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[dict[str, Any]]:
-    """A group for each other thing that programs of this one have done, where there are two; sorted by its prompt."""
+    """Return one relabelled group for each wrong result of the group's programs, sorted by prompt.
+
+    The list is empty if fewer than two completions are valid programs. A result that leaves the grids unchanged makes
+    no group.
+    """
     both = ((text.strip(), tuple(run(text.strip(), grid) for grid in grids[0])) for text in completions)
     done = [(text, others) for text, others in both if None not in others]
     lines = []

@@ -1,20 +1,23 @@
-"""The shortest program that writes a sequence: its questions, its language, its reward. No dependency.
+"""KoLMogorov task: write the shortest program that produces a given sequence. No dependency.
 
     "1 2 1 2 1 2"  is written by  repeat([1,2],3)
 
-A program is an expression of whole numbers, lists in brackets and
+A program is an expression of whole numbers, lists in brackets and these functions:
 
-    range(a,b,s)     a, a+s, .. up to but without b             repeat(x,n)      x, n times over
-    concat(x,y)      x, then y                                  interleave(x,y)  of each in turn, as long as both last
-    reverse(x)       from the end                               scan(x)          sums of all up to each
+    range(a,b,s)     a, a+s, .. up to but without b             repeat(x,n)      x, n times in a row concat(x,y)      x,
+    then y                                  interleave(x,y)  alternating items; ends with the shorter reverse(x)       x
+    from its end to its start                scan(x)          cumulative sums
 
-``prompts.arguments``, whole numbers: ``length`` (24), of a sequence at most, ``depth`` (2), of the functions of the
-program that it was drawn by, and ``largest`` (9), numbers a program has.
+``prompts.arguments``, whole numbers:
+
+    length     24; maximum length of a sequence
+    depth      2; depth of the function calls in the program that made the sequence
+    largest    9; largest number drawn for a program
 
 Owns: the language, its questions, compression as a reward. Does not know: tokenizers, models.
 
-Source: The KoLMogorov Test, arXiv:2503.13992: programs of a small language are drawn, and what they write is the
-question. Differs: the language is ours, and the reward too, whose formula was not found.
+Source: The KoLMogorov Test, arXiv:2503.13992: programs of a small language are drawn, and their output is the question.
+Differs: the language is ours. The reward is ours too, because the paper's formula was not found.
 """
 
 from __future__ import annotations
@@ -41,14 +44,14 @@ FENCED = re.compile(r"```(?:\w*\n)?(.*?)```", re.S)
 
 
 class ProgramError(ValueError):
-    """Why a text is no program, or one that may not run."""
+    """Error for a text that is not a program or that exceeds the limits."""
 
 
 def run(program: str) -> list[int]:
-    """What a program writes.
+    """Return the sequence that a program produces.
 
     Raises:
-        ProgramError: it is none, or writes too much.
+        ProgramError: the text is not a program, or its output is too large.
     """
     if len(program) > MAX_CHARS:
         raise ProgramError(f"a program of {len(program)} characters; {MAX_CHARS} are allowed")
@@ -119,18 +122,18 @@ FUNCTIONS = {
 
 
 def size(program: str) -> int:
-    """Numbers, lists and functions of a program, one each."""
+    """Return the number of numbers, lists and function calls in a program."""
     kinds = (ast.Constant, ast.List, ast.Call)
     return sum(isinstance(node, kinds) for node in ast.walk(ast.parse(program.strip(), mode="eval")))
 
 
 def worth(program: str, sequence: list[int]) -> float:
-    """``reward`` of a program."""
+    """Return the ``reward`` of one program."""
     return max(0.0, 1.0 - size(program) / len(sequence)) if writes(program, sequence) else 0.0
 
 
 def writes(program: str, sequence: list[int]) -> bool:
-    """Whether the program's sequence is this one."""
+    """Return whether the program produces exactly this sequence."""
     try:
         return run(program) == sequence
     except ProgramError:
@@ -138,15 +141,15 @@ def writes(program: str, sequence: list[int]) -> bool:
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """``config.size`` sequences, each written by a shorter program, which was drawn from ``seed``.
+    """Return ``config.size`` sequences. Each is the output of a shorter program drawn from ``seed``.
 
-    Host; ``columns`` is ``sequence`` (list of whole numbers) and ``program`` (the one that it was drawn by, which need
-    not be the shortest).
+    Host; ``columns`` is ``sequence`` (list of whole numbers) and ``program`` (the drawn program, which may not be the
+    shortest).
 
     Raises:
-        ConfigError: an argument that is none of ``ARGUMENTS``, or its value.
+        ConfigError: an argument that is not in ``ARGUMENTS``, or a value that is not allowed.
     """
-    from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
+    from jaxrl_llm.types import Example  # imported here because reward workers import this module without jax
 
     length, depth, largest = checked(config.arguments, ARGUMENTS).values()
     rng, examples, tries = np.random.default_rng(seed), [], 0
@@ -158,7 +161,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         program = drawn(rng, depth, largest)
         try:
             sequence = run(program)
-        except ProgramError:  # it writes too much
+        except ProgramError:  # the output is too large
             continue
         if not sequence or len(sequence) > length or not worth(program, sequence):
             continue
@@ -169,7 +172,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
 
 def drawn(rng: np.random.Generator, depth: int, largest: int) -> str:
-    """A program of functions so deep."""
+    """Draw a program whose function calls are nested at most ``depth`` deep."""
     number = lambda low=0: int(rng.integers(low, largest + 1))
     if depth == 0:
         return f"[{','.join(str(number()) for _ in range(rng.integers(1, 5)))}]"
@@ -186,7 +189,7 @@ def drawn(rng: np.random.Generator, depth: int, largest: int) -> str:
 
 
 def program_of(completion: str) -> str:
-    """Its last block between fences, else its last line that is not blank."""
+    """Return the last fenced block of a completion, or else its last line that is not blank."""
     if fenced := FENCED.findall(completion):
         return fenced[-1].strip()
     lines = [line.strip() for line in completion.splitlines() if line.strip()]
@@ -194,15 +197,15 @@ def program_of(completion: str) -> str:
 
 
 def reward(prompts: list, completions: list[str], *, sequence: list[list[int]], **columns) -> list[float]:
-    """How much shorter the program is than the sequence, 0.0 where it writes another or none.
+    """Return how much shorter the program is than the sequence, or 0.0 if the program does not produce the sequence.
 
         max(0, 1 - (numbers, lists and functions of the program) / numbers of the sequence)
 
-    A program that lists the sequence has nothing.
+    A program that only lists the sequence scores 0.
     """
     return [worth(program_of(text), wanted) for text, wanted in zip(completions, sequence, strict=True)]
 
 
 def exact(prompts: list, completions: list[str], *, sequence: list[list[int]], **columns) -> list[float]:
-    """1.0 where the program writes the sequence, however long it is."""
+    """Return 1.0 if the program produces the sequence, however long the program is, else 0.0."""
     return [float(writes(program_of(text), wanted)) for text, wanted in zip(completions, sequence, strict=True)]

@@ -1,8 +1,8 @@
-"""A task that a tiny random model learns in seconds: write lower-case letters. For debugging; no dependency.
+"""Debugging task that a tiny random model learns in seconds: write lower-case letters. No dependency.
 
-One behaviour suits every question, so that it can be learned without learning to read first.
+The same behaviour is right for every question, so that the model does not have to read the prompt.
 
-Owns: its questions and their dense reward. Does not know: tokenizers, models.
+Owns: the questions, their dense reward. Does not know: tokenizers, models.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SCORER = "jaxrl_llm.questions.tasks.letters:reward"
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """``config.size`` questions that walk through the alphabet, 26 of them distinct; the same for every seed.
+    """Return ``config.size`` questions that cycle through the alphabet. 26 are distinct; the seed changes nothing.
 
     Host; ``columns`` is ``{"allowed": str}``, the characters that score.
     """
-    from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
+    from jaxrl_llm.types import Example  # imported here because reward workers import this module without jax
 
     del seed
     checked(config.arguments, {})
@@ -34,9 +34,9 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
 
 def reward(prompts: list, completions: list[str], *, allowed: list[str], **columns) -> list[float]:
-    """Fraction of the completion's characters that are allowed, in [0, 1]; an empty completion scores 0.
+    """Return the fraction of the completion's characters that are allowed, in [0, 1]. An empty completion scores 0.
 
-    By chance a model with the byte tokenizer scores 0.1 (26 of 256 bytes).
+    A random model with the byte tokenizer scores 0.1 (26 of 256 bytes).
     """
     return [
         sum(x in good for x in text) / len(text) if text else 0.0

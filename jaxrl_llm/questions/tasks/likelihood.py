@@ -1,15 +1,15 @@
-"""A reward without labels or a judge: how likely a frozen model finds the question, given the completion.
+"""Reward without labels or a judge: the likelihood of the question under a frozen model, given the completion.
 
     r = exp(1/n sum_t log p(x_t | asked, completion, x_<t))        x: the question's n tokens
 
-``rewards.functions=("jaxrl_llm.questions.tasks.likelihood:reward",)``; the model is JAXRL_LIKELIHOOD_MODEL, whatever
-``--model=`` takes (smollm2-135m-instruct). It is computed in the process of the reward, on its CPU: give
-``rewards.timeout_s`` time for loading and compiling at first, and take a small model.
+Set ``rewards.functions=("jaxrl_llm.questions.tasks.likelihood:reward",)``. JAXRL_LIKELIHOOD_MODEL names the model and
+takes the values of ``--model=`` (default smollm2-135m-instruct). The reward process computes the likelihood on its CPU.
+Choose a small model, and set ``rewards.timeout_s`` high enough for the first call, which loads and compiles.
 
-Source: FoMo rewards: the likelihood of the instruction given what was done, under a frozen model. Differs: text for
-video; the geometric mean over tokens, so that questions of all lengths have rewards of one scale.
+Source: FoMo rewards: the likelihood of the instruction given the behaviour, under a frozen model. Differs: text instead
+of video; the geometric mean over tokens, so that questions of all lengths have rewards on one scale.
 
-Owns: what the model reads. Does not know: who wrote the completion.
+Owns: the text that the model reads. Does not know: the policy.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CHUNK_POSITIONS = 16
 
 
 def reward(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
-    """From 0 to 1, the question's mean probability by token (geometric).
+    """Return the geometric mean probability of the question's tokens, from 0 to 1.
 
-    None, no reward, where question and completion are longer than the model takes.
+    The reward is None if the question and the completion are longer than the model's maximum length.
     """
     logp_of = _scorer(os.environ.get("JAXRL_LIKELIHOOD_MODEL", MODEL))
     texts = [x if isinstance(x, str) else x[-1]["content"] for x in prompts]
@@ -38,11 +38,11 @@ def reward(prompts: list, completions: list[str], **columns: Any) -> list[float 
 
 @functools.cache
 def _scorer(path: str) -> Any:
-    """A function of (what is asked, what is said to it) that gives the mean log-prob of the latter's tokens, nats.
+    """Return a function ``(asked, said)`` that gives the mean log-prob of the tokens of ``said``, given ``asked``.
 
-    It gives None where both are too long.
+    The log-prob is in nats. The function returns None if both texts together are too long.
     """
-    import jax  # here, for workers of other rewards must not pay for it
+    import jax  # imported here because workers of other rewards must not load jax
     import jax.numpy as jnp
     import numpy as np
 
@@ -61,7 +61,7 @@ def _scorer(path: str) -> Any:
     how = {"system_prompt": "", "chat_template": True}
     try:
         tokenizer.encode_prompt("", **how)
-    except ConfigError:  # a base model's has none
+    except ConfigError:  # a base model has no chat template
         how["chat_template"] = False
 
     @functools.cache

@@ -1,12 +1,12 @@
 r"""Scorer of mathematical answers: the reward function "math".
 
-The rules are ours; the library math_verify reads and simplifies formulas. What is never left to it:
+The rules are ours. The library math_verify reads and simplifies formulas. Our own rules decide these cases:
 
-    the answer         ``scoring.answers`` finds it: the last <answer> or the last box, and an empty one is wrong
+    the answer         ``scoring.answers`` finds it: the last <answer> or the last box; an empty one is wrong
     numbers            numbers of both sides are compared as exact fractions, with their units
     other values       constant formulas are compared by relative size, so that 1e-31 and 1e-19 differ
-    bases              10_3 is not 10_2, and neither is 10
-    brackets           a pair, an interval and a set are not each other
+    bases              10_3 equals neither 10_2 nor 10
+    brackets           a pair, an interval and a set are different
 
 Owns: how a completion is compared with column ``answer``. Does not know: where questions come from.
 """
@@ -31,19 +31,19 @@ try:
 except ModuleNotFoundError as error:
     raise ConfigError(f"rewards.functions: 'math' needs {error.name}: pip install 'jaxrl_llm[math]'") from error
 
-# It warns that no timeout is set. Its own timeout is a signal, which fails silently off the main thread;
-# the pool's deadline holds here.
+# Silence the warning that no timeout is set. math_verify's timeout uses a signal, which fails silently outside the main
+# thread. The deadline of the reward pool is enforced instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# The last \boxed{} wins over "the answer is ...", and that over any other formula or number.
+# Priority: the last \boxed{}, then "the answer is ...", then any other formula or number.
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d++(?:\.\d*+)?|\.\d++)[eE]([+-]?\d{1,3})(?!\w|\.\d)")
-_TINY = re.compile(r"(?<![\d.])0?\.(0{6,})[1-9]")  # 0 when rounded as math_verify does
-_DECIMALS = 6  # to which it rounds
-_DOLLAR = re.compile(r"(?<!\\)\\\$")  # of a price; after the two backslashes that end a line, a formula's
+_TINY = re.compile(r"(?<![\d.])0?\.(0{6,})[1-9]")  # math_verify would round these numbers to 0
+_DECIMALS = 6  # math_verify rounds to this number of decimals
+_DOLLAR = re.compile(r"(?<!\\)\\\$")  # the dollar of a price; after a line break (two backslashes) it opens a formula
 
-# Where math_verify reads formulas besides boxes: between dollars and brackets, and numbers with operators in prose.
+# math_verify reads formulas in boxes and between dollars or brackets. In prose it reads numbers with operators.
 _FORMULAS = [
     re.compile(r"(\$\$)([^$]+)(\$\$)"),
     re.compile(r"(?<!\$)(\$)([^$\n]+)(\$)(?!\$)"),
@@ -54,22 +54,22 @@ _FORMULAS = [
 ]
 _BOX = r"\boxed{"
 
-# Words that math_verify would take for products of one-letter symbols, which "ab" and "abcd" may be.
+# Words that math_verify would read as products of one-letter symbols. "ab" and "abcd" may really be such products.
 _WORDS = re.compile(r"N/A|(?i:none|null|nan|true|false)|(?=.*[A-Za-z]{3})[A-Za-z ]{5,}")
 
-# "3 L", "10 m^2", "72 km/h": of single letters those that are units more often than unknowns.
+# "3 L", "10 m^2", "72 km/h". Single letters are included only if they are more often units than unknowns.
 _UNIT = r"(?:[A-Za-z]{2,}|[mgshlLVANJWKCF])(?:\^[23])?"
 _QUANTITY = re.compile(rf"[-+]?[\d.,]+\s+{_UNIT}(?:/{_UNIT})?\.?")
 
-# "It is 7", "10 cm^2", not "2ab" nor "3 or 4": as a formula the product of its letters.
+# Matches "It is 7" and "10 cm^2", but not "2ab" or "3 or 4". math_verify would read such words as products of letters.
 _PROSE = re.compile(r"(?<!\S)(?!(?:and|or)\b)[A-Za-z]{2,}(?![^\s.,:;!?^])")
 
 
-EXACT_DIGITS = 40  # to which constants without decimals are computed, such as \sqrt{2}
+EXACT_DIGITS = 40  # precision for constants without decimals, such as \sqrt{2}
 
 
 class _Label(NamedTuple):
-    """A label as it is compared: what math_verify read, and what our own rules read."""
+    """Label in the form used for comparison: the formulas that math_verify read, and the values that our rules read."""
 
     forms: list
     decimals: int
@@ -79,21 +79,21 @@ class _Label(NamedTuple):
 
 
 def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
-    r"""Return 1.0 if the completion's answer equals ``answer`` as mathematics, else 0.0.
+    r"""Return 1.0 if the completion's answer is mathematically equal to ``answer``, else 0.0.
 
     Args:
         answer: a number, or text: plain ("1/2", "6.02e23"), LaTeX with or without dollars, or a worked solution that
             ends in ``\boxed{}`` or "#### 72".
 
     Raises:
-        ValueError: an ``answer`` is no mathematics but null, true or plain words. The data is at fault, not the
-            completion.
+        ValueError: an ``answer`` is not mathematics but null, true or plain words. The data is wrong, not the
+        completion.
     """
     labels = {repr(right): _label(right) for right in answer}
     return [float(_equals(text, labels[repr(right)])) for text, right in zip(completions, answer, strict=True)]
 
 
-reward.one_by_one = True  # a completion that takes too long fails alone
+reward.one_by_one = True  # so that a completion that takes too long fails without the others
 
 
 def _equals(text: str, label: _Label) -> bool:
@@ -101,7 +101,7 @@ def _equals(text: str, label: _Label) -> bool:
     if marked == "":
         return False
     said = marked if marked is not None else answers.answer_of(text)
-    is_read = marked is not None or not _has_formula(text)  # without a mark math_verify prefers formulas to numbers
+    is_read = marked is not None or not _has_formula(text)  # without a mark math_verify prefers formulas
     number = (quantity(said) or number_beside_words(said)) if is_read else quantity(said)
     if label.number is not None and number is not None:
         return _same_number(number, label.number)
@@ -127,7 +127,7 @@ def _same_number(said: Quantity, right: Quantity) -> bool:
 
 
 def _same_formula(label: _Label, forms: list) -> bool:
-    """Compare what math_verify read. Constants are compared by relative size, whatever math_verify says."""
+    """Compare the formulas that math_verify read. Constants are compared by relative size, not by math_verify."""
     pairs = [(one, other) for one in label.forms for other in forms]
     constants = [(one, other) for one, other in pairs if _is_constant(one) and _is_constant(other)]
     if constants:
@@ -166,7 +166,7 @@ def _is_constant(form: Any) -> bool:
 
 
 def _same_constant(one: sympy.Expr, other: sympy.Expr) -> bool:
-    """Compare rational numbers exactly, other exact constants to 35 digits, and those with decimals to six."""
+    """Compare rational numbers exactly, other exact constants to 35 digits, and constants with decimals to six."""
     if one.is_Rational and other.is_Rational:
         return bool(one == other)
     left = sympy.N(one, EXACT_DIGITS)
@@ -178,7 +178,7 @@ def _same_constant(one: sympy.Expr, other: sympy.Expr) -> bool:
 
 
 def _label(answer: Any) -> _Label:
-    """Read a label by math_verify and by our rules."""
+    """Read a label with math_verify and with our own rules."""
     text = str(answer).rpartition("####")[2]
     said = answers.answer_of(text)
     forms, decimals = _gold(text, answer)
@@ -186,7 +186,7 @@ def _label(answer: Any) -> _Label:
 
 
 def _gold(text: str, answer: Any) -> tuple[list, int]:
-    """Return what a completion may equal, and to how many decimals."""
+    """Return the formulas that a completion may equal, and the number of decimals to compare."""
     text = _plain(text).strip()
     text = text if "$" in text or r"\boxed" in text else f"${text}$"
     parsed = _parse(text)
@@ -197,7 +197,7 @@ def _gold(text: str, answer: Any) -> tuple[list, int]:
             f"column answer={answer!r:.80} is no mathematics but words: rewards.functions="
             r"'jaxrl_llm.questions.tasks.scores:exact' compares words, and math those in \text{}"
         )
-    # math_verify does not find 6.02*10^23 equal to its digits: a completion may have written either.
+    # math_verify does not treat 6.02*10^23 as equal to its digits. A completion may contain either form.
     digits = _digits(text)
     powers = _SCIENTIFIC.sub(lambda found: rf"{found[1]}\times 10^{{{int(found[2])}}}", text)
     if digits != text:
@@ -211,12 +211,15 @@ def _has_formula(text: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return text in which math_verify finds the minus signs and the prices that it reads in formulas alone."""
+    """Return the text with plain minus signs and without the dollars of prices."""
     return _DOLLAR.sub("", plain(text))
 
 
 def _parse_completion(text: str, marked: str | None) -> list:
-    """Parse the marked answer as a formula, and as words about a number if it reads so; without a mark all of it."""
+    """Parse the marked answer, or the whole completion if no answer is marked.
+
+    A marked answer is parsed as a formula. If it looks like words about a number, it is also parsed as prose.
+    """
     if marked is None:
         return _read(_plain(answers.without_thought(text)))
     inside = _plain(unstyled(marked)).strip()
@@ -229,12 +232,12 @@ def _parse_completion(text: str, marked: str | None) -> list:
 
 
 def _read(text: str) -> list:
-    digits = _digits(text)  # in a formula 2e-1 may be Euler's number times 2, less 1
+    digits = _digits(text)  # in a formula, 2e-1 may also mean 2 times Euler's number minus 1
     return _parse(digits) + (_parse(text) if digits != text and _has_formula(text) else [])
 
 
 def _digits(text: str) -> str:
-    """Text whose numbers like 1e-5 are 0.00001."""
+    """Return the text with scientific numbers such as 1e-5 written as 0.00001."""
     return _SCIENTIFIC.sub(lambda found: format(Decimal(found[0]), "f"), text)
 
 
@@ -243,9 +246,10 @@ def _parse(text: str) -> list:
 
 
 def _without_large_formulas(text: str) -> str:
-    r"""Replace each formula that cannot be computed by a name, ``\text{too large 3f..}``.
+    r"""Replace each formula that is too large to compute by a name, ``\text{too large 3f..}``.
 
-    math_verify computes what it reads. The name equals no number, and equals the name of a label of the same text.
+    The replacement is needed because math_verify computes what it reads. The name equals no number. It equals only the
+    name of a label with the same text.
     """
     for pattern in _FORMULAS:
         text = pattern.sub(lambda found: found[1] + _named_if_large(found[2]) + found[3], text)
@@ -265,7 +269,7 @@ def _named_if_large(formula: str) -> str:
 
 
 def _end_of_braces(text: str) -> int:
-    """Return the index of the brace that closes one before the text, or the length of the text."""
+    """Return the index of the brace that closes a brace opened before the text, or the length of the text."""
     depth = 1
     for i, letter in enumerate(text):
         depth += (letter == "{") - (letter == "}")

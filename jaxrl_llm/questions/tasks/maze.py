@@ -1,9 +1,12 @@
-"""Mazes, for the game of ``environments.maze``; no dependency.
+"""Mazes for the game ``environments.maze``. No dependency.
 
-``prompts.arguments``: ``width`` and ``height`` in fields (3; 2 to 9), ``loops``, how many walls more are broken down
-than must be (1), and ``plain``, whether prompts are a few letters for small models (False).
+``prompts.arguments``:
 
-Owns: its questions. Does not know: how they are walked, tokenizers, models.
+    width, height    3; size of the maze in fields, 2 to 9
+    loops            1; number of walls removed beyond those that connect all fields
+    plain            False; True makes prompts of a few letters, for small models
+
+Owns: the questions. Does not know: the game, tokenizers, models.
 """
 
 from __future__ import annotations
@@ -19,22 +22,22 @@ from jaxrl_llm.questions.tasks.arguments import checked
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
-SCORER = ""  # rewards.functions names one of environments.maze, or "environment"
+SCORER = ""  # set rewards.functions to a reward of environments.maze or to "environment"
 
 # argument -> (default, least, most)
 ARGUMENTS = {"width": (3, 2, 9), "height": (3, 2, 9), "loops": (1, 0, 200), "plain": (False, False, True)}
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """``config.size`` mazes drawn from ``seed``, from a field on the left to one on the right.
+    """Return ``config.size`` mazes drawn from ``seed``: the start is in the left column, the goal in the right one.
 
-    Host; ``columns`` are ``maze``, the exits ("nes") of each field by row, ``start`` and ``goal``, (x, y) from the left
-    above.
+    Host; ``columns`` are ``maze`` (the exits of each field by row, such as "nes"), ``start`` and ``goal`` (x, y; the
+    origin is the upper left field).
 
     Raises:
-        ConfigError: an argument that is none of ``ARGUMENTS``, or its value.
+        ConfigError: an argument that is not in ``ARGUMENTS``, or a value that is not allowed.
     """
-    from jaxrl_llm.types import Example  # here, for reward workers import task modules and must not pay for jax
+    from jaxrl_llm.types import Example  # imported here because reward workers import task modules without jax
 
     given = checked(config.arguments, ARGUMENTS)
     rng, examples = np.random.default_rng(seed), []
@@ -49,9 +52,10 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
 
 def drawn(rng: np.random.Generator, width: int, height: int, loops: int) -> list[list[str]]:
-    """Exits of each field; from each there is a way to each.
+    """Draw a maze in which every field is connected to every other, and return the exits of each field.
 
-    Walls between fields are broken down in random order where they part what is not connected, and ``loops`` others.
+    Walls are visited in random order. A wall is removed if it separates two unconnected parts. ``loops`` further walls
+    are removed.
     """
     inside = lambda x, y: 0 <= x < width and 0 <= y < height
     walls = [(x, y, way) for x in range(width) for y in range(height) for way in "es" if inside(*_next(x, y, way))]

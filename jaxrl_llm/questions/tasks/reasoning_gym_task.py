@@ -1,13 +1,14 @@
-"""Any reasoning-gym dataset, by name and arguments, with its own scorer; mixes of them, and their curricula.
+"""Questions of any reasoning-gym dataset, by name and arguments, scored by the dataset's own scorer.
 
-    name="chain_sum", arguments={"max_terms": 3}                       a dataset and what it takes
-    name="chain_sum", arguments={"levels": 3}                          by its curriculum, level 0 first: as many
-                                                                       questions of each (prompts.shuffle=False keeps
-                                                                       the order)
-    name="mix", arguments={"chain_sum": {"weight": 2, "levels": 3},    several, by weight (1 where none is given); those
+    name="chain_sum", arguments={"max_terms": 3}                       one dataset with its own arguments
+    name="chain_sum", arguments={"levels": 3}                          the first 3 levels of its curriculum, equally
+    many
+                                                                       questions each (prompts.shuffle=False keeps the
+                                                                       order from level 0 up)
+    name="mix", arguments={"chain_sum": {"weight": 2, "levels": 3},    several datasets by weight (default 1); datasets
                            "leg_counting": {}}                         with levels rise together
 
-Owns: how questions are made and how the answer is read out of a completion. Does not know: chat templates.
+Owns: how questions are made, how the answer is read from a completion. Does not know: chat templates.
 
 Source: Stojanovski et al. 2025, arXiv:2505.24760 (https://github.com/open-thought/reasoning-gym).
 """
@@ -39,7 +40,7 @@ from jaxrl_llm.scoring.formula_size import is_computable
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
-# Packages of reasoning-gym that come as source alone, so that not every machine has them: the games that need each.
+# package -> datasets that need it. These packages have no wheels, so that some machines cannot install them.
 SOURCE_PACKAGES = {
     "pycosat": ("zebra_puzzles",),
     "cellpylib": ("game_of_life", "game_of_life_halting"),
@@ -48,7 +49,7 @@ SOURCE_PACKAGES = {
 
 
 class _Absent(types.ModuleType):
-    """Stands for a package that is not installed: reasoning-gym imports all of them, whichever game is played."""
+    """Placeholder for a package that is not installed. reasoning-gym imports all its packages, for every dataset."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -69,14 +70,14 @@ except ModuleNotFoundError as error:
     raise ConfigError(f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it") from error
 
 MIX = "mix"
-OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")  # drawn from sets, in the order of hashes
+OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")  # depend on set order
 SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
-# Formulas that sympy is given: of what they may be, how long, and whose names they may have beside the right answer's.
+# Formulas that may be passed to sympy: allowed syntax nodes, maximum sizes, and names beyond those of the right answer.
 FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load)
 FORMULA += (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 MAX_FORMULA_CHARS, MAX_EXPONENT = 4000, 99
-MAX_ANSWER_CHARS = 20_000  # the longest right answers, grids, have some 2,000
+MAX_ANSWER_CHARS = 20_000  # the longest right answers are grids of about 2,000 characters
 MAX_COPIES, MIN_QUESTIONS_TO_COUNT = 0.5, 20
 LONG_EXPONENT = re.compile(r"[0-9.][eE][+-]?[0-9_]{3,}")
 FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh"}
@@ -84,13 +85,17 @@ FUNCTIONS |= {"atanh", "exp", "log", "ln", "sqrt", "Abs", "pi", "E"}
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """``config.size`` questions of the dataset ``config.name``, or of a mix, made from ``seed``.
+    """Return ``config.size`` questions of the dataset ``config.name``, or of a mix, generated from ``seed``.
 
-    Host; ``columns`` is ``answer`` (str, or None where the dataset accepts any valid answer), ``entry`` (the
-    dataset's whole row), ``dataset`` and ``dataset_arguments`` (what makes the same dataset again).
+    Host; ``columns`` are:
+
+        answer               str, or None if the dataset accepts any valid answer
+        entry                the dataset's whole row
+        dataset              the dataset's name
+        dataset_arguments    the arguments that create the same dataset
 
     Raises:
-        ConfigError: unknown dataset, one whose package is not installed, or arguments that it does not take.
+        ConfigError: an unknown dataset, a missing package, or arguments that the dataset does not take.
     """
     if config.name == MIX:
         return _mixed(config, seed)
@@ -100,7 +105,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
 
 def _mixed(config: PromptsConfig, seed: int) -> Loaded:
-    """Of several datasets, each spread evenly over the whole."""
+    """Return questions of several datasets. Each dataset is spread evenly over the whole order."""
     weights, loaded = {}, {}
     for name, given in config.arguments.items():
         weight = given.get("weight", 1) if isinstance(given, dict) else None
@@ -121,11 +126,11 @@ def _mixed(config: PromptsConfig, seed: int) -> Loaded:
 
 
 def _by_level(config: PromptsConfig, seed: int) -> Loaded:
-    """Of a dataset's curriculum, from level 0 on."""
+    """Return questions of a dataset's curriculum, from level 0 upwards."""
     own = dict(config.arguments)
     levels, name = own.pop("levels"), config.name
     if name not in DATASETS:
-        return _of_dataset(config, seed)  # which says so
+        return _of_dataset(config, seed)  # raises ConfigError
     if name not in CURRICULA:
         raise ConfigError(f"prompts.arguments.levels={levels!r}: {name} has no curriculum")
     if type(levels) is not int or not 1 <= levels <= config.size:
@@ -141,13 +146,13 @@ def _by_level(config: PromptsConfig, seed: int) -> Loaded:
         arguments = {key: value for key, value in arguments.items() if key not in ("seed", "size")} | own
         size = config.size * (level + 1) // levels - len(examples)
         part = dataclasses.replace(config, arguments=arguments, size=size)
-        # A dataset's i-th question is of its seed + i: of other seeds than those before, or they would come again.
+        # A dataset makes its i-th question from seed + i. Each level needs new seeds, or its questions would repeat.
         examples += _of_dataset(part, seed + len(examples)).examples
     return Loaded(tuple(examples))
 
 
 def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
-    from jaxrl_llm.types import Example  # here, for reward workers import this module and must not pay for jax
+    from jaxrl_llm.types import Example  # imported here because reward workers import this module without jax
 
     name = config.name
     if name not in DATASETS:
@@ -189,7 +194,7 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
 
 
 def _refuse_copies(name: str, entries: list[dict[str, Any]]) -> None:
-    """Raise ConfigError if most right answers are copies of the question's input: a policy would learn to copy."""
+    """Raise ConfigError if too many right answers are copies of the question's input: a policy would learn to copy."""
     if name in COPIES and len(entries) >= MIN_QUESTIONS_TO_COUNT:
         copies = sum(entry["answer"] == COPIES[name](entry) for entry in entries) / len(entries)
         if copies > MAX_COPIES:
@@ -201,15 +206,15 @@ def _refuse_copies(name: str, entries: list[dict[str, Any]]) -> None:
 def reward(
     prompts: list, completions: list[str], *, entry: list, dataset: list, dataset_arguments: list, **columns
 ) -> list[float]:
-    """The dataset's own ``score_answer`` applied to the answer in each completion.
+    """Return the score that the dataset's own ``score_answer`` gives the answer in each completion.
 
-    If the right answer is an integer: 1.0 if the marked number of the completion, or without a mark its last number,
-    gets the full score, else 0.0 (no partial credit, nothing for format). Otherwise the dataset's raw score of
-    ``free_answer``, with these exceptions:
+    If the right answer is an integer, the score is 1.0 or 0.0, without partial credit. It is 1.0 if the marked number
+    of the completion gets the full score. Without a mark the last number counts. Otherwise the score is the dataset's
+    raw score of ``free_answer``, with these exceptions:
 
-        answers that the dataset's scorer must not be given (``GUARDS``, MAX_ANSWER_CHARS) are scored as an empty one
-        datasets whose partial credit needs no look at the question (``WITHOUT_PARTIAL_CREDIT``) give 1.0 or 0.0
-        an answer that the scorer raises at is worth 0.0
+        unsafe answers (``GUARDS``, MAX_ANSWER_CHARS) are scored as an empty answer
+        datasets in ``WITHOUT_PARTIAL_CREDIT`` give 1.0 or 0.0
+        an answer that makes the scorer raise scores 0.0
     """
     return [
         _score(text, row, name, _dataset(name, json.dumps(arguments, sort_keys=True)))
@@ -217,11 +222,14 @@ def reward(
     ]
 
 
-reward.one_by_one = True  # a completion that takes too long fails alone
+reward.one_by_one = True  # so that a completion that takes too long fails without the others
 
 
 def again(prompt: Any, turns: list[str], **columns) -> str | None:
-    """An environment (``environments.factory``): asks for another try until the dataset's scorer is content."""
+    """Ask for another try until the dataset's scorer gives full credit.
+
+    It is an environment (``environments.factory``).
+    """
     given = {name: [value] for name, value in columns.items()}
     return None if reward([prompt], turns[-1:], **given)[0] >= 1.0 else "That is not right. Try again."
 
@@ -236,12 +244,12 @@ def _score(completion: str, entry: dict[str, Any], name: str, dataset: Any) -> f
         score = float(dataset.score_answer(said if is_safe else "", entry))
         return float(score >= WITHOUT_PARTIAL_CREDIT[name]) if name in WITHOUT_PARTIAL_CREDIT else score
     except Exception:
-        dataset.score_answer(answer, entry)  # raises where it is not for what this completion says
+        dataset.score_answer(answer, entry)  # raises if even the right answer fails: the completion is not at fault
         return 0.0
 
 
 def _is_literal(text: str, entry: dict[str, Any]) -> bool:
-    """A right answer, or a value that is written out."""
+    """Return whether the text is a right answer or a Python literal."""
     if text in (entry["answer"], *entry["metadata"].get("valid_answers", ())):
         return True
     with contextlib.suppress(Exception):
@@ -251,9 +259,10 @@ def _is_literal(text: str, entry: dict[str, Any]) -> bool:
 
 
 def _is_formula(text: str, entry: dict[str, Any]) -> bool:
-    """A right answer, or of ``FORMULA`` alone, with known names, without powers that fill the memory.
+    """Return whether the text is a right answer or a safe formula.
 
-    Where the right answer has no name, as in games with numbers, none is known.
+    A safe formula contains only the nodes of ``FORMULA`` and known names, and no powers that could fill the memory. If
+    the right answer has no names, as in number games, no names are allowed.
     """
     if text == entry["answer"]:
         return True
@@ -275,7 +284,7 @@ def _is_formula(text: str, entry: dict[str, Any]) -> bool:
             of_numbers = not _names(node.left)
             if of_numbers and not all(isinstance(x, ast.Constant) for x in (node.left, node.right)):
                 return False
-            for x in ast.walk(node.right):  # of a variable, as in E**(x**2), a power is not computed
+            for x in ast.walk(node.right):  # a power of a variable, as in E**(x**2), is not computed
                 if (_is_power(x) and not _names(x.left) - FUNCTIONS) or getattr(x, "value", 0) > MAX_EXPONENT:
                     return False
     return True
@@ -294,9 +303,9 @@ def _of_form(pattern: str) -> Callable[[str, dict[str, Any]], bool]:
 
 
 def _makes_24(text: str, entry: dict[str, Any]) -> bool:
-    """Whether an answer is a formula of the question's four numbers, each used once, and exactly 24.
+    """Return whether an answer is a formula that uses each of the question's four numbers once and equals exactly 24.
 
-    The scorer itself takes any four numbers, so that 6*4*1*1 would be right for every question.
+    The dataset's scorer accepts any four numbers, so that 6*4*1*1 would be right for every question.
     """
     if not _is_formula(text, entry):
         return False
@@ -306,7 +315,7 @@ def _makes_24(text: str, entry: dict[str, Any]) -> bool:
 
 
 def _value(node: ast.AST) -> Fraction | None:
-    """Return the value of a formula of numbers; None if it divides by 0, or has another operator or a large power."""
+    """Return the value of a formula of numbers. Return None for division by 0, an unknown operator or a large power."""
     match node:
         case ast.Constant(value=int(value)):
             return Fraction(value)
@@ -331,9 +340,10 @@ def _is_the_answer(text: str, entry: dict[str, Any]) -> bool:
 
 
 def _is_near(text: str, entry: dict[str, Any]) -> bool:
-    """Whether an answer is a number in digits within 5 % of the right one.
+    """Return whether an answer is a number in digits within 5 % of the right one.
 
-    The scorer compares the common prefix, by which 0 is right for 0.3125, and finds all numbers below 0.0001 equal.
+    The dataset's scorer compares common prefixes, so that 0 is right for 0.3125. It treats all numbers below 0.0001 as
+    equal.
     """
     if not re.fullmatch(r"[\d\s.,/+-]*([eE][+-]?\d{1,3})?", text):
         return False
@@ -345,11 +355,11 @@ def _is_near(text: str, entry: dict[str, Any]) -> bool:
     return abs(value - right) <= abs(right) / 20
 
 
-# Which answers the scorer of a dataset may be given:
-# - Those of the first two kinds evaluate text as Python, with the right answer and the scorer itself within reach.
-# - puzzle24 does not look at the numbers of its question; game_of_life_halting finds any text right that is not empty.
-# - rush_hour makes a move of 99999999999 steps, and rubiks_cube any number of turns.
-# - The others find NaN or 0 right, or compute 1e999999999.
+# dataset -> check that an answer is safe for the dataset's scorer. The scorers have these problems:
+# - Datasets with _is_literal or _is_formula evaluate the answer as Python. It could reach the right answer and the scorer.
+# - puzzle24 ignores the numbers of its question. game_of_life_halting accepts any text that is not empty.
+# - rush_hour executes a move of 99999999999 steps, and rubiks_cube any number of turns.
+# - The others accept NaN or 0, or compute 1e999999999.
 GUARDS = dict.fromkeys(("n_queens", "binary_matrix", "spiral_matrix", "string_insertion"), _is_literal)
 GUARDS |= dict.fromkeys(("countdown", "polynomial_multiplication"), _is_formula)
 GUARDS |= dict.fromkeys(("simple_integration", "intermediate_integration"), _is_formula)
@@ -361,8 +371,8 @@ GUARDS["number_sorting"] = _of_form(r"[^A-DF-Za-df-z]*")
 GUARDS["rush_hour"] = _of_form(r"(?:\D|\d(?!\d\d))*")
 GUARDS["rubiks_cube"] = _of_form(r"(?s:.{0,2000})")
 
-# dataset -> the least score that is right, and worth 1.0; any other is worth 0.0. Partial credit of these datasets is
-# earned by one answer to all questions, or by a copy of the question.
+# dataset -> minimum score that counts as 1.0; lower scores count as 0.0. In these datasets one fixed answer, or a copy
+# of the question, earns partial credit.
 WITHOUT_PARTIAL_CREDIT = dict.fromkeys(
     (
         "coin_flip",
@@ -380,14 +390,15 @@ WITHOUT_PARTIAL_CREDIT = dict.fromkeys(
     ),
     1.0,
 )
-WITHOUT_PARTIAL_CREDIT["polynomial_equations"] = 0.98  # by the distance to the roots, which are rounded
+WITHOUT_PARTIAL_CREDIT["polynomial_equations"] = 0.98  # scored by the distance to the roots, which are rounded
 
-# Datasets that no guard makes fair, and why.
+# dataset -> why no guard can make it fair.
 REFUSED = {
     "propositional_logic": "gives full credit for any conclusion: 'P or Q' is right for 84 % of its questions",
 }
 
-# dataset -> what a copy of the question's input is. MAX_COPIES of the questions may have it for the right answer.
+# dataset -> function that returns a copy of the question's input. The copy may be the right answer to at most MAX_COPIES
+# of the questions.
 COPIES = {
     "string_insertion": lambda entry: entry["metadata"]["string"],
     "string_manipulation": lambda entry: entry["metadata"]["string"],
@@ -396,17 +407,17 @@ COPIES = {
 
 
 def last_integer(completion: str) -> str | None:
-    """Return the integer that the completion answers: the marked one, else its last number if it is an integer."""
+    """Return the integer that a completion gives: the marked number, or else the last number if it is an integer."""
     return integer_of(completion)
 
 
 def free_answer(completion: str) -> str:
-    """Return the marked answer, else all that follows the thought; stripped."""
+    """Return the marked answer, or else all text after the thought, stripped."""
     found = marked(completion)
     return without_thought(completion).strip() if found is None else found
 
 
 @functools.lru_cache(maxsize=8)
 def _dataset(name: str, arguments: str) -> Any:
-    """One dataset per process: some read word lists when they are made."""
+    """Return the dataset. It is cached per process because some datasets read word lists when they are created."""
     return reasoning_gym.create_dataset(name, **json.loads(arguments))

@@ -1,20 +1,22 @@
-"""Sentences of plain text, to be guessed from what stands around them: ``prompts.source="text"``, a JSONL file with a
-text in column ``text`` on each line.
+"""Sentences of plain text to predict from their context: ``prompts.source="text"``, a JSONL file with column ``text``.
 
-``prompts.arguments``: ``context``, sentences before the one that is asked for, at most (8); ``words``, what it has at
-least (4); ``middle``, whether the sentence after it is shown too (False); ``following``, sentences after it that a
-judge is shown, at most (3).
+``prompts.arguments``:
 
-The reward of the task is ``scores:f1``, the words that the guess and the sentence have in common;
-``jaxrl_llm.questions.tasks.judges:meant`` asks a model whether the text goes on as the guess does, for a sentence or
-several: column ``following`` has those after it.
+    context      8; maximum number of sentences shown before the wanted sentence
+    words        4; minimum number of words of the wanted sentence
+    middle       False; True also shows the sentence after the wanted sentence
+    following    3; maximum number of later sentences that a judge reads
 
-Source: RLPT, reinforcement learning on pre-training data, arXiv:2509.19249: the next sentence, or one in the middle, is
-reasoned about before it is written, and a model says whether it is a valid prefix of what follows. Differs: a run asks
-for the one or the other, where both are mixed; where sentences end is a rule of punctuation and of lines; how many of
-them a judge is shown is ours; without a judge the reward is the share of words.
+The task's reward is ``scores:f1``, the word overlap of the prediction and the sentence. The alternative
+``jaxrl_llm.questions.tasks.judges:meant`` asks a model whether the text begins with the prediction. The prediction may
+span several sentences, because the column ``following`` contains the sentences after the wanted one.
 
-Owns: what a sentence is, how it is asked for. Does not know: how a guess is scored.
+Source: RLPT, reinforcement learning on pre-training data, arXiv:2509.19249. The policy reasons before it writes the
+next sentence or a middle sentence, and a model judges whether the prediction is a valid prefix of the text. Differs: a
+run uses one of the two forms, the paper mixes them; sentences end by a rule of punctuation and lines; the number of
+sentences that a judge reads is ours; without a judge the reward is the word overlap.
+
+Owns: sentence boundaries, the form of the question. Does not know: how a prediction is scored.
 """
 
 from __future__ import annotations
@@ -36,17 +38,18 @@ SCORER = "jaxrl_llm.questions.tasks.scores:f1"
 
 # argument -> (default, least, most)
 ARGUMENTS = {"context": (8, 1, 1000), "words": (4, 1, 1000), "middle": (False, False, True), "following": (3, 0, 1000)}
-END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')])\s+|\n+")  # of a sentence, or of a line
+END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')])\s+|\n+")  # the end of a sentence or of a line
 HOW = "Think about it, then write it as <answer>..</answer>."
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """The first ``config.size`` sentences of the file ``config.name`` (0 = all) with one before them, in file order.
+    """Return the first ``config.size`` sentences of the file ``config.name`` (0 = all), in file order.
 
-    Host; ``columns`` is ``answer``, the sentence, and ``following``, those after it, "" where there is none.
+    Every sentence has at least one sentence before it in its text. Host; ``columns`` is ``answer`` (the sentence) and
+    ``following`` (the sentences after it, "" if there are none).
 
     Raises:
-        ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a line that is none; no sentence.
+        ConfigError: a wrong argument, an unreadable file, no sentence, or a bad line under ``prompts.bad_row="error"``.
     """
     del seed
     context, words, middle, following = checked(config.arguments, ARGUMENTS).values()
