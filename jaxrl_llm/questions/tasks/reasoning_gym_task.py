@@ -356,7 +356,7 @@ def _is_near(text: str, entry: dict[str, Any]) -> bool:
 
 
 # dataset -> check that an answer is safe for the dataset's scorer. The scorers have these problems:
-# - Datasets with _is_literal or _is_formula evaluate the answer as Python. It could reach the right answer and the scorer.
+# - Datasets with _is_literal or _is_formula evaluate the answer as Python, with access to the right answer.
 # - puzzle24 ignores the numbers of its question. game_of_life_halting accepts any text that is not empty.
 # - rush_hour executes a move of 99999999999 steps, and rubiks_cube any number of turns.
 # - The others accept NaN or 0, or compute 1e999999999.
@@ -397,8 +397,8 @@ REFUSED = {
     "propositional_logic": "gives full credit for any conclusion: 'P or Q' is right for 84 % of its questions",
 }
 
-# dataset -> function that returns a copy of the question's input. The copy may be the right answer to at most MAX_COPIES
-# of the questions.
+# dataset -> function that returns a copy of the question's input. The copy may be the right answer to at most
+# MAX_COPIES of the questions.
 COPIES = {
     "string_insertion": lambda entry: entry["metadata"]["string"],
     "string_manipulation": lambda entry: entry["metadata"]["string"],
