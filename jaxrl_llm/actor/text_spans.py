@@ -1,7 +1,7 @@
 """Spans of a completion's text that a reward function masks.
 
-Owns: the form in which a reward function returns spans, and which tokens lie in them. Does not know: what masking does
-(algorithms.shaping), jax.
+Owns: the format in which a reward function returns spans, and the tokens that lie in the spans. Does not know: the
+effect of a mask (algorithms.shaping), jax.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from jaxrl_llm.actor import decoding
 
 
 def unpacked(value: Any) -> tuple[Any, list[list[int]]]:
-    """A score, and the spans [start, stop) that come with it, in characters: ``{"reward": score, "masked": spans}``.
+    """Return the score and the spans of one value that a reward function returned.
 
-    What has another form is taken for a score, and is none.
+    A value with spans is ``{"reward": score, "masked": [[start, stop], ...]}``, in characters, without ``stop``. Any
+    other value is returned as the score, without spans. The caller must check whether the score is a number.
     """
-    with contextlib.suppress(BaseException):  # it may be anything
+    with contextlib.suppress(BaseException):  # a user's function can return any object
         if isinstance(value, Mapping) and set(value) == {"reward", "masked"}:
             return value["reward"], [[int(start), int(stop)] for start, stop in value["masked"]]
     return value, []
@@ -28,16 +29,17 @@ def unpacked(value: Any) -> tuple[Any, list[list[int]]]:
 def tokens_in(
     decode: decoding.Decode, ids: list[int], spans: Sequence[Sequence[int]], byte_ids: Collection[int] = ()
 ) -> list[int]:
-    """Return places, from 0, of the tokens whose characters all lie within spans of the decoded text.
+    """Return the positions, from 0, of the tokens whose characters all lie within spans of the decoded text.
 
-    A token with a character outside the spans is left out. So is a token without a character of its own: the end token,
-    or the first bytes of a character.
+    A token is left out if one of its characters lies outside the spans. A token without a character of its own is also
+    left out. Examples are the end token and the first bytes of a character.
 
     Args:
-        decode, byte_ids: as in ``decoding``.
+        decode, byte_ids: see ``decoding``.
     """
     ends = decoding.prefix_lengths(decode, ids, byte_ids)
-    # Bytes apart are one character each to some decoders, until the last of them makes one character of all.
+    # Some decoders show each byte of an incomplete character as one character. The text shrinks when the last byte
+    # comes.
     ends = [*itertools.accumulate(reversed(ends), min)][::-1]
     covered = _covered(spans, ends[-1])
     return [
@@ -48,7 +50,7 @@ def tokens_in(
 
 
 def _covered(spans: Sequence[Sequence[int]], length: int) -> list[int]:
-    """Return how many of the first n characters lie within spans, of each n from 0 to ``length``."""
+    """Return, for each n from 0 to ``length``, how many of the first n characters lie within spans."""
     changes = [0] * (length + 1)
     for start, stop in spans:
         start, stop = max(start, 0), min(stop, length)
