@@ -1,8 +1,9 @@
-"""Stop strings: a completion ends with the first token whose text completes one.
+"""Stop strings: a completion ends with the first token whose text completes a stop string.
 
-The host finds them in what it decodes of its own rows, after the chunk that drew them; the device cuts the rows there.
+After each chunk of decode steps, each host decodes the new tokens of its own rows and searches the text for stop
+strings. The device then cuts the rows after the token that completes a stop string.
 
-Owns: which text may be one, where a row is cut, and the cut. Does not know: when it is looked for
+Owns: which texts can be stop strings, where a row is cut, and the cut. Does not know: when the search runs
 (``generator.py``), how a token is drawn.
 """
 
@@ -22,14 +23,22 @@ from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING
 
 
 def has_special(text: str, tokenizer: Any) -> bool:
-    """Whether a special token's text is in it, which no decoded text has."""
+    """Return whether the text contains a special token. Decoded completions never contain special tokens."""
     return tokenizer.encode(text, special_tokens=True) != tokenizer.encode(text)
 
 
 def check(
     stops: Sequence[str], tokenizer: Any, name: str = "sampling.stop_strings", instead: str = "sampling.stop_tokens"
 ) -> None:
-    """ConfigError where one of the setting ``name`` has a special token, and would end nothing."""
+    """Check that no stop string contains a special token, because such a stop string would never match.
+
+    Args:
+        name: the setting that contains the stop strings.
+        instead: the setting that the error message recommends.
+
+    Raises:
+        ConfigError: a stop string contains a special token.
+    """
     for text in stops:
         if has_special(text, tokenizer):
             said = f"{name} has {text!r:.200}, in which is a special token, and texts of completions have none"
@@ -37,17 +46,21 @@ def check(
 
 
 def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
-    """Reasons and lengths [M,E,G] once each host has looked at its own rows, and all have cut them.
+    """Cut the rows that contain a stop string, and return the new stop reasons and lengths [M,E,G].
+
+    Each host searches its own rows. All hosts then cut the same rows.
 
     Args:
         generator: a ``generator.Generator``.
-        scanned: tokens of each completion that were looked at before; changed in place.
+        reasons: [M,E,G] stop reasons of the rows.
+        lengths: [M,E,G] tokens of the rows, including the prompts.
+        scanned: [M,E,G] number of tokens of each completion that earlier calls searched; changed in place.
     """
     tokens = sharding.own_rows(generator.state.tokens)
     sizes = {where: len(x.tokens) for where, x in generator.open_prompts.items() if where[0] in tokens}
     stops, decode_text = generator.sampler.sampling.stop_strings, generator.decode_text
     new_length = find(stops, decode_text, tokens, sizes, reasons, lengths, scanned)
-    # To all: a row that is copied over several hosts one of them has looked at.
+    # All hosts need all cuts, because only one host searches a row that is copied to several hosts.
     cuts = [one for one in hosts.exchange(new_length if new_length.any() else None) if one is not None]
     if not cuts:
         return reasons, lengths
@@ -66,14 +79,15 @@ def find(
     lengths: np.ndarray,
     scanned: np.ndarray,
 ) -> np.ndarray:
-    """Where rows are to be cut: the new length [M,E,G] i32 of each, 0 = not.
+    """Return the new length [M,E,G] i32 of each row that must be cut, and 0 for the other rows.
 
     Args:
-        tokens: this host's rows [E,G,S] by shard.
-        prompt_lengths: of the open prompts by (shard, entry), this host's.
-        reasons: [M,E,G] why each row has stopped.
-        lengths: [M,E,G] tokens of each row, its prompt's too.
-        scanned: [M,E,G] tokens of each completion that were looked at before; changed in place.
+        stops: the stop strings.
+        tokens: rows [E,G,S] of this host by shard.
+        prompt_lengths: lengths of this host's open prompts by (shard, entry).
+        reasons: [M,E,G] stop reasons of the rows.
+        lengths: [M,E,G] tokens of the rows, including the prompts.
+        scanned: [M,E,G] number of tokens of each completion that earlier calls searched; changed in place.
     """
     new_length = np.zeros(lengths.shape, np.int32)
     decode = lambda ids: decode_text(ids.tolist())
@@ -82,10 +96,10 @@ def find(
             where = shard, entry, g
             size = int(lengths[where]) - start
             if size <= scanned[where]:
-                continue  # the row has stopped, or waits
+                continue  # no new tokens: the row has stopped or waits
             row = tokens[shard][entry, g, start : lengths[where]]
             first = completed_at(stops, decode, row, int(scanned[where]))
-            # Completed by the last token allowed it is no truncation.
+            # If the last allowed token completes a stop string, the row ends by the stop string, not by truncation.
             if first and (first < size or reasons[where] in (STOP_NONE, STOP_LENGTH)):
                 new_length[where] = start + first
             scanned[where] = size
@@ -95,16 +109,20 @@ def find(
 def completed_at(
     stops: Sequence[str], decode_text: Callable[[Any], str], ids: Sequence[int] | np.ndarray, looked_at: int
 ) -> int | None:
-    """Return with how many of these tokens, more than ``looked_at``, a stop string is first complete. None: none is.
+    """Return the smallest number of tokens that contains a stop string, or None without a stop string.
 
-    Only the new tokens are decoded, and as many before them as a stop string may reach back.
+    Only numbers above ``looked_at`` are tried. The function decodes the new tokens and a window before them. The window
+    is at least as long as the longest stop string.
+
+    Args:
+        looked_at: the number of tokens that earlier calls searched.
     """
     if not stops:
         return None
     is_complete = lambda text: any(stop in text for stop in stops)
     begin = decoding.window_before(decode_text, ids, looked_at, max(map(len, stops)))
     text = decode_text(ids[begin:])
-    # A replacement character before the end may hide a stop string that was complete before the row's newest bytes.
+    # A replacement character before the end can hide a stop string that was complete before the newest bytes came.
     if not is_complete(text) and decoding.REPLACEMENT not in text[:-1]:
         return None
     for size in range(looked_at + 1, len(ids) + 1):
@@ -114,9 +132,10 @@ def completed_at(
 
 
 def cut(state: Any, new_length: Any) -> tuple[Any, Any]:
-    """Cut rows of a ``SamplerState`` where ``new_length`` [M,E,G] is positive to that length, and free their slots.
+    """Cut the rows of a ``SamplerState`` to ``new_length`` [M,E,G] if it is positive, and free their slots.
 
-    Returns what ``Sampler._decode`` does.
+    Returns:
+        The new state, and its stop reasons and lengths [M,E,G].
     """
     M, E, G, S = state.tokens.shape
     is_cut = new_length > 0
