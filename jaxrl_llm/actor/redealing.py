@@ -1,14 +1,15 @@
-"""Rollouts in flight that go on on another number of data shards than they were saved on: dealt anew.
+"""Redistribution of unfinished rollouts when a run resumes with a different number of data shards.
 
-    prompts, rows    place m E + e of all is entry e of shard m, before and after: the order in which they were opened
-    slots            the same of slot z: a row goes on in it where both come to lie in one shard, and else begins again
+    prompts, rows    entry e of shard m has the global index m E + e, and keeps this index when M and E change
+    slots            slots keep their global index in the same way; a row continues if the row and its slot are in the
+                     same new shard, otherwise the row restarts from its prompt
 
-Where shards are merged no row begins again. One that does is drawn with the same noise, so under the same weights (a
-run without ``rollout.lookahead_prompts``) its tokens are those that it had. Its cache is not sent to where it lies now:
-that is worth a program of its own where meshes change often.
+No row restarts when shards are merged. A row that restarts is drawn with the same noise. With the same weights (a run
+without ``rollout.lookahead_prompts``) a restarted row gets the same tokens again. The KV cache of a restarted row is
+not sent to the new shard. This would need another program, which is only worthwhile if meshes change often.
 
 Letters: as in ``sampler.py``.
-Owns: where rollouts in flight are to lie. Does not know: how a checkpoint is read (``runtime.stored``).
+Owns: the new places of unfinished rollouts. Does not know: how a checkpoint is read (``runtime.stored``).
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from jaxrl_llm.types import STOP_NONE
 def deal(
     generator: Any, state: SamplerState | None, host: dict[str, Any], shapes: dict[str, list[int]]
 ) -> tuple[SamplerState | None, dict[str, Any], list[str]]:
-    """A sampler's state as saved, read into the shape of the generator's, made one of its number of shards.
+    """Convert a saved sampler state to the number of data shards of the generator.
 
     Args:
         generator: a ``generator.Generator``.
-        state: None = nothing was in flight: the generator's own stays.
+        state: the saved state, already in the array shapes of the generator. None means no unfinished rollouts; the
+            generator then keeps its own state.
         host: the actor's part of a checkpoint.
-        shapes: of the arrays as saved, by name.
+        shapes: shapes of the saved arrays by name.
 
     Returns:
-        The state, ``host`` with what changes with it, and what to say.
+        The state, ``host`` with the changed entries, and messages for the user.
     """
     sampler = generator.sampler
     M, E = sampler.shards, sampler.entries
@@ -47,7 +49,7 @@ def deal(
         return state, host, []
     layout = sharding.of(state), sharding.replicated(sampler.mesh, 0)
     program = jax.jit(functools.partial(_deal, before=before), out_shardings=layout, donate_argnums=0)
-    state, begins = program(state)  # caches stay as they are, in place
+    state, begins = program(state)  # donated, because the caches do not change
     begins = jax.device_get(begins)
     place = lambda m, e: divmod(m * (M * E // before) + e, E)
     turns = [[*place(m, e), *of_row] for m, e, *of_row in host["conversations"]]
@@ -61,11 +63,11 @@ def deal(
 
 
 def _deal(state: SamplerState, *, before: int) -> tuple[SamplerState, jax.Array]:
-    """The state, and which rows [M,E,G] bool begin again."""
+    """Return the converted state, and a mask [M,E,G] bool of the rows that restart."""
     M, E, G, S = state.tokens.shape
     of_all, slots, Q = M * E * G, state.slot_row.size, E * G
     old, slot = state.slot_row.reshape(-1), jnp.arange(slots, dtype=jnp.int32)
-    # Of all rows' numbers to those of the shard where the slot lies.
+    # Convert row indices from the slot's old shard to row indices in its new shard. Rows of other shards fall outside.
     row = old + slot // (slots // before) * (of_all // before) - slot // (slots // M) * Q
     slot_row = jnp.where((old >= 0) & (row >= 0) & (row < Q), row, -1).reshape(M, -1)
     has_slot = jnp.zeros((M, Q), bool)
