@@ -1,17 +1,19 @@
-"""Checkpoints: the whole state of a run as one orbax step, written in the background.
+"""Checkpoints of a run: its whole state is one orbax step, which orbax writes in the background.
 
     workdir/checkpoints/12/            12 = iterations finished
         state/     every array of the device state, by name ("train/params/policy/embed")
-        host/      JSON: where questions, memory and conversations stand, positions in the metric files; no large array
-        config/    JSON: the resolved config, the pass rate where one was measured, dtype, shape and checksum of every
-                   array, and a digest of all this and of host/
+        host/      JSON: state of the questions, memory and conversations, positions in the metric files; no large array
+        config/    JSON: the resolved config, the pass rate if it was measured, dtype, shape and checksum of every
+                   array, and a digest of config/ and host/
 
-A step is written in a temporary directory and renamed when every file is there, so one that a crash cut short
-is never found. One that was damaged later has other checksums, and the one before it is taken. Arrays are stored
-under their tree paths and without compression: float weights do not shrink, and the processor has better things to do.
+A step is written into a temporary directory, which is renamed when every file is complete. A checkpoint that a crash
+interrupts is therefore never found. A checkpoint that is damaged later fails its checksums, and the run resumes from
+the one before. Arrays are stored under their tree paths. They are not compressed, because compression costs processor
+time and hardly shrinks float weights.
 
-Owns: the layout above, what is kept, who may write into a workdir. Does not know: what a resumed run may change
-(``runtime.stored``), what the state means, except that a subtree ``params/policy`` holds the weights.
+Owns: the layout above, which checkpoints are kept, which run may write into a workdir. Does not know: which settings a
+resumed run may change (``runtime.stored``), what the state means, except that the subtree ``params/policy`` holds the
+weights.
 """
 
 from __future__ import annotations
@@ -38,22 +40,22 @@ from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, to_json
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import bucket, hosts, stored
 
-ASIDE = "aside-"  # before the name of a checkpoint while another of the same iteration is written
+ASIDE = "aside-"  # prefix of a checkpoint's name while another checkpoint of the same iteration is written
 
-# Where the weights are among the arrays.
+# This path in the name of an array marks the weights of the policy.
 POLICY = "/params/policy/"
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint that was read.
+    """Contents of a checkpoint that was restored.
 
     Attributes:
-        iteration: iterations finished when it was saved.
-        device_state: as saved, with the structure and shardings of the abstract state.
-        host_state: the JSON object given to ``save``.
-        is_inside: as given to ``save``.
-        shapes: of the arrays as saved, by name.
+        iteration: number of iterations finished when the checkpoint was saved.
+        device_state: the saved arrays, with the structure and shardings of the abstract state.
+        host_state: the JSON object that was passed to ``save``.
+        is_inside: the flag that was passed to ``save``.
+        shapes: shapes of the saved arrays, by name.
     """
 
     iteration: int
@@ -64,7 +66,10 @@ class Restored:
 
 
 class Checkpointer:
-    """Saves to and restores from ``workdir/checkpoints``. Every process of a multi-host run makes the same calls."""
+    """Writer and reader of the checkpoints of one run. Every process of a multi-host run makes the same calls.
+
+    The checkpoints are in ``workdir/checkpoints``, or in the folder ``checkpoint.bucket`` of a bucket.
+    """
 
     def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
         self.directory = bucket.place(config.bucket or pathlib.Path(workdir) / "checkpoints")
@@ -75,13 +80,13 @@ class Checkpointer:
         self._config = config
         self._pass_rates = stored.pass_rates(self.directory)
         self._manager = _open(bucket.absolute(self.directory), self)
-        # Iteration on disk that equals the caller's state, and whether it is that of the next one's middle.
+        # Iteration of the checkpoint that equals the caller's state, and ``is_inside`` of that checkpoint.
         self._current: tuple[int, bool] | None = None
-        self._is_new = False  # saved, and not yet known to be whole
+        self._is_new = False  # a save was started and is not yet known to be complete
         self._saved_at = time.monotonic()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """For orbax: the last ones of this run are kept, and the best of those whose pass rate is known."""
+        """Return for orbax which checkpoints to keep: the last ones of this run and those with the best pass rates."""
         steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in self._pass_rates]
         kept = stored.best_of(steps, self._pass_rates, self._config.keep_best) + steps[-self._config.keep_last :]
         return [checkpoint.step in kept for checkpoint in checkpoints]
@@ -97,24 +102,29 @@ class Checkpointer:
         is_inside: bool = False,
         checksums: Callable[[str, Any], jax.Array] = lambda _, state: checksums(state),
     ) -> None:
-        """Start writing a checkpoint and return; the arrays may be donated at once.
+        """Start to write a checkpoint and return. The caller may donate the arrays at once.
 
-        Waits for the write before, if that still runs, and raises what went wrong in it. Saving the iteration just
-        saved or restored does nothing. After going back to an older iteration, the newer checkpoints are another
-        run's future, or damaged: they are removed once this one is whole, as is one that it takes the place of.
+        The call first waits until the previous write has ended, and raises the error of that write. If this iteration
+        was just saved or restored, the call does nothing.
+
+        When the new checkpoint is complete, the checkpoint of the same iteration that it replaces is removed. After a
+        restore of an older iteration, the newer checkpoints are removed too: they are damaged, or they continue
+        another state.
 
         Args:
-            iteration: iterations finished; names the checkpoint.
-            device_state: pytrees of arrays (of a typed PRNG key, its data) by part; None and empty subtrees are
-                allowed.
+            iteration: number of finished iterations; the name of the checkpoint.
+            device_state: pytrees of arrays by part; None and empty subtrees are allowed. A typed PRNG key is given as
+                its data.
             host_state: JSON object.
             config: the resolved config.
-            pass_rate: fraction in [0, 1] of the last evaluation, None where there was none; without one a
-                checkpoint is never among the best.
-            is_inside: the state is of the middle of an iteration, or that one was evaluated since: saved in any case.
-            checksums: of the leaves of a part of such a state, given with its name, in their order.
+            pass_rate: pass rate in [0, 1] of the last evaluation, None if there was none. A checkpoint without a pass
+                rate is never among the best.
+            is_inside: the state is that of an unfinished iteration, or of one that was saved unfinished and has
+                finished. Such a state is always saved.
+            checksums: ``checksums(name, part)`` returns the checksums of the leaves of a part of the state, in order.
 
-        Host/device: copies to the host (on CPU: holds the buffers, so that a donated one is copied when overwritten).
+        Host/device: copies the arrays to the host. On CPU it keeps the buffers instead, and XLA copies a donated buffer
+        when it is overwritten.
         """
         if self._current == (iteration, False) and not is_inside:
             return
@@ -128,7 +138,7 @@ class Checkpointer:
             "is_inside": is_inside,
             "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
         }
-        # Through text now: the caller goes on changing its dictionaries while the write runs.
+        # Copy through JSON text, because the caller changes its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
         self.wait()
         if iteration in stored.steps_in(self.directory) and hosts.is_first():
@@ -155,21 +165,21 @@ class Checkpointer:
         iteration: int | None = None,
         checksums: Callable[[str, Any], jax.Array] = lambda _, state: checksums(state),
     ) -> Restored | None:
-        """Read a checkpoint onto the shardings of ``abstract_state``, which may be those of another mesh.
+        """Read a checkpoint onto the shardings of ``abstract_state``. The mesh may differ from the saved run's mesh.
 
         Args:
-            abstract_state: pytrees of ``ShapeDtypeStruct`` with shardings, by part. The checkpoint need not have the
-                parts of ``PASSING`` and of ``MEMORY``: the result has None for a part that it lacks.
+            abstract_state: pytrees of ``ShapeDtypeStruct`` with shardings, by part. A checkpoint may lack the parts of
+                ``PASSING`` and of ``MEMORY``; the result has None for a missing part.
             config: the config of the run that resumes.
-            allow_config_changes: accept settings that differ, as long as the arrays fit.
-            iteration: which; None = the latest that is whole.
+            allow_config_changes: accept different settings if the arrays fit.
+            iteration: iteration to read; None = the latest undamaged checkpoint.
             checksums: as for ``save``.
 
         Returns:
-            None when no checkpoint was ever finished.
+            The contents of the checkpoint, or None if there is no finished checkpoint.
 
         Raises:
-            ConfigError: no such iteration, none that is whole, settings differ, or arrays do not fit.
+            ConfigError: there is no checkpoint of ``iteration``, all are damaged, settings differ or arrays do not fit.
         """
         self.wait()
 
@@ -191,7 +201,10 @@ class Checkpointer:
         return restored
 
     def is_due(self, iteration: int, pass_rate: float | None = None) -> bool:
-        """Whether iterations or minutes between two have passed, or it is one of the best; the first host says."""
+        """Return whether to save now: enough iterations or minutes have passed, or the pass rate is among the best.
+
+        The first host decides on the time and on the pass rate for all hosts.
+        """
         every, rates = self._config.every_iterations, self._pass_rates | {iteration: pass_rate}
         steps = {step for step in self._manager.all_steps() if step < iteration} | {iteration}
         is_best = iteration in stored.best_of(steps, rates, self._config.keep_best)
@@ -206,21 +219,21 @@ class Checkpointer:
         *,
         allow_changes: bool,
     ) -> None:
-        """Refuse to resume what does not fit; reads no array, so it may come before anything is compiled.
+        """Check that the run can resume from the latest checkpoint. No array is read, so call this before compiling.
 
         Args:
             abstract_state: as for ``restore``.
-            check: raises where the host's state, as given to ``save``, does not fit.
+            check: receives the host state that was passed to ``save``, and raises an error if this state does not fit.
 
         Raises:
-            ConfigError: settings differ from those of the latest checkpoint, its arrays do not fit, or none is whole.
+            ConfigError: settings differ from the latest checkpoint, its arrays do not fit, or all are damaged.
         """
         read = lambda path: stored.read_fitting(path, abstract_state, config, allow_changes)[0]
         stored.read_whole(self.directory, None, read, check, say=False)
 
     def check(self) -> dict[str, float]:
-        """Raise what has gone wrong in the background by now; metrics of the checkpoint that has become whole."""
-        if not self._is_new or self._manager.is_saving_in_progress():  # nothing to list a bucket for
+        """Return metrics of the last checkpoint once, after its write has ended. Raise the error of a failed write."""
+        if not self._is_new or self._manager.is_saving_in_progress():  # do not list the bucket without need
             return {}
         self.wait()
         self._is_new = False
@@ -231,60 +244,61 @@ class Checkpointer:
         return {"time/checkpoint_s": seconds}
 
     def last_write(self) -> str:
-        """What to say of how long the newest checkpoint took to write, checksums apart; "" where that is not known."""
+        """Return text on the write time of the newest checkpoint, without its checksums; "" if the time is unknown."""
         if (seconds := self._last_write_s()) is None:
             return ""
         fits = "within" if seconds <= (grace := self._config.grace_s) else "too long for a preemption:"
         return f"; the last was written in {seconds:.1f} s, {fits} checkpoint.grace_s={grace:g}"
 
     def _last_write_s(self) -> float | None:
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, hosts.MachineError):  # a figure alone
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, hosts.MachineError):  # no need to fail
             file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # orbax's
             said = json.loads(file.read_bytes())
             return (said["commit_timestamp_nsecs"] - said["init_timestamp_nsecs"]) / 1e9
         return None
 
     def wait(self) -> None:
-        """Return when nothing is being written; raises what went wrong in the background."""
+        """Wait until no checkpoint is being written. Raise the error of a failed write."""
         self._manager.wait_until_finished()
         if hosts.is_first():
             _tidy(self.directory)
 
     def close(self) -> None:
-        """``wait``, then end the threads."""
+        """Wait for the write in progress, then end the threads of orbax."""
         self.wait()
         self._manager.close()
 
     def best(self) -> str:
-        """What to say of the best checkpoint; "" where none is kept for its pass rate."""
+        """Return text that names the best checkpoint and its pass rate; "" if none is kept for its pass rate."""
         found = stored.best_of(stored.steps_in(self.directory), self._pass_rates, self._config.keep_best)[:1]
         return "".join(f"; the best is {self.directory / str(x)}, pass rate {self._pass_rates[x]:.3f}" for x in found)
 
     def latest_iteration(self) -> int | None:
-        """Iteration of the newest finished checkpoint, None when there is none."""
+        """Return the iteration of the newest finished checkpoint, or None if there is none."""
         return max(stored.steps_in(self.directory), default=None)
 
 
 def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
-    logging.set_verbosity(logging.FATAL)  # orbax tells every step of its work, and what it raises as well
-    # One replica writes each array whole: splitting the work over replicas compiles a slice per shape, on the devices.
+    logging.set_verbosity(logging.FATAL)  # orbax logs every step of its work, and every error that it also raises
+    # One replica writes each array whole. Splitting the write over replicas would compile a slice program per shape.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     kinds = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     registry = ocp.type_handlers.create_type_handler_registry(*kinds)
     state = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
     handlers = {"state": state, "host": ocp.JsonCheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
-    # Of orbax alone a host whose write fails is not heard of before the others have waited for 20 minutes.
+    # With orbax's own barrier, the other hosts would wait for 20 minutes for a host whose write failed.
     waits = ocp.AsyncOptions(barrier_sync_fn=hosts.meet)
-    # Temporary directories are what a killed run left half-written.
+    # A temporary directory is an unfinished checkpoint of a run that was killed.
     options = ocp.CheckpointManagerOptions(preservation_policy=kept, cleanup_tmp_directories=True, async_options=waits)
     manager = ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
-    # It would ask jax by the iteration: the stop that hosts agree on between two checks would never be reached.
+    # orbax would ask jax with the number of the iteration. Hosts agree on the number of a check instead (``stop``), and
+    # a stop between two checks would never be reached.
     manager.reached_preemption = lambda step: False
     return manager
 
 
 def _tidy(directory: pathlib.Path) -> None:
-    """What was set aside comes back where what was to replace it is not whole."""
+    """Restore each checkpoint that was set aside if its replacement is unfinished. Otherwise remove it."""
     for aside in [path for path in (directory.iterdir() if directory.is_dir() else ()) if path.name.startswith(ASIDE)]:
         whole = directory / aside.name.removeprefix(ASIDE)
         if bucket.is_whole(aside) and not bucket.is_whole(whole):
@@ -294,21 +308,26 @@ def _tidy(directory: pathlib.Path) -> None:
 
 
 def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> list[int]:
-    """Checksums of all leaves in the order of ``stored.by_name``, part by part."""
+    """Return the checksums of all leaves in the order of ``stored.by_name``."""
     parts = [jax.device_get(checksums(part, state[part])) for part in sorted(state) if jax.tree.leaves(state[part])]
     return np.concatenate(parts).tolist()
 
 
 @contextlib.contextmanager
 def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
-    """Make the folder and hold it for one run while entered, or until the process ends, however it ends.
+    """Create the workdir and lock it for this run until the context is left or the process ends.
 
-    The first of several hosts does, and the others look whether it is the same folder. Where the checkpoints are in a
-    bucket they may have others, and the folder of the bucket is held too.
+    The first host locks the workdir, and the other hosts check that they share it. If the checkpoints are in a bucket,
+    the first host also locks the folder in the bucket, and the other hosts may have other workdirs.
+
+    Args:
+        of_bucket: the setting ``checkpoint.bucket``; "" = the checkpoints are in the workdir.
 
     Raises:
-        ConfigError: no file can be written there, or another run of this machine holds it.
-        MachineError: the disk fails or is full, a run of another machine holds it, or a host does not see it.
+        ConfigError: no file can be written there, the path has a forbidden character, or another run on this machine
+            holds the workdir or another run holds the folder.
+        MachineError: the disk fails or is full, the bucket does not answer, a run on another machine holds the workdir,
+            or a host does not share it.
     """
     if not hosts.is_first():
         if not of_bucket:
@@ -316,7 +335,7 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
         yield
         return
     where, path = str(workdir.resolve()), workdir / "lock"
-    if "[" in where or not where.isprintable():  # orbax would take the one for a pattern, tensorstore wants UTF-8
+    if "[" in where or not where.isprintable():  # orbax reads '[' as a pattern; tensorstore requires UTF-8
         raise ConfigError(f"--workdir={where!r} must be without '[' and characters that cannot be printed")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
