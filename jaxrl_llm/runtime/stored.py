@@ -1,7 +1,7 @@
-"""What lies in the folder of checkpoints, read and compared: which are whole or best, whether a run may go on from one.
+"""Functions that read stored checkpoints, find the undamaged and the best ones and check that a run can resume.
 
-Owns: how a checkpoint is read, what damage is, which settings may differ on resume. Does not know: how one is written
-(``runtime.checkpoint``), what its arrays mean.
+Owns: how a checkpoint is read, what counts as damage, which settings may differ on resume. Does not know: how a
+checkpoint is written (``runtime.checkpoint``), what its arrays mean.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jaxrl_llm.config import DATE, Config, ConfigError, from_json, recorded, to_
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.nested import differences
 
-# Settings (or groups) that a resumed run may change freely: they say how long the run is, what it writes down, with
-# how many hands and where arrays lie, and no parameter, ring byte or sampled token depends on them.
+# Settings (or groups of settings) that a resumed run may change freely. They set the length of the run, its output, the
+# number of workers and the placement of arrays. No parameter, byte of the ring or sampled token depends on them.
 FREE_SETTINGS = (
     "num_iterations",
     "compilation_cache",
@@ -40,25 +40,28 @@ FREE_SETTINGS = (
     "optimizer.offload",
 )
 
-# What the rows of arrays mean that fit all the same: which ones share a prompt, how they lie, where a prompt ends.
+# Settings that a resumed run must not change even if the arrays fit. They define the meaning of rows: which rows share
+# a prompt, how rows are arranged, where a prompt ends.
 FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction", "prompts.max_tokens")
 
-# And of scores of earlier rounds, in the checkpoint of a run that was stopped in a later one: whose they are.
+# More such settings for the checkpoint of a run that was stopped in a later round of an iteration. The checkpoint has
+# scores of earlier rounds, and these settings define where the scores come from.
 OF_ROUNDS = ("rewards.functions", "environments.factory", "environments.max_turns")
 
-# Arrays whose first axes are the ring's shards and the sampler's.
+# Names of arrays whose first axis is the number of shards of the ring and of the sampler.
 RING_ROWS, SAMPLER_ROWS = "ring/uses", "sampler/length"
-# One that a ring in pages alone has.
+# Name of an array that exists only if the ring is stored in pages.
 RING_PAGES = "ring/pages/first"
 
-# Parts of a state that are in the checkpoint of a run that was stopped inside a generation, and else need not be.
+# Parts of a state that only the checkpoint of a run that was stopped inside a generation must have.
 PASSING = ("sampler", "rounds")
 
-# The name of a part with an array that a method remembers is this and the method's name. A checkpoint of an earlier
-# version, or of a run with another method, does not have it.
+# Prefix of the name of a part that holds the memory of a method; the name of the method follows. The checkpoint of an
+# earlier version, or of a run with another method, does not have this part.
 MEMORY = "memory_"
 
-# Errors that tell what is there, not that it could not be read; and what tensorstore's begin with that do the latter.
+# MISSING and DAMAGE are errors that describe the content of the disk: it is absent or wrong. UNREAD lists how the
+# messages of tensorstore begin if the content could not be read.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 DAMAGE = (*MISSING, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
 UNREAD = ("ABORTED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
@@ -66,17 +69,17 @@ UNREAD += ("UNAVAILABLE", "UNKNOWN")
 
 
 class DamagedError(Exception):
-    """A part of a checkpoint is not what was saved."""
+    """Error for a part of a checkpoint that differs from the data that was saved."""
 
 
 @contextlib.contextmanager
 def _asking(what: str) -> Iterator[None]:
-    """While entered, that a disk, a network or a bucket gives no answer is a ``MachineError``: it is no damage."""
+    """Raise a ``MachineError`` if a disk, a network or a bucket does not answer. Such a failure is not damage."""
     try:
         yield
     except Exception as error:
         is_unread = isinstance(error, ValueError) and str(error).startswith(UNREAD)
-        is_bucket = type(error).__module__.startswith(("aiohttp.", "gcsfs."))  # theirs have no class in common
+        is_bucket = type(error).__module__.startswith(("aiohttp.", "gcsfs."))  # their errors have no common class
         if is_unread or is_bucket or (isinstance(error, OSError) and not isinstance(error, MISSING)):
             said = f"{type(error).__name__}: {str(error).split(' [')[0]}".removesuffix(": ")
             raise hosts.MachineError(f"{what} cannot be read now: {said}; it may be whole: try again") from error
@@ -89,19 +92,19 @@ def _reading(path: pathlib.Path, part: str) -> Iterator[None]:
         with _asking(f"{part} of checkpoint {path}"):
             yield
     except DAMAGE as error:
-        said = str(error).split(" [")[0]  # tensorstore adds places in its source
+        said = str(error).split(" [")[0]  # tensorstore adds locations in its source code
         raise DamagedError(f"{part}: {said}") from error
 
 
 def step_of(name: str) -> int | None:
     """Return the iteration that a checkpoint folder is named after, or None for a folder of another name."""
-    is_number = name.isascii() and name.isdigit()  # "²" is a digit to Python, and no number
+    is_number = name.isascii() and name.isdigit()  # for "²", ``isdigit`` is True and ``int`` fails
     return int(name) if is_number and len(name) < 20 else None
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
     """Return the iterations whose checkpoints are finished, the newest first."""
-    # Not ``is_dir``, which says no of a bucket that does not answer: the run would begin anew.
+    # ``is_dir`` would return False for a bucket that does not answer, and the run would begin anew.
     with contextlib.suppress(*MISSING), _asking(f"the list of checkpoints in {directory}"):
         whole = (step_of(x.name) for x in directory.iterdir() if step_of(x.name) is not None and bucket.is_whole(x))
         return sorted(whole, reverse=True)
@@ -117,15 +120,26 @@ def read_whole(
     say: bool = True,
     is_alone: bool = False,
 ) -> Any:
-    """``check(read(path))`` of the checkpoint of an iteration; None = of the newest that is whole. None: there is none.
+    """Return ``check(read(path))`` for the path of a checkpoint.
 
-    All hosts take the same one: what one of them finds damaged is so for all. Programs on devices are for ``check``,
-    which comes when every host has read its part: else hosts would run them for other checkpoints than others do.
-    With ``is_alone`` a host asks no other, for what it reads of a checkpoint's text.
+    If the newest checkpoint is damaged, the next older checkpoint is tried, and so on. All hosts use the same
+    checkpoint: if one host finds damage, all hosts skip that checkpoint.
+
+    Args:
+        root: folder of the checkpoints.
+        iteration: iteration of the checkpoint; None = the newest undamaged checkpoint.
+        read: reads this host's part. It must not run programs on devices, because hosts could then run these programs
+            for different checkpoints.
+        check: receives the result of ``read`` after every host has read its part. It may run programs on devices.
+        say: print a warning for a damaged checkpoint that is skipped.
+        is_alone: read without asking the other hosts.
+
+    Returns:
+        The result of ``check``, or None if there is no finished checkpoint.
 
     Raises:
-        ConfigError: no such iteration, or none is whole.
-        MachineError: one that may be whole cannot be read now.
+        ConfigError: there is no checkpoint of ``iteration``, or all are damaged.
+        MachineError: a checkpoint cannot be read now and may be undamaged.
     """
     exchange = (lambda own: [own]) if is_alone else hosts.exchange
     steps = exchange(steps_in(root))[0]
@@ -133,7 +147,7 @@ def read_whole(
         raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
     damaged = None
     for step in steps if iteration is None else [iteration]:
-        found = path = root / str(step)  # and no array of the one before
+        found = path = root / str(step)  # also frees the arrays of the checkpoint tried before
         for stage in (read, check):
             said = None
             try:
@@ -156,7 +170,7 @@ def digest(host: Any, text: dict[str, Any]) -> str:
 
 
 def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
-    """What ``save`` put into host/ and config/."""
+    """Return the JSON objects that ``Checkpointer.save`` wrote into host/ and config/. Check their digest."""
     with _reading(path, "host/ or config/"):
         host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
         if text.pop("digest") != digest(host, text):
@@ -165,7 +179,7 @@ def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
 
 
 def by_name(tree: Any) -> dict[str, Any]:
-    """``{"train/step": leaf}`` in the order of ``jax.tree.leaves``: None and empty subtrees leave no entry."""
+    """Return ``{"train/step": leaf}`` in the order of ``jax.tree.leaves``. None and empty subtrees have no entry."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
     assert len(named) == len(leaves), "two leaves of the state share a name"
@@ -175,11 +189,14 @@ def by_name(tree: Any) -> dict[str, Any]:
 def read_fitting(
     path: pathlib.Path, abstract_state: dict[str, Any], config: Config, allow_changes: bool
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """What ``read_text`` gives, and the parts of the abstract state that are there; ConfigError where it does not fit.
+    """Return the result of ``read_text`` and the parts of the abstract state that the checkpoint contains.
 
     Args:
-        abstract_state: by part; the checkpoint need not have the parts of ``PASSING`` and of ``MEMORY``. Parts of
-            ``MEMORY`` that are in the checkpoint alone are not read.
+        abstract_state: abstract arrays by part. The checkpoint may lack the parts of ``PASSING`` and of ``MEMORY``.
+            A part of ``MEMORY`` that only the checkpoint has is ignored.
+
+    Raises:
+        ConfigError: settings or arrays do not fit.
     """
     host, text = read_text(path)
     check_settings(host, text, config, path, allow_changes)
@@ -197,7 +214,7 @@ def read_fitting(
     check_arrays(saved, arrays := by_name(wanted), path, same_dtype=True)
     if config.rollout.max_lag_iterations and SAMPLER_ROWS in arrays:
         before, now = text["arrays"][SAMPLER_ROWS][1][0], arrays[SAMPLER_ROWS].shape[0]
-        if before % now:  # prompts that are due together may lie in one shard, which could not hand them out in time
+        if before % now:  # prompts due at the same time may be in one shard, which could not return them in time
             raise ConfigError(
                 f"rollouts in flight on {before} data-parallel devices with rollout.max_lag_iterations="
                 f"{config.rollout.max_lag_iterations}: go on on as many, or on a divisor of them, not on {now}"
@@ -206,7 +223,10 @@ def read_fitting(
 
 
 def pass_rates(directory: pathlib.Path) -> dict[int, float | None]:
-    """Of finished checkpoints by iteration, None where none was measured; nothing of what is damaged."""
+    """Return the pass rate of each finished checkpoint by iteration, None if it was not measured.
+
+    A checkpoint whose text is damaged has no entry.
+    """
     rates = {}
     for step in steps_in(directory):
         with contextlib.suppress(DamagedError):
@@ -215,13 +235,17 @@ def pass_rates(directory: pathlib.Path) -> dict[int, float | None]:
 
 
 def best_of(steps: Iterable[int], rates: dict[int, float | None], count: int) -> list[int]:
-    """At most ``count`` of these iterations, those whose pass rates are highest; the earlier of equal ones first."""
+    """Return at most ``count`` iterations with the highest pass rates, best first. The earlier wins a tie."""
     rated = sorted(step for step in steps if rates.get(step) is not None)
     return sorted(rated, key=rates.get, reverse=True)[:count]
 
 
 def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
-    """The config that ``read_text`` has read; ConfigError where this version has no such settings."""
+    """Return the config from the text that ``read_text`` returned.
+
+    Raises:
+        ConfigError: this version does not have these settings.
+    """
     try:
         return recorded(text["config"])
     except ConfigError as error:
@@ -230,7 +254,11 @@ def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
 
 
 def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Arrays by name: where ``wanted`` gives a ``ShapeDtypeStruct``, on its sharding; where None, numpy."""
+    """Return the wanted arrays by name.
+
+    If ``wanted`` has a ``ShapeDtypeStruct`` for a name, the array is placed on its sharding. If it has None, the result
+    is a numpy array.
+    """
     base = bucket.store(path / "state")
 
     def read(name: str) -> Any:
@@ -249,7 +277,11 @@ def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dealt(stored: Any, leaf: jax.ShapeDtypeStruct) -> Callable[[tuple[slice, ...]], Any]:
-    """Reads parts of an array by shard [M, E, ...] as of other shards, in the same order; of sums [M] their sum."""
+    """Return a function that reads a part of a sharded array for another number of shards.
+
+    An array [M, E, ...] has M shards of E rows, and the rows keep their order. An array [M] has one sum per shard: the
+    total becomes the sum of the first shard, and the other sums become 0.
+    """
     if stored.ndim == 1:
         sums = np.zeros(leaf.shape, leaf.dtype)
         sums[0] = stored.read().result().sum()
@@ -266,9 +298,9 @@ def _dealt(stored: Any, leaf: jax.ShapeDtypeStruct) -> Callable[[tuple[slice, ..
 
 
 def compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> None:
-    """Raise a ``DamagedError`` where the arrays do not have the checksums they were saved with.
+    """Raise a ``DamagedError`` if an array does not have the checksum that was saved with it.
 
-    Of those that are of another size, sums by shard, there is nothing to compare.
+    An array whose size has changed is not compared: it has one sum per shard, and the number of shards differs.
     """
     now = zip(arrays, sums, strict=True)
     same_size = lambda name: math.prod(saved[name][1]) == arrays[name].size
@@ -278,13 +310,13 @@ def compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> N
 
 
 def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """``{setting: (saved, now)}`` of the settings that differ and may not where a run is resumed."""
+    """Return ``{setting: (saved, new)}`` of the settings that differ and that a resumed run may not change freely."""
     free = FREE_SETTINGS
     if config.optimizer.schedule != "constant":
         free = tuple(name for name in free if name != "num_iterations")  # a decay ends at the last iteration
-    # Through JSON as the saved one went: a tuple in a dictionary of arguments comes back as a list.
+    # The saved config went through JSON, which turns a tuple in a dictionary of arguments into a list. Do so here too.
     config = from_json(to_json(config))
-    if (day := saved.prompts.chat_template_kwargs.get(DATE)) is not None:  # which a run gives itself
+    if (day := saved.prompts.chat_template_kwargs.get(DATE)) is not None:  # a run sets its date itself
         told = {DATE: day, **config.prompts.chat_template_kwargs}
         config = dataclasses.replace(config, prompts=dataclasses.replace(config.prompts, chat_template_kwargs=told))
     return {
@@ -295,29 +327,36 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
 
 
 def changed_files(saved: dict[str, str], config: Config) -> dict[str, tuple[str, str]]:
-    """As ``changed_settings`` of the files of functions, by the digests that a run has saved of them, if any."""
+    """Return ``{"the file of SPEC": (saved, new)}`` with the digests of the function files that have changed.
+
+    A file without a saved digest, or without a digest in ``config``, counts as unchanged.
+    """
     pairs = {spec: (old, config.files.get(spec, old)) for spec, old in saved.items()}
     return {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
 
 
 def listed(changed: dict[str, tuple[Any, Any]]) -> str:
-    """The changes that ``changed_settings`` has found, to read."""
+    """Format the changes from ``changed_settings`` for an error message."""
     return "; ".join(f"{name} {old!r} -> {new!r}" for name, (old, new) in changed.items())
 
 
 def check_settings(
     host: dict[str, Any], text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool
 ) -> None:
-    """``ConfigError`` where settings or files of functions differ; where that is allowed, some that never may.
+    """Check that the settings and the files of functions equal those of the checkpoint.
 
     Args:
-        host, text: what ``read_text`` gives.
-        config: the settings now.
+        host, text: the result of ``read_text``.
+        config: the settings of the run that resumes.
+        allow_changes: accept changes, except of settings that a resumed run must never change.
+
+    Raises:
+        ConfigError: a setting or a file differs.
     """
     saved = config_of(text, path)
     fixed = {*FIXED_SETTINGS, *(OF_ROUNDS if host.get("rounds") else ())}
     if RING_PAGES in text["arrays"] and config.sampling.max_completion_tokens < saved.sampling.max_completion_tokens:
-        fixed.add("sampling.max_completion_tokens")  # pages fit rows of any width, and longer ones would be cut
+        fixed.add("sampling.max_completion_tokens")  # pages fit rows of any length: a longer row would be cut
     changed = changed_settings(saved, config) | changed_files(text.get("files", {}), config)
     changed = {name: pair for name, pair in changed.items() if name in fixed or not allow_changes}
     if changed:
@@ -329,7 +368,11 @@ def check_settings(
 
 
 def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
-    """``ConfigError`` where arrays do not fit; those of the sampler, by shard, may be of other shards (``_dealt``)."""
+    """Check that the saved arrays have the wanted names and shapes. The sampler's arrays may have other shards.
+
+    Raises:
+        ConfigError: an array is missing, not expected, or has another shape; or another dtype, with ``same_dtype``.
+    """
 
     def fits(name: str, old: list[int], new: list[int]) -> bool:
         same_rows = len(new) == 1 or (math.prod(old[:2]) == math.prod(new[:2]) and old[2:] == new[2:])
