@@ -1,14 +1,17 @@
 """Folders of checkpoints, on a disk or in a bucket of Google Cloud Storage (``gs://BUCKET/FOLDER``, extra ``gcs``).
 
-On a disk a checkpoint is renamed when it is whole. A bucket has no folders to rename: there orbax writes a marker when
-all else is written, and what is moved is copied, the marker last, and then removed, the marker first.
+On a disk a checkpoint folder gets its name when it is complete. A bucket has no folders to rename, so orbax writes a
+marker object last. To move a checkpoint in a bucket, its objects are copied, the marker last. Then the old objects are
+removed, the marker first.
 
-One run at a time has a folder: of a bucket an object in it says which, of a disk a file that is locked, and a sign of
-life goes there every few seconds. What gets none any more was left by a process that was killed, or on a disk, whose
-server may keep its lock for ever, by a machine that is gone: the next run takes it over.
+Only one run at a time holds a folder. In a bucket an object names the holder; on a disk the holder locks a file. The
+holder writes a heartbeat there every few seconds. If the heartbeat stops, the next run takes the folder over:
 
-Owns: what is whole, how a file becomes so, how it is moved and removed, who may write it, where tensorstore finds it.
-Does not know: what is in it.
+    bucket   the holder's process was killed
+    disk     the holder's machine is gone; the server of a network disk may keep the lock of that machine forever
+
+Owns: when a checkpoint or a file is complete, how it is moved and removed, which run may write, the address of a folder
+for tensorstore. Does not know: what a folder contains.
 """
 
 from __future__ import annotations
@@ -32,20 +35,20 @@ from typing import IO, Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime.hosts import MachineError
 
-PREFIX, MARKER = "gs://", "commit_success.txt"  # orbax's
+PREFIX, MARKER = "gs://", "commit_success.txt"  # both are defined by orbax
 WRITER = "writer.txt"
-# A folder's holder writes so often, and lets one go that nobody has written to for so long.
+# Seconds between heartbeats of a holder, and seconds without a heartbeat after which a folder in a bucket is free.
 BEAT_S, STALE_S = 10.0, 45.0
-# Of a disk a network's: its server may be away for a minute, and hosts know for as long what is there no more. A run on
-# another machine is waited for that is being stopped, or has died with it.
+# STALE_LOCK_S is the same time for a network disk: its server may not answer for a minute, and hosts may see old file
+# attributes for as long. WAIT_S limits the wait for a run on another machine that is being stopped or has died.
 STALE_LOCK_S, WAIT_S = 100.0, 120.0
 
 
 def place(where: str | os.PathLike) -> Any:
-    """The path of a folder; in a bucket, one that has the methods of ``pathlib``'s.
+    """Return the path of a folder. The path of a folder in a bucket has the methods of ``pathlib.Path``.
 
     Raises:
-        ConfigError: no such name of a bucket and a folder, or the packages for it are missing.
+        ConfigError: the text is not a valid name of a bucket and a folder, or the packages for buckets are missing.
     """
     text = os.fspath(where)
     if not is_bucket(text):
@@ -57,8 +60,8 @@ def place(where: str | os.PathLike) -> Any:
     import fsspec.config  # comes with gcsfs
     from etils import epath
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it tells of every try what it raises after the last
-    # A host must see what another has written: not the names that it found there before.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs every failed attempt and raises the last error
+    # A host must see objects that another host has written, so gcsfs must not cache its list of names.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(text.rstrip("/"))
 
@@ -66,7 +69,7 @@ def place(where: str | os.PathLike) -> Any:
 def _is_installed(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the package that it is in
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
@@ -79,11 +82,11 @@ def absolute(path: Any) -> Any:
 
 
 def check(workdir: pathlib.Path, setting: str) -> None:
-    """Refuse a run whose checkpoints would lie elsewhere than they do, or which has ended and has none any more.
+    """Check that a run may use this workdir with this setting of ``checkpoint.bucket``.
 
     Raises:
-        ConfigError: the setting names no bucket, the run of the workdir has its checkpoints elsewhere, or to begin it
-            anew would take its metrics.
+        ConfigError: the setting does not name a bucket; the run in the workdir has its checkpoints in another place; or
+            the run in the workdir has ended and has no checkpoint, so a new run would overwrite its metrics.
     """
     if setting and not is_bucket(setting):
         raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
@@ -97,7 +100,7 @@ def check(workdir: pathlib.Path, setting: str) -> None:
         )
     root, rows = place(setting or workdir / "checkpoints"), workdir / "metrics.jsonl"
     has_report = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
-    is_empty = not (root.is_dir() and any(path.name != WRITER for path in root.iterdir()))  # but for this run's sign
+    is_empty = not (root.is_dir() and any(path.name != WRITER for path in root.iterdir()))  # ignore the holder's object
     if has_report and is_empty and not _is_cut(workdir):
         raise ConfigError(
             f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: it would begin anew and "
@@ -106,7 +109,7 @@ def check(workdir: pathlib.Path, setting: str) -> None:
 
 
 def _is_cut(workdir: pathlib.Path) -> bool:
-    """Whether metrics are known to end before the last iteration: a report may be made of a living run."""
+    """Return whether the metrics end before the last iteration. A run that has not ended may have a report too."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         planned = json.loads((workdir / "config.json").read_text())["num_iterations"]
         return json.loads((workdir / "metrics.jsonl").read_bytes().splitlines()[-1])["iteration"] < planned
@@ -115,13 +118,14 @@ def _is_cut(workdir: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def held(setting: str, who: str) -> Iterator[None]:
-    """While entered no other run may have this folder of a bucket ("" = there is none): before a checkpoint is lost.
+    """Hold a folder in a bucket for this run while entered, so that no other run overwrites its checkpoints.
 
     Args:
-        who: words like those of no other process.
+        setting: ``gs://BUCKET/FOLDER``; for any other text there is nothing to hold.
+        who: text that identifies this process; no other process may use the same text.
 
     Raises:
-        ConfigError: it is in no bucket, this machine may not write there, or another run has it.
+        ConfigError: the name is not valid, this machine may not write there, or another run holds the folder.
         MachineError: the bucket does not answer.
     """
     if not is_bucket(setting):
@@ -136,12 +140,12 @@ def held(setting: str, who: str) -> Iterator[None]:
         writer.take(f"checkpoint.bucket={setting!r}")
     except ConfigError:
         raise
-    except Exception as error:  # those of the network have no class in common
+    except Exception as error:  # network errors have no common class
         from google.api_core.exceptions import ClientError
         from google.auth.exceptions import DefaultCredentialsError
 
         is_refused = isinstance(error, ClientError | DefaultCredentialsError)
-        passes = not is_refused or getattr(error, "code", None) in (408, 429)  # too slow, too many
+        passes = not is_refused or getattr(error, "code", None) in (408, 429)  # timeout, too many requests
         said = f"checkpoint.bucket={setting!r} cannot be written: {type(error).__name__}: {error}"
         raise (MachineError if passes else ConfigError)(said) from error
     ended = threading.Event()
@@ -150,19 +154,27 @@ def held(setting: str, who: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        with contextlib.suppress(Exception):  # it is let go by itself
+        with contextlib.suppress(Exception):  # without a heartbeat the folder becomes free anyway
             writer.release()
 
 
 class _Writer:
-    """The object that says who has a folder; each write is of the generation that it replaces, or is refused."""
+    """Object in a bucket that names the holder of a folder.
+
+    Each write names the generation (version) of the object that it replaces. The bucket rejects the write if another
+    process has replaced that generation.
+    """
 
     def __init__(self, bucket: Any, name: str, who: str):
         self._bucket, self._name, self._who = bucket, name, who
-        self._generation, self._writing = 0, threading.Lock()  # 0 = there is none
+        self._generation, self._writing = 0, threading.Lock()  # 0 = the object does not exist
 
     def take(self, what: str) -> None:
-        """Write it when there is none, or none that is alive; else ``ConfigError`` about ``what``."""
+        """Write the object as soon as it does not exist or its holder has sent no heartbeat for ``STALE_S`` seconds.
+
+        Raises:
+            ConfigError: the holder is alive. The message begins with ``what``.
+        """
         before, since = 0, time.monotonic()
         while True:
             self._generation, text = self._read()
@@ -179,9 +191,12 @@ class _Writer:
             time.sleep(1)
 
     def keep(self, ended: threading.Event) -> None:
-        """Write it again until ``ended``; end this process if another has it, which takes what was silent for dead."""
+        """Write a heartbeat every few seconds until ``ended`` is set.
+
+        End this process if another process has taken the folder over, because this one sent no heartbeat for too long.
+        """
         while not ended.wait(BEAT_S):
-            with contextlib.suppress(Exception), self._writing:  # of the network: again at the next beat
+            with contextlib.suppress(Exception), self._writing:  # network error: try again at the next heartbeat
                 if ended.is_set() or self._write():
                     continue
                 self._generation, text = self._read()
@@ -196,12 +211,12 @@ class _Writer:
         from google.api_core.exceptions import NotFound
 
         while (blob := self._bucket.get_blob(self._name, timeout=BEAT_S)) is not None:
-            with contextlib.suppress(NotFound):  # let go, or written again, since it was looked up
+            with contextlib.suppress(NotFound):  # removed or replaced since the lookup
                 return blob.generation, blob.download_as_text(timeout=BEAT_S)
         return 0, ""
 
     def _write(self) -> bool:
-        """Whether nobody else has written it since."""
+        """Write the object, and return False if another process has written or removed it in the meantime."""
         from google.api_core.exceptions import NotFound, PreconditionFailed
 
         blob = self._bucket.blob(self._name)
@@ -214,25 +229,29 @@ class _Writer:
 
 
 def machine() -> str:
-    """A name that no other machine has, nor this one when it has started anew."""
+    """Return a name of this machine that is unique and changes when the machine restarts.
+
+    On systems other than Linux this is the host name, which does not change.
+    """
     with contextlib.suppress(OSError):  # Linux
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def wait_for(path: pathlib.Path, what: str) -> IO[str]:
-    """The file that locks a folder of a disk, locked, when who has it lets it go or gives no sign of life.
+    """Wait until the holder of a folder on disk releases it or sends no heartbeat. Return the locked lock file.
 
     Raises:
-        ConfigError: a run of this machine has it, about ``what``: a lock whose machine lives is let go at once.
-        MachineError: a run of another machine does, and goes on.
+        ConfigError: a run on this machine holds the folder. The system would release the lock of a dead process at
+            once, so that run is alive. The message begins with ``what``.
+        MachineError: a run on another machine still holds the folder after ``WAIT_S`` seconds.
     """
     started, beat, since = time.monotonic(), 0, 0.0
     while True:
-        lock = open(path, "a+")  # noqa: SIM115, anew, for a network to tell what is there
+        lock = open(path, "a+")  # noqa: SIM115, reopened each time: a network disk then shows its current content
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # nobody has put another in its place
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # the file was not replaced
                 return lock
             lock.close()
             continue
@@ -241,7 +260,7 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
             (who, _, where), seen = lock.read().partition("\n"), os.fstat(lock.fileno()).st_mtime_ns
             lock.close()
         now = time.monotonic()
-        if where in ("", machine()):  # "": of a version without signs of life
+        if where in ("", machine()):  # "": a version without heartbeats wrote it
             raise ConfigError(f"{what} is in use by {who}")
         if now - started > WAIT_S:
             raise MachineError(f"{what} is still in use by {who}")
@@ -261,12 +280,17 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
 
 @contextlib.contextmanager
 def alive(path: pathlib.Path, text: str) -> Iterator[None]:
-    """While entered others see by a locked file, which has this ``text``, that this process lives; another ends it."""
+    """Write a heartbeat to the lock file while entered. End this process if another run has taken the folder over.
+
+    Args:
+        path: the lock file; a heartbeat updates its modification time.
+        text: the content of the lock file while this process holds the folder.
+    """
     ended = threading.Event()
 
     def keep() -> None:
         while not ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # of the network: again at the next beat
+            with contextlib.suppress(OSError):  # network error: try again at the next heartbeat
                 if (found := path.read_text()) == text:
                     os.utime(path)
                 elif found and not ended.is_set():
@@ -280,29 +304,29 @@ def alive(path: pathlib.Path, text: str) -> Iterator[None]:
 
 
 def _end(what: str, who: str) -> None:
-    """End this process, which was silent for so long that it was taken for dead."""
+    """End this process, because another run treated it as dead and took its folder over."""
     sys.stderr.write(f"error: {what} was taken over by {' '.join(who.split())}\n")
     sys.stderr.flush()
     os._exit(1)
 
 
 def is_whole(path: Any) -> bool:
-    """Whether there is a checkpoint there, all of it."""
+    """Return whether the path is a complete checkpoint."""
     return (path / MARKER).exists() if is_bucket(path) else path.is_dir()
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """A file of a disk: it has all of the text, or what it had."""
+    """Write a text file on disk atomically: afterwards the file has the whole text, or still its old content."""
     unfinished = path.with_name(path.name + ".tmp")
     with open(unfinished, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())  # or a power cut may leave its name and nothing in it
+        os.fsync(file.fileno())  # without fsync a power cut may leave an empty file of this name
     os.replace(unfinished, path)
 
 
 def remove(path: Any) -> None:
-    """A folder, if it is there."""
+    """Remove a folder if it exists."""
     if not is_bucket(path):
         return shutil.rmtree(path, ignore_errors=True)
     (path / MARKER).unlink(missing_ok=True)
@@ -324,7 +348,7 @@ def move(path: Any, to: Any) -> None:
 
 
 def store(path: Any) -> dict[str, str]:
-    """What tensorstore calls a folder."""
+    """Return the description of a folder that tensorstore expects as the base of a key-value store."""
     text = os.fspath(path)
     if not is_bucket(text):
         return {"driver": "file", "path": text}

@@ -1,6 +1,6 @@
-"""Weights of a checkpoint alone, for evaluation and export.
+"""Functions that read only the weights of a checkpoint, for evaluation and export.
 
-Owns: which checkpoint a folder means. Does not know: what else is in it (``checkpoint``).
+Owns: which checkpoint a folder name refers to. Does not know: the other contents of a checkpoint (``checkpoint``).
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from jaxrl_llm.runtime.stored import (
 )
 
 BEST = "best"
-ENDED = ("report.html", "after.json")  # which say that a run, and a sweep's point, came to its end
-WRITTEN = ("metrics.jsonl", "samples.jsonl", "shared_rollouts.jsonl", *ENDED)  # anew, where a run begins
+ENDED = ("report.html", "after.json")  # files that exist after the end of a run and of a point of a sweep
+WRITTEN = ("metrics.jsonl", "samples.jsonl", "shared_rollouts.jsonl", *ENDED)  # a new run overwrites these files
 
 
 def is_run(path: str) -> bool:
-    """Whether it names the workdir of a run, its ``checkpoints``, one of these or the best; all of buckets does."""
+    """Return whether the path names a run: its workdir, its ``checkpoints`` folder, one checkpoint or the best one.
+
+    Every path in a bucket counts as a run.
+    """
     if bucket.is_bucket(path := os.path.expanduser(path)):
         return True
-    if not os.path.isdir(path):  # False too for a name that no file can have
+    if not os.path.isdir(path):  # also False for a name that is not valid
         head, name = os.path.split(path.rstrip("/"))
         return name == BEST and is_run(head or ".")
     folder = os.path.realpath(path)
@@ -51,13 +54,16 @@ def is_run(path: str) -> bool:
     if step_of(name) is not None and has("state"):
         return True
     is_one = name == "checkpoints" or has("checkpoints") or has("metrics.jsonl")
-    return is_one and not any(pathlib.Path(folder).glob("*.safetensors"))  # else a model's
+    return is_one and not any(pathlib.Path(folder).glob("*.safetensors"))  # otherwise a model's folder
 
 
 def check_workdir(folder: pathlib.Path) -> None:
-    """``ConfigError`` where a run would take the place of a model's settings, or of files that only have its names.
+    """Check that a run in this folder would not overwrite files that no run has written.
 
-    A run writes config.json before all others; one that was killed may have left it cut short.
+    A run writes config.json before its other files. The file may be incomplete if the run was killed.
+
+    Raises:
+        ConfigError: the folder has the files of a model, or files with the names of a run's files but not from a run.
     """
     names, settings = [], {"made_with": ""}
     with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -74,14 +80,18 @@ def check_workdir(folder: pathlib.Path) -> None:
 
 
 def begin(workdir: pathlib.Path, settings: str) -> None:
-    """Write a run's settings where it begins, or goes on, and remove what says that it has ended."""
+    """Write the settings of a run that begins or resumes, and remove the files that mark its end."""
     bucket.write_whole(workdir / "config.json", settings)
     for name in ENDED:
         (workdir / name).unlink(missing_ok=True)
 
 
 def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
-    """The folder of checkpoints, and the iteration of the one that is meant; None = of the newest."""
+    """Return the folder of checkpoints and the iteration that ``directory`` refers to; None = the newest.
+
+    Raises:
+        ConfigError: there is no finished checkpoint, or none with a pass rate for ``/best``.
+    """
     path = bucket.absolute(bucket.place(os.path.expanduser(directory)))
     if is_best := path.name == BEST and not path.is_dir():
         path = path.parent
@@ -99,12 +109,12 @@ def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
 
 
 def config_of_run(directory: str | os.PathLike, abstract_params: Any = None) -> tuple[Config, str]:
-    """Config and folder of the checkpoint that ``restore_params`` reads, as far as its text tells.
+    """Return the config and the folder of the checkpoint that ``restore_params`` would read.
 
-    Of a host's own, with no word to others: the weights are not read.
+    Only the text of the checkpoint is checked; its weights are not read. The host does not ask the other hosts.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as in ``restore_params``.
     """
     read = lambda path: (_about(path, abstract_params)[0], os.fspath(path))
     return read_whole(*_meant(directory), read, say=False, is_alone=True)
@@ -115,21 +125,21 @@ def restore_params(
     abstract_params: Any = None,
     check: Callable[[dict[str, Any]], None] = lambda host: None,
 ) -> tuple[Any, Config]:
-    """Read the weights alone, for evaluation and export.
+    """Read only the weights of a checkpoint, for evaluation and export.
 
     Args:
-        directory: a workdir or its ``checkpoints`` directory, of which the newest is read, with ``/best`` behind it the
-            one of those kept whose held-out pass rate was the highest, or one checkpoint in it.
-        abstract_params: pytree of ``ShapeDtypeStruct`` with shardings, cast to its dtypes; None gives nested
-            dictionaries of numpy arrays on the host, as they were saved.
-        check: raises where what the host had saved beside them does not fit.
+        directory: one checkpoint; or a workdir or its ``checkpoints`` folder, for the newest checkpoint; or one of
+            these two with ``/best``, for the checkpoint with the highest held-out pass rate.
+        abstract_params: pytree of ``ShapeDtypeStruct`` with shardings. The weights are cast to its dtypes. None returns
+            nested dictionaries of numpy arrays on the host, as they were saved.
+        check: receives the saved host state, and raises an error if this state does not fit.
 
     Returns:
         The parameters and the config of the run.
 
     Raises:
-        ConfigError: no finished checkpoint there that is whole, or its arrays do not fit. An array that is cast is not
-            compared with its checksum.
+        ConfigError: there is no finished undamaged checkpoint, or its arrays do not fit. The checksum of an array that
+            is cast is not checked.
     """
 
     def read(path: pathlib.Path) -> tuple[Any, ...]:
@@ -139,7 +149,7 @@ def restore_params(
     def compared(found: tuple[Any, ...]) -> tuple[Any, Config]:
         config, prefix, saved, arrays = found
         as_saved = {name: x for name, x in arrays.items() if str(x.dtype) == saved[name][0]}
-        # One at a time on the device.
+        # Checksums one at a time, so that a numpy array needs device memory only for itself.
         compare(saved, as_saved, [checksum(x).item() for x in as_saved.values()])
         if abstract_params is None:
             arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
@@ -153,7 +163,12 @@ def restore_params(
 def _about(
     path: pathlib.Path, abstract_params: Any = None, check: Callable[[dict[str, Any]], None] = lambda host: None
 ) -> tuple[Config, str, dict[str, Any], dict[str, Any]]:
-    """Config of a checkpoint; what the names of its weights begin with, what is saved of them, what is wanted."""
+    """Return the config of a checkpoint and a description of its weights.
+
+    Returns:
+        The config; the common prefix of the names of the weights; ``{name: (dtype, shape, checksum)}`` of the saved
+        weights; ``{name: abstract array or None}`` of the wanted weights.
+    """
     host, text = read_text(path)
     config = config_of(text, path)
     check(host)
