@@ -1,10 +1,10 @@
 """The actor: published weights and questions become scored rollouts.
 
-    next questions -> completions, scored while others are still generated -> asked on where groups are tied
-                                                                           -> the answers of others beside them
+    next questions -> completions, scored while others are still generated -> further questions if groups are tied
+                                                                           -> rollouts from external sources
 
-Owns: the order of these, where the questions stand, what of an iteration the metrics and the samples show. Does not
-know: what becomes of the rollouts, the learner's weights.
+Owns: the order of these steps, the position in the prompt stream, the actor's metrics and sample files. Does not know:
+the use of the rollouts, the learner's weights.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from jaxrl_llm.types import OUTCOME_SCORE, SHARED_FILE, Agreed, DrawSums, PerHos
 
 @dataclasses.dataclass
 class Acted:
-    """An iteration's rollouts, and what is told of how they were made.
+    """The rollouts of one iteration with statistics of their generation.
 
     Attributes:
-        scored: for the learner.
-        sampled: own groups, those that were left out among them.
-        draws: sums over the tokens that were drawn.
-        guests: groups of others; None where the run wants none.
-        generate_s: seconds of the actor's half without ``sampled.waited_s``.
+        scored: scored rollouts for the learner.
+        sampled: all groups that the run's own policy generated, including the groups that were left out.
+        draws: sums over the drawn tokens.
+        guests: groups from external sources; None if the run uses no external sources.
+        generate_s: seconds that ``act`` took, without ``sampled.waited_s``.
     """
 
     scored: ScoredRollouts
@@ -51,17 +51,18 @@ class Acted:
 
 
 class Actor:
-    """The actor's half of every iteration, with its state.
+    """The generation and scoring half of every iteration, with its state.
 
     Attributes:
-        is_inside: whether ``act`` was left before its end.
+        is_inside: whether ``act`` has started and has not returned, for example because the run was stopped.
 
     Args:
         run: a ``Run``.
-        compiled: its programs by name, compiled.
-        external: the answers of others.
-        environment: answers turns; None = completions have one.
-        pool: its ``check`` raises ``Stopped`` where the run is to stop; ``act`` goes on from its ``state`` then.
+        compiled: the compiled programs of the run by name.
+        external: the external sources of rollouts.
+        environment: the environment that answers turns; None means that each completion has one turn.
+        pool: scores completions. ``pool.check`` raises ``Stopped`` if the run must stop. A later call of ``act``
+            continues from the saved ``state``.
     """
 
     def __init__(
@@ -81,17 +82,18 @@ class Actor:
         talk = Conversations(environment, tokenizer, run.config) if environment else None
         how = run.config.rollout.max_lag_iterations, pool.check, talk
         self.generator = Generator(run.sampler, compiled, tokenizer.decode, *how)
-        self._rounds: list[Sampled] = []  # what this iteration's rounds have come to, in one or none
-        self._external_state = None  # when the iteration began, while it is not at its end
+        self._rounds: list[Sampled] = []  # one element with the merged rounds of this iteration, or empty
+        self._external_state = None  # state at the start of an unfinished iteration
         self.is_inside = False
-        self._began, self.spent_s = 0.0, 0.0  # when ``act`` did, and seconds of it before the run was stopped
+        self._began, self.spent_s = 0.0, 0.0  # start of ``act``, and its seconds before the run was stopped
 
     def act(self, params: Any, version: jax.Array, iteration: int) -> Acted:
-        """Ask, sample and score what one iteration trains on.
+        """Generate and score the rollouts of one iteration.
 
         Args:
-            params: published weights; give them to this call alone, so that an update has their memory.
-            version: [] i32 of them.
+            params: published weights. Keep no other reference to them, so that the update can use their memory.
+            version: [] i32 policy version of the weights.
+            iteration: number of the iteration, from 0.
         """
         self._began = time.monotonic() - self.spent_s
         hosts.doing(f"generation of iteration {iteration + 1}")
@@ -125,7 +127,7 @@ class Actor:
             scored.rewards, scored.questions = guests.join(*about)
         if self.generator.sampler.keeps_old_logp:
             scored.open_rollouts = self.generator
-        answers = sampled.answers  # those that were left out too
+        answers = sampled.answers  # includes the groups that were left out
         passed = answers.total >= self._config.rewards.pass_threshold
         self._stream.ledger.observe(self._questions(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)
         return Acted(scored, sampled, self.generator.take_draws(), guests, generate_s)
@@ -139,10 +141,10 @@ class Actor:
         return [self._stream.question_id(group.group_id) for group in groups]
 
     def values(self, acted: Acted, *, num_tied: int) -> dict[str, float]:
-        """Figures of an iteration for the metrics.
+        """Return the actor's metrics of an iteration by name.
 
         Args:
-            num_tied: of the groups that went into the ring, those that teach nothing.
+            num_tied: number of degenerate groups, without a learning signal, among the groups that went into the ring.
         """
         sampled = acted.sampled
         values = rollout_values(self._config, sampled.asked, sampled.answers, num_tied + sampled.num_tied_left_out)
@@ -158,17 +160,17 @@ class Actor:
         return values
 
     def lines(self, acted: Acted, iteration: int) -> dict[str, list[dict[str, Any]]]:
-        """By file what it is given of the iteration: a few rollouts to be read, and groups for other runs if asked."""
+        """Return the lines to append, by file: sample rollouts, and the kept groups if the run shares rollouts."""
         sampled, how = acted.sampled, self._config.metrics
         shared = shared_groups(sampled, self._stream.lookup) if how.share_rollouts else []
         return {"samples.jsonl": sampled.shown(iteration, how.samples_per_iteration, self._decode), SHARED_FILE: shared}
 
     def arrays(self) -> dict[str, Any]:
-        """What ``restore`` needs to go on from here, on the devices; None where there is nothing."""
+        """Return the device arrays that ``restore`` needs. An entry is None if it does not exist."""
         return {"sampler": self.generator.state, "rounds": self._rounds[0].rollout if self._rounds else None}
 
     def state(self) -> dict[str, Any]:
-        """And besides them, plain JSON."""
+        """Return the host state that ``restore`` needs, as plain JSON."""
         return {
             "stream": self._stream.state(),
             "ledger": self._stream.ledger.state(),
@@ -181,7 +183,16 @@ class Actor:
         }
 
     def restore(self, state: dict[str, Any], arrays: dict[str, Any], shapes: dict[str, list[int]]) -> list[str]:
-        """As ``state()`` and ``arrays()`` were; what to say where they came from another number of data shards."""
+        """Restore the actor from a checkpoint.
+
+        Args:
+            state: from ``state()``.
+            arrays: from ``arrays()``.
+            shapes: shapes of the saved arrays by name.
+
+        Returns:
+            Messages for the user. They are empty unless the number of data shards has changed.
+        """
         self._stream.restore(state["stream"])
         self._stream.ledger.restore(state["ledger"])
         self._external.restore(state["external"])
@@ -199,7 +210,7 @@ class Actor:
 
 
 def too_many_failures(config: Any, rewards: Any) -> str | None:
-    """What to say where more of the rewards failed than rewards.max_failure_frac; else None."""
+    """Return an error message if the fraction of failed rewards exceeds rewards.max_failure_frac, otherwise None."""
     failed = float(np.mean(rewards.outcome != OUTCOME_SCORE))
     if failed <= config.rewards.max_failure_frac:
         return None
