@@ -1,14 +1,14 @@
-"""Rollout: the host's side of generation, which opens prompts, runs the sampler's chunks and hands out what is done.
+"""Generation on the host: opening prompts, running the sampler's chunks and returning finished groups.
 
     device   | chunk 1 | chunk 2                  | chunk 3                  | ...
     host       chunk 2   flags of 1, chunk 3,       flags of 2, chunk 4, ...
                          scoring of what ended in 1
 
-The next chunk is dispatched before the host looks at the flags of the one before, so the device does not wait for it.
-A chunk that comes after the last one needed finds nothing to do.
+The host dispatches the next chunk before it reads the flags of the previous chunk. Therefore the device does not wait
+for the host. A chunk that is dispatched after the last necessary chunk does nothing.
 
-Owns: which prompt is open where, the order in which groups leave. Does not know: how a token is sampled
-(``sampler.py``), where a stop string cuts (``stop_strings.py``), rewards, replay, where prompts come from.
+Owns: the entry of each open prompt, the order in which groups leave. Does not know: how a token is sampled
+(``sampler.py``), where a stop string cuts a row (``stop_strings.py``), rewards, replay, the source of prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from jaxrl_llm.types import STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, R
 
 
 class OpenPrompt(NamedTuple):
-    """A prompt whose completions are being sampled; ``call`` of ``generate`` has opened it."""
+    """A prompt whose completions are being sampled. ``call`` is the number of the ``generate`` call that opened it."""
 
     group_id: int
     example: Any
@@ -43,12 +43,15 @@ class FinishedGroup:
     """A prompt whose G completions have stopped.
 
     Attributes:
-        lengths: tokens of each completion.
-        stop_reasons: why each ended (``types.STOP_*``).
-        turns: of the policy in each; none are told without an environment.
-        completions: their token ids, on the host whose rows they are; None elsewhere.
-        played: what an environment made of them there.
-        ticket: whatever ``on_finished`` returned there.
+        group_id: position in the prompt stream.
+        example: the question.
+        lengths: number of tokens of each completion.
+        stop_reasons: stop reason of each completion (``types.STOP_*``).
+        turns: number of policy turns of each completion; empty without an environment.
+        completions: token ids of each completion, on the host that owns the rows; None on other hosts.
+        played: the group's conversations with the environment (``conversation.Played``), on the host that owns the
+            rows.
+        ticket: the value that ``on_finished`` returned, on the host that owns the rows.
     """
 
     group_id: Agreed[int]
@@ -62,15 +65,20 @@ class FinishedGroup:
 
 
 class Generator:
-    """Host side of a sampler: opens prompts, runs chunks until P groups are done, hands them out.
+    """Host side of a sampler: opens prompts, runs chunks until P groups have finished, and returns the groups.
 
-    ``open_prompts`` mirrors which entry holds which prompt; with the device state it is what a
-    checkpoint must carry for rollouts in flight.
+    ``open_prompts`` records which entry holds which prompt. A checkpoint needs ``open_prompts`` and the device state to
+    restore unfinished rollouts.
 
     Args:
-        max_lag: calls of ``generate`` that a prompt may stay open after the one that opened it (staleness); 0 = any.
-        check: called before each chunk; what it raises leaves a state that a call of ``generate`` goes on from.
-        talk: conversations with an environment; None = completions have one turn.
+        sampler: description of the sampler.
+        compiled: the compiled programs of the sampler by name.
+        decode_text: converts token ids to text.
+        max_lag: number of ``generate`` calls that a prompt may stay open after the call that opened the prompt
+            (``staleness``); 0 means no limit.
+        check: called before each chunk. If ``check`` raises, a later ``generate`` call continues from the current
+            state.
+        talk: conversations with an environment; None means that completions have one turn.
     """
 
     def __init__(
@@ -89,20 +97,21 @@ class Generator:
         self.check = check
         self.talk = talk
         self.calls = 0
-        # On the device; without lookahead prompts while they are sampled alone: no update has caches beside it.
+        # On the device. Without lookahead prompts the state exists only while sampling, to free its memory for the
+        # update.
         self.state: Any = compiled["init_sampler"]() if sampler.lookahead else None
         self.open_prompts: dict[tuple[int, int], OpenPrompt] = {}  # by shard and entry
-        # Groups that finished and were not taken yet, tickets included.
+        # Finished groups that ``take`` has not collected yet, with their tickets.
         self.finished: dict[tuple[int, int], FinishedGroup] = {}
-        self._chosen: list[list[tuple[int, int]]] = []  # places of the groups of the last call, by shard
-        self.draws: list[DrawSums] = []  # of the calls since ``take_draws``
+        self._chosen: list[list[tuple[int, int]]] = []  # places of the last call's groups, by shard
+        self.draws: list[DrawSums] = []  # sums of the calls since ``take_draws``
 
     def prompts_wanted(self) -> int:
-        """Prompts the next ``generate`` call needs to fill its free entries."""
+        """Return the number of prompts that the next ``generate`` call needs to fill the free entries."""
         return sum(map(len, self._free()))
 
     def _free(self) -> list[list[tuple[int, int]]]:
-        """Entries of each shard that new prompts may take."""
+        """Return, for each shard, the entries that new prompts may take."""
         M, E = self.sampler.shards, self.sampler.entries
         free = [[(m, e) for e in range(E) if (m, e) not in self.open_prompts] for m in range(M)]
         return staleness.within_capacity(self, free) if self.max_lag else free
@@ -116,18 +125,18 @@ class Generator:
         key: jax.Array,
         on_finished: Callable[[FinishedGroup], Any] = lambda group: None,
     ) -> list[FinishedGroup]:
-        """Sample completions until P prompts have all of theirs; ``take`` then gives their rows.
+        """Sample completions until P prompts have all their completions. ``take`` then returns the rows.
 
         Args:
-            params: sampler weights, as published.
+            params: published sampler weights.
             prompts: ``prompts_wanted()`` new prompts.
             version: [] i32 policy version of the weights, recorded per token.
             key: stream key of the noise.
-            on_finished: called with each group of this host's when it has stopped, while others still decode.
+            on_finished: called with each finished group of this host while other groups still decode.
 
         Returns:
-            P groups. To every host come the stop reasons and lengths of each chunk, and to the host whose rows they
-            are the token ids of each finished group.
+            P groups. Every host receives the stop reasons and lengths after each chunk. Only the host that owns the
+            rows of a finished group receives its token ids.
         """
         sampler = self.sampler
         if self.state is None:
@@ -136,10 +145,10 @@ class Generator:
             self.state = self.run["reread"](params, self.state, version)
         self._open(params, prompts, version)
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
-        # A stop string is found on the host alone: there the next chunk waits for what the host has to say.
+        # Only the host can find stop strings. With stop strings, the next chunk waits for the search of the host.
         ahead = 0 if sampler.sampling.stop_strings else 1
-        unread: collections.deque[Any] = collections.deque()  # stop reasons and lengths of the chunks dispatched
-        leaving: list[Any] = []  # groups on their way to the host: their places by shard, what ``read_group`` gives
+        unread: collections.deque[Any] = collections.deque()  # stop reasons and lengths of the dispatched chunks
+        leaving: list[Any] = []  # groups on their way to the host: places by shard, output of ``read_group``
         due = staleness.due(self)
         is_due = np.array([[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)])
         is_due = sharding.put(is_due, sharding.leading(sampler.mesh, is_due))
@@ -168,7 +177,7 @@ class Generator:
         return [self.finished[where] for where in quotas.in_rows(self._chosen, sampler.num_prompts)]
 
     def take(self) -> Rollout:
-        """P*G rows of the groups that the last call of ``generate`` gave, in the same order; on the device."""
+        """Remove the groups of the last ``generate`` call. Return their P*G rows in the same order, on the device."""
         sampler = self.sampler
         leaving = quotas.arrays(self._chosen, sampler.num_prompts, sampler.slack, sampler.entries)
         leaving = sharding.put(leaving, sharding.leading(sampler.mesh, leaving))
@@ -184,12 +193,12 @@ class Generator:
         return rollout
 
     def take_draws(self) -> DrawSums:
-        """Sums over all tokens drawn since the last call of this, numbers; of the rows that are still open too."""
+        """Return sums over all tokens drawn since the last ``take_draws`` call, including tokens of open rows."""
         draws, self.draws = jax.device_get(self.draws), []
         return jax.tree.map(lambda *sums: float(np.sum(sums)), *draws)
 
     def _read(self, reasons: np.ndarray, lengths: np.ndarray, heard: np.ndarray | None = None) -> list[Any]:
-        """Note the groups that have stopped, and begin to read their tokens, one of each shard at a time."""
+        """Record the newly finished groups and start reading their tokens, one group per shard at a time."""
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.sampler.shards)]
         for where, prompt in self.open_prompts.items():
             if where not in self.finished and (reasons[where] != STOP_NONE).all():
@@ -205,7 +214,7 @@ class Generator:
         return reading
 
     def _receive(self, leaving: list[Any], on_finished: Callable[[FinishedGroup], Any]) -> None:
-        """Take what has been read of the groups that leave, and hand out those of this host."""
+        """Store the token ids of finished groups of this host and pass the groups to ``on_finished``."""
         for places, tokens in leaving:
             for shard, rows in sharding.own_rows(tokens).items():
                 if where := places[shard]:
@@ -217,15 +226,15 @@ class Generator:
                     group.ticket = on_finished(group)
 
     def opened(self) -> list[list[int]]:
-        """What ``adopt`` takes of each open prompt but its text: shard, entry, calls since it was opened, group_id."""
+        """Return shard, entry, calls since the opening and group_id of each open prompt, for ``adopt``."""
         return [[*where, self.calls - prompt.call, prompt.group_id] for where, prompt in self.open_prompts.items()]
 
     def adopt(self, shard: int, entry: int, lag: int, group_id: int, example: Any, prompt: list[int]) -> None:
-        """Note a prompt that a restored device state has open, since so many calls."""
+        """Record an open prompt of a restored device state. The prompt was opened ``lag`` calls ago."""
         self.open_prompts[shard, entry] = OpenPrompt(group_id, example, prompt, self.calls - lag)
 
     def _open(self, params: Any, prompts: PromptBatch, version: jax.Array) -> None:
-        """Prefill new prompts into free entries, P at a time, dealt contiguously over the shards."""
+        """Prefill new prompts into free entries, P at a time. Each shard takes a contiguous part of the prompts."""
         sampler = self.sampler
         P, M, E = sampler.num_prompts, sampler.shards, sampler.entries
         free = self._free()
@@ -236,7 +245,7 @@ class Generator:
         of_version = (version,) if sampler.stale_cache else ()
         for wave in range(waves):
             index = np.zeros((M, P // M), np.int64)
-            entry = np.full((M, P // M), E, np.int32)  # E: dropped on the device
+            entry = np.full((M, P // M), E, np.int32)  # the device drops entry E
             for m in range(M):
                 for j, where in enumerate(free[m][wave * (P // M) : (wave + 1) * (P // M)]):
                     i = starts[m] + wave * (P // M) + j
