@@ -1,14 +1,16 @@
-"""Resampling: an iteration asks on when too many of its groups are tied.
+"""Resampling: an iteration generates further groups when too many of its groups are tied.
+
+A group is mixed if its rewards differ, and tied if its rewards are all equal.
 
     P groups --> all mixed? --no--> P groups of new questions --> P mixed among all? --no--> ...
                      |                                                   |
                      +---------------------------------------------------+--> P groups for the ring, mixed ones first
 
-Every round is a whole round, for shapes are static: what it brings beyond need is left out, and counts as generated.
-Without rounds beyond the first, all that is sampled stays.
+Every round has P groups, because array shapes are static. Surplus groups are left out, but the metrics count their
+groups as generated. If the iteration has only one round, all its groups stay.
 
-Owns: which groups stay, what samples.jsonl shows of them. Does not know: how groups are generated and scored, what
-becomes of them.
+Owns: which groups stay, their lines in samples.jsonl. Does not know: how groups are generated and scored, the later use
+of the groups.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from jaxrl_llm.types import (
 
 @dataclasses.dataclass
 class Sampled:
-    """What an iteration has sampled.
+    """The groups that an iteration has generated, with their rewards.
 
     Attributes:
         rollout: P*G rows that stay, on the device.
-        kept: P places in ``asked``, of their groups in the same order.
-        asked: all groups that were generated, in order.
-        answers: rewards of their rows.
-        num_tied_left_out: tied groups among those that do not stay.
-        waited_s: seconds of waiting for rewards while nothing was generated.
+        kept: indices into ``asked`` of the P groups that stay, in the order of ``rollout``.
+        asked: all generated groups, in order.
+        answers: rewards of the rows of all generated groups.
+        num_tied_left_out: number of tied groups that were left out.
+        waited_s: seconds spent waiting for rewards while nothing was generated.
     """
 
     rollout: Agreed[Rollout]
@@ -65,26 +67,26 @@ class Sampled:
 
     @property
     def rewards(self) -> Rewards:
-        """Of the rows that stay."""
+        """Return the rewards of the rows that stay."""
         size = len(self.answers.outcome) // len(self.asked)
         rows = (self.kept[:, None] * size + np.arange(size)).ravel()
         return each_array(lambda x: x[rows], self.answers)
 
     def state(self) -> dict[str, Any]:
-        """What ``restored`` needs of it besides ``rollout``; plain JSON."""
+        """Return the data that ``restored`` needs in addition to ``rollout``, as plain JSON."""
         groups = [[group.group_id, group.lengths, group.stop_reasons, group.turns] for group in self.asked]
         whole = {"kept": self.kept.tolist(), "asked": groups, "answers": state_of(self.answers)}
         return whole | {"waited_s": self.waited_s}
 
     @staticmethod
     def restored(state: dict[str, Any], rollout: Rollout, example: Callable[[int], Any]) -> Sampled:
-        """As it was; ``example``: the question of a group_id."""
+        """Return the object that was saved by ``state``. ``example`` returns the question of a group_id."""
         groups = [FinishedGroup(group_id, example(group_id), *of_rows) for group_id, *of_rows in state["asked"]]
         answers, waited_s = restored(state["answers"]), state.get("waited_s", 0.0)
         return Sampled(rollout, np.array(state["kept"]), groups, answers, waited_s=waited_s)
 
     def shown(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-        """A few of the rollouts that stay as rows of samples.jsonl, spread over their groups."""
+        """Return ``count`` of the rows that stay, spread over the groups, as lines of samples.jsonl."""
         rewards, versions, completions = (
             self.rewards,
             sharding.own_rows(self.rollout.policy_version),
@@ -94,10 +96,10 @@ class Sampled:
         count, rows = min(count, num_rows), []
         for i in (k * num_rows // count for k in range(count)):
             group = groups[i // size]
-            if i not in versions:  # another host's
+            if i not in versions:  # the row is on another host
                 rows.append(None)
                 continue
-            own = versions[i][versions[i] >= 0]  # of the completion's tokens
+            own = versions[i][versions[i] >= 0]  # versions of the tokens that the policy drew
             rows.append(
                 {
                     "iteration": iteration,
@@ -109,13 +111,13 @@ class Sampled:
                     "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
                     "stop_reason": STOP_NAMES[group.stop_reasons[i % size]],
                     "policy_version": int(own.min()),
-                    "age": int(own.max() - own.min()),  # policy versions between its first token and its last
+                    "age": int(own.max() - own.min()),  # policy versions between its oldest and its newest token
                 }
             )
         return hosts.complete(rows)
 
     def completions(self) -> dict[int, list[int]]:
-        """Token ids of the rows that stay and are this host's, by row."""
+        """Return the completions' token ids of the rows that stay and lie on this host, by row index."""
         tokens, first = (sharding.own_rows(x) for x in (self.rollout.tokens, self.rollout.prompt_length))
         end = sharding.own_rows(self.rollout.length)
         return {i: row[first[i] : end[i]].tolist() for i, row in tokens.items()}
@@ -132,22 +134,24 @@ def sample(
     done: list[Sampled],
     **how: Any,
 ) -> Sampled:
-    """Generate until P groups are mixed, at most ``rollout.max_resample_rounds`` times beyond the first.
+    """Generate rounds of P groups until P groups are mixed, or until the limit on rounds is reached.
 
-    Mixed groups stay in the order in which they were generated, then, where they are fewer than P, tied ones. They
-    are told apart by what credit compares of the rewards as scored: shaping by length unties nothing here.
+    The limit is ``rollout.max_resample_rounds`` rounds after the first. Mixed groups stay in the order of generation.
+    If there are fewer than P mixed groups, tied groups fill the remaining places. ``is_mixed`` uses the rewards as
+    scored, before any shaping. Therefore length penalties do not make a tied group mixed.
 
     Args:
         generator: a ``generator.Generator``.
-        next_batch: that many further questions.
-        collect: scores of tickets, one after the other.
-        choose: program that takes P groups out of two rounds'; None where there is but one round.
-        config: its sections ``rollout``, ``algorithm`` and ``rewards``.
-        done: what earlier rounds have come to, in one or none; a run that stops goes on from it.
-        params, how: for ``generator.generate``.
+        next_batch: returns the given number of further questions.
+        collect: waits for tickets and returns their scores in order.
+        choose: compiled program that selects P groups from two rounds; None if there is only one round.
+        params: published weights, for ``generator.generate``.
+        config: the sections ``rollout``, ``algorithm`` and ``rewards`` are used.
+        done: the merged earlier rounds, as a list of one element or none. A run that was stopped continues from them.
+        how: further arguments for ``generator.generate``.
 
-    Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476. Differs: it is mixed rewards that count, not
-        0 < correct < G, and a bound on the rounds is part of the method: what is left over is tied.
+    Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476. Differs: DAPO requires 0 < correct < G, this
+        function requires mixed rewards. The number of rounds is limited, so tied groups can remain.
     """
     num_groups = config.rollout.prompts_per_iteration
     while True:
@@ -156,7 +160,8 @@ def sample(
         hosts.doing("rewards")
         answers = collect([group.ticket for group in groups])
         waited_s = time.monotonic() - start
-        # Not before: what is stopped while it waits for rewards goes on from the sampler's rows.
+        # Take the rows only after the rewards have arrived. A run that is stopped before still has the rows in the
+        # sampler.
         now = Sampled(generator.take(), np.arange(num_groups), groups, answers, waited_s=waited_s)
         before = done.pop() if done else None
         if before is not None:
@@ -177,7 +182,7 @@ def sample(
 
 
 def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int) -> Rollout:
-    """The groups [P] i32 at these places among the 2P of two rounds, as one round's. On the device."""
+    """Return the groups at indices ``place`` [P] i32 among the 2P groups of two rounds, as one round on the device."""
 
     def take(x, y):
         groups = jnp.concatenate([x, y]).reshape(-1, group_size, *x.shape[1:])
@@ -187,7 +192,7 @@ def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int
 
 
 def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Rewards:
-    """A function of each array of some ``Rewards``, as one; their first few errors."""
+    """Apply ``function`` to each array of several ``Rewards`` and return one ``Rewards`` with the first few errors."""
     first, errors = rewards[0], dict.fromkeys(error for one in rewards for error in one.errors)
     return Rewards(
         function(*(one.total for one in rewards)),
@@ -201,7 +206,7 @@ def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Reward
 
 
 def ragged(lists: list[list[int]]) -> np.ndarray:
-    """[B] lists of any lengths, as an array of these."""
+    """Return an object array [B] of lists with different lengths."""
     array = np.empty(len(lists), object)
     for i, one in enumerate(lists):
         array[i] = one
@@ -209,7 +214,7 @@ def ragged(lists: list[list[int]]) -> np.ndarray:
 
 
 def state_of(rewards: Rewards) -> list[Any]:
-    """What ``restored`` takes; plain JSON."""
+    """Return rewards as plain JSON, for ``restored``."""
     parts = {name: part.tolist() for name, part in rewards.parts.items()}
     by_turn = None if rewards.by_turn is None else rewards.by_turn.tolist()
     seconds = None if rewards.turn_seconds is None else rewards.turn_seconds.tolist()
@@ -221,15 +226,18 @@ def restored(state: list[Any]) -> Rewards:
     numbers = lambda x: np.array(x, np.float32)
     parts = {name: numbers(part) for name, part in parts.items()}
     by_turn = None if by_turn is None else numbers(by_turn)
-    seconds = numbers(timed[0]) if timed and timed[0] is not None else None  # not there in older checkpoints
+    seconds = numbers(timed[0]) if timed and timed[0] is not None else None  # older checkpoints lack this entry
     return Rewards(numbers(total), parts, np.array(outcome, np.int8), tuple(errors), by_turn, masked, seconds)
 
 
 def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:
-    """Whether two of a group's rewards differ, [groups] bool; rows of a group are neighbours.
+    """Return whether a group has two different rewards, [groups] bool. The rows of a group are adjacent.
 
-    Of those that credit compares: scored, not cut off under ``algorithm.overlong_filter``, and where the advantage is
-    by reward function each by itself, as far as its weight is not 0.
+    Only rewards that credit assignment compares are used:
+
+    - Rows without a score are ignored.
+    - Truncated rows are ignored if ``algorithm.overlong_filter`` is set.
+    - If the advantage is computed per reward function, each function with a nonzero weight is compared separately.
     """
     counts = rewards.outcome == OUTCOME_SCORE
     if config.algorithm.overlong_filter:
