@@ -1,6 +1,6 @@
-"""Evaluation: completions of held-out questions, scored: pass@1, pass@k, majority vote, length.
+"""Evaluation on held-out questions: pass@1, pass@k, majority vote and completion length.
 
-Owns: the estimators, when and with what sampling is measured. Does not know: training.
+Owns: the estimators, the sampler and the questions of an evaluation. Does not know: training.
 """
 
 from __future__ import annotations
@@ -34,13 +34,15 @@ from jaxrl_llm.runtime import hosts, json_lines, rng, sharding
 from jaxrl_llm.scoring.answers import vote
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, PromptBatch
 
-# Sources whose columns an environment may ask for without a word of them in the prompt: the word of Wordle.
+# Sources whose columns can hold data for the environment that the prompt does not show, such as the word of Wordle.
 HIDING = ("jsonl", "parquet", "maze")
 OF_PROGRAMS = ("code", "grids", "kolmogorov")  # sources whose answers are programs
 
 
 def pass_at_k(num_samples: int, num_passes: int, k: int) -> float:
-    """Probability that at least one of k samples drawn from n without replacement passes, c of n passing.
+    """Return the probability that at least one of k samples passes. The k samples are drawn without replacement.
+
+    n is ``num_samples``, the number of samples to draw from. c is ``num_passes``, the number of samples that pass.
 
         1 - C(n-c, k) / C(n, k)
 
@@ -61,7 +63,7 @@ def majority_passes(completions: list[str], passes: list[bool], *, are_programs:
 
 
 def filled_batches(rows: Sequence[prompts_lib.EncodedExample], size: int) -> Iterator[PromptBatch]:
-    """All rows in their order, ``size`` at a time, with ids from 0; the last batch is filled up with the last row."""
+    """Yield all rows in order, ``size`` per batch, with ids from 0. The last row pads the last batch."""
     for start in range(0, len(rows), size):
         ids = range(start, start + size)
         yield prompts_lib.batch_of([rows[min(i, len(rows) - 1)] for i in ids], ids)
@@ -82,19 +84,25 @@ def evaluate(
     """Score ``group_size`` completions of every held-out question.
 
     Args:
-        generator: its sampler's ``num_prompts`` questions run at a time; the last batch is filled up.
+        generator: generates the completions, ``num_prompts`` questions of its sampler at a time.
         params: sampler weights.
-        threshold: a completion passes at this reward or more.
+        held_out: the questions.
+        pool: scores the completions.
+        decode: converts token ids to text.
+        version: [] i32 policy version of the weights.
+        key: stream key of the noise.
+        threshold: a completion passes if its reward is at least this value.
         are_programs: see ``majority_passes``.
 
     Returns:
-        JSON-able figures and every completion. Completions without a score count in no rate; one of none is None.
+        Rates, counts and all completions, as plain JSON. Rates ignore completions without a score. A rate is None if no
+        completion counts.
     """
     tickets, groups, texts, answers = [], [], [], []
     for batch in filled_batches(held_out, generator.sampler.num_prompts):
         done = generator.generate(params, batch, version=version, key=key)
         generator.take()
-        generator.draws.clear()  # of which nobody asks here
+        generator.draws.clear()  # an evaluation does not report these sums
         for group in done[: len(held_out) - len(groups)]:
             is_own = group.completions is not None
             groups.append(group)
@@ -130,19 +138,22 @@ def evaluate(
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One evaluation: figures for the metrics (None where no completion got a score), and what to say of it."""
+    """The result of one evaluation: metrics (None if no completion got a score) and a line to print."""
 
     values: dict[str, float | None]
     line: str
 
 
 class Evaluation:
-    """The held-out questions of a run, asked as often as it wants.
+    """The evaluation of a run on its held-out questions, for repeated use.
 
     Args:
         run: a ``Run`` with an ``eval_sampler``.
-        compiled: its programs by name, compiled.
-        environment: answers turns; None = completions have one.
+        compiled: the compiled programs of the run by name.
+        tokenizer: of the model.
+        held_out: the held-out questions.
+        pool: scores the completions.
+        environment: the environment that answers turns; None means that each completion has one turn.
     """
 
     def __init__(
@@ -163,11 +174,11 @@ class Evaluation:
         self._given = held_out, pool, tokenizer.decode
 
     def result(self, params: Any, version: jax.Array) -> dict[str, Any]:
-        """What ``evaluate`` says of these published weights."""
+        """Return the result of ``evaluate`` for these published weights."""
         return evaluate(self._generator, params, *self._given, version=version, **self._how)
 
     def measure(self, path: pathlib.Path, params: Any, version: jax.Array) -> Measured:
-        """The same in short; PATH.json has the result with every completion."""
+        """Evaluate the weights, write the full result to ``path`` with suffix .json, and return the metrics."""
         result = self.result(params, version)
         if hosts.is_first():
             path.with_suffix(".json").write_text(json_lines.written(result, indent=1))
@@ -180,7 +191,11 @@ class Evaluation:
 
 
 def sampler_of(config: Config, sampler: Sampler) -> Sampler:
-    """A sampler for held-out questions: as many at a time as fill ``eval.slots``, or the training sampler's."""
+    """Return a sampler for held-out questions with at most ``eval.slots`` slots.
+
+    If ``eval.slots`` is 0, the limit is the number of slots for training. The limit is rounded up to a multiple of the
+    shards. The sampler runs as many questions at a time as fill the slots.
+    """
     shards, samples = sampler.shards, config.eval.num_samples
     whole = lambda count: -(-count // shards) * shards
     slots = whole(config.eval.slots or config.num_slots)
@@ -203,12 +218,13 @@ def sampler_of(config: Config, sampler: Sampler) -> Sampler:
 
 
 def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], list[str]]:
-    """Training and held-out questions, tokenised, and what was skipped.
+    """Load and tokenise the training questions and the held-out questions.
 
-    Held-out questions of a source of their own that are trained on too stay, and a warning counts them.
+    If ``eval.name`` is set, the held-out questions come from this separate source. Held-out questions that are also
+    training questions stay in both sets, and a warning counts them.
 
     Returns:
-        (training, held out, one message per skipped row: ``first_skipped``).
+        (training questions, held-out questions, one message per skipped row for ``first_skipped``).
     """
 
     def loaded_from(prompts: PromptsConfig) -> tasks.Loaded:
@@ -246,9 +262,14 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
 
 
 def _apart(config: Config, train: list[Any], held_out: list[Any]) -> list[Any]:
-    """Training questions without those of which other texts are held out with the same tokens; a warning counts them.
+    """Return the training questions whose tokens differ from the tokens of every held-out question.
 
-    A chat template may trim. Of ``eval.name`` all stay, and a warning counts the held-out ones that are trained on.
+    A training question can have another text but the same tokens as a held-out question, because a chat template can
+    trim text. A warning counts the questions that are left out. There are two exceptions:
+
+    - If ``eval.name`` is set, all training questions stay. A warning counts the held-out questions in the training set.
+    - If ``environments.factory`` is set and the source is not in ``HIDING``, all training questions stay. An agent may
+      start all its episodes with the same prompt.
     """
     key = lambda row: (row.tokens.tobytes(), row.example.hidden)
     of_train, of_held = map(key, train), set(map(key, held_out))
@@ -257,7 +278,7 @@ def _apart(config: Config, train: list[Any], held_out: list[Any]) -> list[Any]:
         said = f"{sum(key(row) in trained for row in held_out)} of the {len(held_out)} held-out questions of eval.name="
         said += f"{config.eval.name!r} are trained on too (prompts.name={config.prompts.name!r})"
     elif config.environments.factory and config.prompts.source not in HIDING:
-        return train  # an agent may begin all alike
+        return train  # an agent may start all its episodes with the same prompt
     else:
         before, train = len(train), [row for row, own in zip(train, of_train, strict=True) if own not in of_held]
         said = f"{before - len(train)} training questions are left out: held-out ones have the same tokens"
@@ -269,12 +290,12 @@ def _apart(config: Config, train: list[Any], held_out: list[Any]) -> list[Any]:
 
 
 def first_skipped(messages: list[str]) -> list[str]:
-    """Lines about the first rows that were skipped, and about how many more there are."""
+    """Return one line for each of the first ten skipped rows, and a line with the number of further skipped rows."""
     lines = [f"skipped {message}" for message in messages[:10]]
     return lines + ([f"skipped ... and {len(messages) - 10} more"] if len(messages) > 10 else [])
 
 
 def report_skipped(messages: list[str]) -> None:
-    """Print ``first_skipped`` on stderr, on one host."""
+    """Print the lines of ``first_skipped`` to stderr on the first host."""
     if messages and hosts.is_first():
         print(*first_skipped(messages), sep="\n", file=sys.stderr)
