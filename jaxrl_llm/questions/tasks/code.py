@@ -1,24 +1,26 @@
-"""Programs to write, with tests: lines of JSON as MBPP and HumanEval have them, of both kinds in a file if need be.
+"""Programming tasks with tests: JSON lines in the format of MBPP or HumanEval. One file may mix both formats.
 
     MBPP        text or prompt, test_list; test_imports, test_setup_code, challenge_test_list, code
     HumanEval   prompt, test, entry_point; canonical_solution
 
 ``prompts.arguments``:
 
-    shown_tests       1; tests of MBPP's form that the prompt shows, so that the function's name is known; -1 = all
-    template          of a prompt of MBPP's form, with {text} and {tests}
-    check_solutions   False; a row whose own solution does not pass its tests is a bad one
-    given_parts       0; easier versions of each training question, whose prompt gives a part of its solution (below)
-    sandbox           seconds (1.0) and the other fields of environments/sandbox.py's Limits, for each test;
-                      ``required``: refuse where programs cannot be walled in; ``isolation``: how
+    shown_tests       1; number of tests that an MBPP prompt shows, so that the function's name is known; -1 = all
+    template          prompt template for MBPP rows, with {text} and {tests}
+    check_solutions   False; True treats a row as bad if its own solution fails its tests
+    given_parts       0; number of easier versions of each training question, whose prompts give a part of the solution
+    sandbox           limits for each test: seconds (1.0) and the other fields of ``Limits`` (environments/sandbox.py);
+                      ``required``: refuse to run without isolation; ``isolation``: its method
 
-With ``given_parts`` of K a question has K versions that give the first K/(K+1), ... 1/(K+1) of its solution's lines.
-The one that gives most is asked first, each other when the one before it is retired (``prompts.retire_pass_rate``), and
-the question as it is last, which is not retired: the curriculum of code completion subtasks of StepCoder, Dou et al.
-2024, arXiv:2402.01391. Differs: a start moves by lines, where it moves by conditional statements; how far, and at which
-rate, is ours. Held-out questions are as they are.
+With ``given_parts`` = K a question has K easier versions, which give the first K/(K+1), ... 1/(K+1) of its solution's
+lines. The version that gives the most lines is asked first. Each other version is asked when the version before it is
+retired (``prompts.retire_pass_rate``). The original question is last and is never retired. Held-out questions have no
+easier versions.
 
-Owns: rows, their tests one by one, names under test, easier versions. Does not know: how a program is run and judged.
+This is the curriculum of code completion subtasks of StepCoder, Dou et al. 2024, arXiv:2402.01391. Differs: our
+versions move by lines, the paper's by conditional statements; the step size and the pass rate are ours.
+
+Owns: rows, their single tests, names under test, easier versions. Does not know: how a program is run and judged.
 
 Source: Austin et al. 2021, arXiv:2108.07732 (MBPP); Chen et al. 2021, arXiv:2107.03374 (HumanEval).
 """
@@ -49,9 +51,9 @@ if TYPE_CHECKING:
 SCORER = "jaxrl_llm.environments.code_tests:passed"
 TEMPLATE = "{text}\n\nYour code should pass these tests:\n\n{tests}\n"
 SECONDS, MOST_PARTS = 1.0, 100
-GO_ON = "{prompt}\nGo on from here:\n\n{given}"  # of a prompt of MBPP's form; one of HumanEval's is code itself
+GO_ON = "{prompt}\nGo on from here:\n\n{given}"  # for MBPP prompts; a HumanEval prompt is code itself
 
-# key -> its kind; those of a form that a row must have stand in NEEDED.
+# key -> its type, per format. NEEDED maps the key that identifies a format to that format.
 MBPP = {"text": str, "prompt": str, "test_list": list, "test_imports": list, "test_setup_code": str, "code": str}
 MBPP |= {"challenge_test_list": list, "source_file": str}
 HUMAN_EVAL = {"prompt": str, "test": str, "entry_point": str, "canonical_solution": str}
@@ -59,16 +61,24 @@ NEEDED = {"test_list": MBPP, "test": HUMAN_EVAL}
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
-    """The first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
+    """Return the first ``config.size`` questions of the file ``config.name`` (0 = all), in file order.
 
-    Host; ``columns`` is ``tests`` (list of code, each a test), ``setup`` (code before the answer), ``prefix`` (code
-    that the answer goes on from), ``given`` ("", or the part of the solution that the prompt gives), ``names`` (what
-    the tests take from the answer), ``classes`` (those of the names that are classes), ``shown_tests`` (list of code),
-    ``solution`` (code, or None), ``task_id``, ``sandbox`` (settings).
+    Host; ``columns`` are:
+
+        tests          list of code, one item per test
+        setup          code that runs before the answer
+        prefix         code that the answer continues
+        given          the part of the solution that the prompt gives, or ""
+        names          names that the tests take from the answer
+        classes        the classes among ``names``
+        shown_tests    list of code
+        solution       code, or None
+        task_id        the row's own id, or None
+        sandbox        settings
 
     Raises:
-        ConfigError: an argument, the file, or (``prompts.bad_row="error"``) a row that is none; no question;
-            ``sandbox.required`` and there is no sandbox here.
+        ConfigError: a wrong argument, an unreadable file, or no question; a bad row under ``prompts.bad_row="error"``;
+            ``sandbox.required`` and this machine has no sandbox.
     """
     del seed
     settings = _arguments(config.arguments)
@@ -84,11 +94,11 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         loaded = load_rows(config, lines, made)
         return dataclasses.replace(loaded, laddered=lambda examples: laddered(config, examples))
     finally:
-        code_tests.close()  # those that have checked solutions; rewards are computed in other processes
+        code_tests.close()  # ends the sandboxes that checked solutions; rewards are computed in other processes
 
 
 def _arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """``prompts.arguments`` with their defaults, or ConfigError."""
+    """Return ``prompts.arguments`` with their defaults. Raise ConfigError for a wrong argument."""
     where = "prompts.arguments"
     settings = {"shown_tests": 1, "template": TEMPLATE, "check_solutions": False, "given_parts": 0, "sandbox": {}}
     _check_names(where, given, settings)
@@ -124,7 +134,7 @@ def _check_names(where: str, given: dict[str, Any], known: Any) -> None:
 
 
 def _try_sandbox(settings: dict[str, Any]) -> None:
-    """Before any device is used: that programs can be run as told. Where less is enforced, a warning says what."""
+    """Check that programs can be run as configured, before any device is used. A warning lists what is not enforced."""
     own = {name: settings[name] for name in ("isolation", "required") if name in settings}
     try:
         Sandbox(**own).close()
@@ -133,10 +143,10 @@ def _try_sandbox(settings: dict[str, Any]) -> None:
 
 
 def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """``(prompt, columns)`` of a row.
+    """Return ``(prompt, columns)`` of a row.
 
     Raises:
-        BadRowError: it is no question; which key is wrong.
+        BadRowError: the row is not a question; the message names the wrong key.
     """
     if not isinstance(row, dict):
         raise BadRowError(f"must be an object, not {type(row).__name__}")
@@ -160,10 +170,11 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def laddered(config: PromptsConfig, examples: Sequence[Example]) -> list[Example]:
-    """Each question behind its easier versions; of one without a solution there are none.
+    """Return the questions, each after its easier versions. A question without a solution has no easier versions.
 
     Raises:
-        ConfigError: nothing retires a question, so that none but the easiest would ever be asked; no solution at all.
+        ConfigError: ``prompts.retire_pass_rate`` is 0, so that only the easiest versions would ever be asked; or no
+            question has a solution.
     """
     parts, found = config.arguments.get("given_parts", 0), []
     for i, example in enumerate(examples):
@@ -251,7 +262,7 @@ def _without_last_definition(prompt: str) -> str:
 
 
 def _tree(code: str | None) -> ast.Module:
-    """Return the parsed code, an empty module if it is None or not Python."""
+    """Return the parsed code, or an empty module if the code is None or not Python."""
     try:
         return ast.parse(code or "")
     except (SyntaxError, ValueError):
@@ -259,9 +270,10 @@ def _tree(code: str | None) -> ast.Module:
 
 
 def _with_imports(setup: str, tests: list[ast.Module], solution: ast.Module) -> str:
-    """Return the setup behind an import of each standard module that the tests use and nothing binds.
+    """Return the setup, preceded by an import of each standard module that the tests use without binding it.
 
-    Tests of MBPP's first edition use modules that its solutions import. A module of the program would be its own.
+    Tests of MBPP's first edition use modules that only its solutions import. The tests need the real module, because a
+    module from the program would be the program's own object.
     """
     bound = {name for tree in [*tests, _tree(setup)] for name in _bound(tree)} | _defined(solution)
     nodes = [node for tree in tests for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -275,12 +287,16 @@ def _defined(solution: ast.Module) -> set[str]:
 
 
 def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module) -> tuple[list[str], list[str]]:
-    """Return the names that the tests take from an answer, and those of them that are classes.
+    """Return the names that the tests take from an answer, and the classes among these names.
 
-    They are the names that the tests use and neither bind themselves nor find in Python or in the setup, and all names
-    that the solution defines and the tests use. If a test uses built-ins alone, as of a function that is to be called
-    ``sum``, they are the built-ins of its innermost calls. Without a solution a class is a name that begins in upper
-    case and whose objects the tests ask for an attribute.
+    A name belongs to the result in one of these cases:
+
+    - The tests use it, and neither the tests, nor Python, nor the setup define it. - The solution defines it and the
+    tests use it. - The tests use built-ins only, as for a function that must be called ``sum``. Then the names are the
+    functions of the
+      innermost calls.
+
+    Without a solution, a class is a name that begins in upper case, if the tests read attributes of objects.
     """
     used = {name: None for tree in [*tests, setup] for name in _names(tree, ast.Load)}
     bound = {name for tree in [*tests, setup] for name in _bound(tree)}
@@ -302,7 +318,7 @@ def _is_of_object(node: ast.AST, bound: set[str]) -> bool:
 
 
 def _bound(tree: ast.Module) -> set[str]:
-    """Return all names that the code binds, in whichever scope."""
+    """Return all names that the code binds, in any scope."""
     bound = _names(tree, ast.Store)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -317,17 +333,17 @@ def _bound(tree: ast.Module) -> set[str]:
 
 
 def _innermost_calls(tree: ast.Module) -> list[str]:
-    """Return the names that are called with no call among their arguments."""
+    """Return the names of the functions that are called without a call among their arguments."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     inner = lambda call: any(isinstance(node, ast.Call) for part in call.args for node in ast.walk(part))
     return [call.func.id for call in calls if not inner(call)]
 
 
 def _one_assertion_each(tree: ast.Module) -> list[str]:
-    """The code with one statement of ``check`` that asserts, and with all that do not; one text for each such.
+    """Return one text per asserting statement of ``check``: this statement and all statements that do not assert.
 
-    A definition is none that asserts: others call it. Of statements that need a name which one that asserts gives them,
-    as a loop does, none can be left out.
+    Definitions do not count as asserting, because other statements call them. If an asserting statement binds a name
+    that another statement needs, as a loop does, the code is not split.
     """
     place = next(i for i, node in enumerate(tree.body) if isinstance(node, ast.FunctionDef) and node.name == "check")
     statements = tree.body[place].body

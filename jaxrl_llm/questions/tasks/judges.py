@@ -1,19 +1,24 @@
-"""Rewards that ask a model, over an OpenAI-compatible server (``python -m jaxrl_llm.serve``, or any other), and rewards
-of a model that learns to judge.
+"""Rewards from a judge model behind an OpenAI-compatible server, and rewards for a model that learns to judge.
 
-    judged    what a judge gives for the completion, 0 to 1, by column ``rubric`` where there is one
-    stepwise  share of the completion's steps before the first that the judge finds wrong
-    meant     1.0 where the judge says that the answer means the same as column ``answer``, or begins a text, else 0.0
-    fapo      1.0 where column ``answer`` is met, 0.0 where the judge finds a flaw on the way to it, else -1.0
-    ranked    of a completion that judges: 1.0 where the best of several answers has its highest score, else -1.0
-    own       by turn, with ``:doubt`` as environments.factory: the answer, and the policy's own verdict on it
+    judged    the judge's grade of the completion, 0 to 1, by column ``rubric`` if the question has one
+    stepwise  share of the completion's steps before the first step that the judge finds wrong
+    meant     1.0 if the judge finds the answer equal to column ``answer``, or a valid beginning of a text, else 0.0
+    fapo      1.0 for a right answer, 0.0 if the judge finds a flaw on the way to it, -1.0 for a wrong answer
+    ranked    for a completion that judges: 1.0 if it gives the best of several answers the highest score, else -1.0
+    own       per turn, with ``:doubt`` as environments.factory: the answer, and the policy's own verdict on it
 
-The server is JAXRL_JUDGE_URL (http://127.0.0.1:8000/v1), its model JAXRL_JUDGE_MODEL (the server's first), its bearer
-token JAXRL_JUDGE_TOKEN; ``judged`` is the mean of JAXRL_JUDGE_VOTES verdicts (1). A judge that cannot be reached has
-failed, and so has one that gives no verdict, but for ``fapo``: its completions have no reward and are counted so. Give
-``rewards.timeout_s`` time for a group.
+The server is ``python -m jaxrl_llm.serve`` or any other. These variables configure it:
 
-Owns: what a judge is asked, how its verdict is read. Does not know: which model is served, which learns nothing here.
+    JAXRL_JUDGE_URL      default http://127.0.0.1:8000/v1
+    JAXRL_JUDGE_MODEL    default: the server's first model
+    JAXRL_JUDGE_TOKEN    bearer token
+    JAXRL_JUDGE_VOTES    default 1; ``judged`` averages this number of verdicts
+
+If the judge cannot be reached, the reward fails. If its reply has no verdict, the reward fails too, except for
+``fapo``. A completion with a failed reward has no reward, and the run counts it. Set ``rewards.timeout_s`` high enough
+for a whole group.
+
+Owns: the questions to the judge, how its verdict is read. Does not know: the served model, which is not trained here.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from jaxrl_llm.scoring.typography import plain
 
 AT_ONCE, MAX_TOKENS = 8, 256
 RUBRIC = "The answer is right, complete and clear."
-# What stands before a grade: "**Score:** ", "score is ", "Score = $".
+# Matches the text before a grade: "**Score:** ", "score is ", "Score = $".
 GRADE = re.compile(r"score[*_]{0,3}\s{0,3}(?:is\s)?[:=]?\s{0,3}[*_]{0,3}\s{0,3}(?=[\d.(\[*_$\\])", re.I)
 VERDICT = re.compile(r"\b(not |never |isn't |no longer )?(?:[a-z]+ )?(un)?(sound|flawed)\b", re.I)
 OF_STEPS = re.compile(r"step\s{0,3}(\d{1,9})[\s*_]{0,9}:[\s*_]{0,9}(right|wrong)", re.I)
@@ -40,12 +45,12 @@ DOUBT = "Is that answer right? Write yes or no."
 
 
 def asked(text: str, temperature: float = 0.0) -> str:
-    """The judge's answer to a text; OSError where there is none."""
+    """Return the judge's reply to a text. Raise OSError if there is no reply."""
     return said_by("JUDGE", text, max_tokens=MAX_TOKENS, temperature=temperature)
 
 
 def _all(texts: list[str], temperature: float = 0.0) -> list[str]:
-    """Return the judge's answers in plain characters, without what it thought before."""
+    """Return the judge's replies in plain characters, without the thought before them."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         replies = list(pool.map(asked, texts, [temperature] * len(texts)))
     return [plain(without_thought(reply)) for reply in replies]
@@ -56,12 +61,12 @@ def _shown(prompt: Any) -> str:
 
 
 def judged(prompts: list, completions: list[str], rubric: list | None = None, **columns: Any) -> list[float | None]:
-    """The last "Score: N" of the judge's answer, over 10; None, no reward, where it gives none from 0 to 10.
+    """Return the last "Score: N" of the judge's reply, divided by 10, or None (no reward) without a score from 0 to 10.
 
-    Several votes are drawn at temperature 1, and those that give a score are averaged.
+    With several votes, replies are drawn at temperature 1 and the scores among them are averaged.
 
     Source: rubrics, a generative judge and the votes of DeepSeek-GRM (arXiv:2504.02495). Differs: no model filters the
-        votes; the judge that is served is trained elsewhere (``ranked``).
+        votes; the served judge is trained elsewhere (``ranked``).
     """
     texts = [
         f"Question:\n{_shown(prompt)}\n\nAnswer:\n{text}\n\nGrade the answer from 0 to 10 by this rubric: {rule}\n"
@@ -75,20 +80,20 @@ def judged(prompts: list, completions: list[str], rubric: list | None = None, **
 
 
 def _grade(said: str) -> float | None:
-    """Return the last grade of a judge's answer over 10; None if it gives none from 0 to 10."""
+    """Return the last grade of a judge's reply divided by 10, or None without a grade from 0 to 10."""
     found = list(GRADE.finditer(said))
     value = grade(said[found[-1].end() :]) if found else None
     return value / 10 if value is not None and value <= 10 else None
 
 
 def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
-    r"""k / n: of the n steps (lines) of a completion the k before the first that the judge finds wrong.
+    r"""Return k / n: n is the number of steps (lines), k the number before the first step that the judge finds wrong.
 
-    0 without an answer in <answer></answer> or \boxed{}: who is judged by steps alone learns to write none. None where
-    the judge says nothing of a step before the first wrong one.
+    The score is 0 without an answer in <answer></answer> or \boxed{}. Without this rule a policy that is judged by its
+    steps alone would learn to write no answer. The score is None if the judge omits a step before the first wrong one.
 
-    Source: SPARK, arXiv:2512.03244: a generative judge of steps as the reward, behind a gate of form. Differs: the
-        judge that is served is not trained on labels by agreement, and how steps add up to a reward is ours.
+    Source: SPARK, arXiv:2512.03244: a generative judge of steps as the reward, behind a check of the format. Differs:
+        the served judge is not trained on labels by agreement, and the formula from steps to a reward is ours.
     """
     steps = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
     gated = [i for i, text in enumerate(completions) if marked(text) is not None]
@@ -110,13 +115,13 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
 def meant(
     prompts: list, completions: list[str], answer: list, following: list | None = None, **columns: Any
 ) -> list[float | None]:
-    """1.0 where the judge's last yes or no is yes, 0.0 where it is no or no answer is marked.
+    """Return 1.0 if the last yes or no of the judge's reply is yes. Return 0.0 if it is no or if no answer is marked.
 
-    It is asked whether the answer means what ``answer`` does; with ``following``, what comes after that in a text,
-    whether the text begins with what the answer means: one sentence of it or several.
+    The judge compares the marked answer with ``answer``. With a column ``following`` (the text after ``answer``) the
+    judge decides whether the text begins with the meaning of the marked answer, in one sentence or several.
 
-    Source: the prefix reward of RLPT, arXiv:2509.19249, section 3.2. Differs: the judge's prompt was not found, this
-        one is ours; half a sentence is no prefix.
+    Source: the prefix reward of RLPT, arXiv:2509.19249, section 3.2. Differs: the paper's prompt for the judge was not
+        found, and this one is ours; half a sentence does not count as a prefix.
     """
     given = {i: found for i, text in enumerate(completions) if (found := marked(text))}
     same = "First text:\n{}\n\nSecond text:\n{}\n\nDo they mean the same? End with one word, yes or no."
@@ -134,11 +139,12 @@ def meant(
 
 
 def ranked(prompts: list, completions: list[str], truth: list[list[float]], **columns: Any) -> list[float]:
-    """Of completions that judge n answers: 1.0 where the best by ``truth`` has alone the highest of "Scores: a, b, ..".
+    """Return 1.0 if a completion that judges n answers gives the best of them the single highest score, else -1.0.
 
         1  n >= 2, S_j > S_i for all i != j, j = argmax r;   1  n = 1, S_1 = r_1;   else -1
 
-    For training a judge: prompts show the answers, column ``truth`` has what each is worth.
+    It trains a judge: prompts show the answers, column ``truth`` has the value r of each answer, and the completion
+    ends with "Scores: a, b, ..".
 
     Source: DeepSeek-GRM, arXiv:2504.02495, the outcome reward of its rule-based reinforcement.
     """
@@ -155,15 +161,15 @@ def ranked(prompts: list, completions: list[str], truth: list[list[float]], **co
 
 
 def doubt(prompt: Any, turns: list[str], **columns: Any) -> str | None:
-    """An environment of two turns: the answer, and whether it is right."""
+    """Ask the policy in a second turn whether its answer is right. It is an environment of two turns."""
     return DOUBT if len(turns) == 1 else None
 
 
 def own(prompts: list, completions: list[str], messages: list, answer: list, **columns: Any) -> list[list[float]]:
-    """By turn: 1.0 for an answer that is ``answer``, and 1.0 for a last yes or no that says whether it is.
+    """Return per turn: 1.0 for an answer equal to ``answer``, and 1.0 for a last yes or no that judges it correctly.
 
     Source: SPARK (synergistic), arXiv:2509.22624: the same policy learns to answer and to judge, on its own answers.
-        Differs: the verdict is a second turn of the row, with the answer before it; single answers alone are judged.
+        Differs: the verdict is a second turn of the row, after the answer; only single answers are judged.
     """
     worth = []
     for row, right in zip(messages, answer, strict=True):
@@ -175,16 +181,16 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
 
 
 def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
-    """1.0 for a right answer, 0.0 for one that was come to by a flawed way, -1.0 for a wrong one.
+    """Return 1.0 for a right answer, 0.0 for a right answer with a flawed solution, -1.0 for a wrong answer.
 
         r = (1 where right, else -1) - (lambda = 1 where right and flawed)
 
-    The judge is asked of right answers alone. Where it says neither word it has found no flaw. With the threshold of
-    passing (``rewards.pass_threshold``) at 1.0 sound answers alone have passed.
+    The judge reads right answers only. A reply with neither word counts as no flaw. With ``rewards.pass_threshold`` at
+    1.0 only sound answers pass.
 
-    Source: FAPO, arXiv:2510.22543, eq. 4 and 8; in released code too what cannot be read is no flaw. Differs: its
-        generative reward model is trained for it and names the first wrong step, this one is whatever is served and
-        says one word; held-out answers are judged too, where there they need but be right.
+    Source: FAPO, arXiv:2510.22543, eq. 4 and 8; in the released code an unreadable verdict is no flaw either. Differs:
+        the paper trains a generative reward model that names the first wrong step. Here any served model gives one
+        word. Held-out answers are judged too; in the paper they only need to be right.
     """
     right = [is_answer(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
     texts = [
@@ -198,7 +204,7 @@ def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) ->
 
 
 def _is_flawed(said: str) -> bool:
-    """Read the last "sound" or "flawed" of a judge's answer; "not" and "un" turn it round."""
+    """Return whether the last "sound" or "flawed" of a judge's reply means flawed. "not" and "un" reverse the word."""
     verdicts = list(VERDICT.finditer(said))
     if not verdicts:
         return False

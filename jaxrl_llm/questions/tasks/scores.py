@@ -26,7 +26,7 @@ from jaxrl_llm.scoring.answers import is_answer as has_number_of
 _TAGS = re.compile(r"</?(?:think|answer)>")
 STEP_WEIGHT = 0.1
 SOME_STEPS = 20
-STEP_CHARS = 200  # a longer paragraph is several steps
+STEP_CHARS = 200  # a longer paragraph counts as several steps
 
 
 def format(prompts: list, completions: list[str], **columns: Any) -> list[float]:
@@ -55,7 +55,7 @@ def exact(prompts: list, completions: list[str], answer: list, **columns: Any) -
 
 
 def f1(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
-    """Return 2 P R / (P + R). P and R are the shares of common words in the given and in the right answer."""
+    """Return 2 P R / (P + R): P and R are the shares of the given and of the right answer's words that both contain."""
     given = zip(completions, answer, strict=True)
     return [max(_overlap(words(answer_of(text)), words(one)) for one in accepted(right)) for text, right in given]
 
@@ -68,11 +68,11 @@ def _overlap(said: list[str], right: list[str]) -> float:
 def key_steps(prompts: list, completions: list[str], answer: list, key_steps: list, **columns: Any) -> list[float]:
     """Return [the answer is right] + 0.1 times the share of the key steps that the completion contains.
 
-    The share tells two wrong answers apart. A completion contains a step if the step's words follow each other in it.
-    A step may be a list of texts, of which any counts.
+    The share distinguishes two wrong answers. A completion contains a step if the words of the step follow each other
+    in the completion. A step may be a list of texts: any of them counts.
 
     Source: StepRAR of R1-VL, arXiv:2503.12937, the soft match of key steps and its weight (released code). Differs: a
-        step is looked for in the whole completion, by words and not by letters; answers are compared as texts; its
+        step is searched in the whole completion, by words instead of letters; answers are compared as texts; its
         structure reward (StepRVR) is ``format``.
     """
     right = exact(prompts, completions, answer)
@@ -80,15 +80,15 @@ def key_steps(prompts: list, completions: list[str], answer: list, key_steps: li
 
 
 def keywords(prompts: list, completions: list[str], keywords: list, **columns: Any) -> list[float]:
-    """Return the share of the keywords that the completion contains; 0.0 without keywords.
+    """Return the share of the keywords that the completion contains, or 0.0 if the question has no keywords.
 
-    Source: IFScale, whose hundreds of instructions each ask for a keyword.
+    Source: IFScale, whose prompts contain hundreds of instructions that each ask for a keyword.
     """
     return [_share(text, own) for text, own in zip(completions, keywords, strict=True)]
 
 
 def _share(text: str, wanted: list) -> float:
-    """Return the share of the wanted texts that a text contains. A list of texts counts if the text has any of them."""
+    """Return the share of the wanted texts that a text contains. A list counts if the text contains any of its texts."""
     said = [f" {' '.join(found)} " for found in (words(text), all_words(text))]
 
     def has(one: Any) -> bool:
@@ -97,20 +97,20 @@ def _share(text: str, wanted: list) -> float:
         found = words(str(one))
         if all_words(str(one)):
             return any(f" {' '.join(found)} " in part for part in said)
-        return bool(found) and str(one).strip() in text  # a keyword of punctuation alone
+        return bool(found) and str(one).strip() in text  # for keywords of punctuation only
 
     return sum(map(has, wanted)) / max(len(wanted), 1)
 
 
 def majority(prompts: list, completions: list[str], **columns: Any) -> list[float]:
-    """Return 1.0 for the most frequent answer to the question, else 0.0; the first given wins a tie.
+    """Return 1.0 for the most frequent answer to the question, else 0.0. The first given answer wins a tie.
 
-    Completions without any answer vote for none. If the right answer is known, add its reward function with weight 0:
-    the metrics rollout/label_accuracy and rollout/reward_accuracy then say how good the votes are.
+    Completions without an answer do not vote. If the right answer is known, add its reward function with weight 0. The
+    metrics rollout/label_accuracy and rollout/reward_accuracy then measure the quality of the votes.
 
-    Source: TTRL, Zuo et al. 2025, arXiv:2504.16084. Differs: all completions vote and are trained on; it has 64 vote
-        and trains on 32 of them, and a grader of mathematics says which answers are the label. Here two answers are
-        the same if they are the same number, choice, words or formula.
+    Source: TTRL, Zuo et al. 2025, arXiv:2504.16084. Differs: all completions vote and are trained on. The paper takes
+        64 votes, trains on 32 completions, and finds the label with a grader of mathematics. Here two answers are the
+        same if they are the same number, choice, words or formula.
     """
     answers = [vote(text) for text in completions]
     votes = collections.Counter(answer for answer in answers if answer)
@@ -123,12 +123,13 @@ def majority(prompts: list, completions: list[str], **columns: Any) -> list[floa
 def short_steps(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
     """Return (1 + 20 / (20 + k)) / 2 for a right answer in k steps, 0 for a wrong one.
 
-    A paragraph is one step for each 200 characters that it begins, so that leaving out blank lines wins nothing. The
+    A paragraph counts as one step per 200 characters or part of them, so that removing blank lines gains nothing. The
     score is above 1/2 for every right answer, however long: set ``rewards.pass_threshold`` to 0.5.
 
-    Source: Step Pruner, arXiv:2510.03805: steps are paragraphs, those of right answers are penalised, and wrong ones
-        get nothing. Its form was not found: this one, and its 20, are ours. Differs: the paper ends training when
-        answers stop to shorten or when steps grow long; here a long paragraph counts as several steps.
+    Source: Step Pruner, arXiv:2510.03805: steps are paragraphs, steps of right answers are penalised, and wrong answers
+        get nothing. The paper's formula was not found: this formula and its 20 are ours. Differs: the paper ends
+        training when answers stop getting shorter or when steps grow long. Here a long paragraph counts as several
+        steps.
     """
     scores = []
     for text, right in zip(completions, answer, strict=True):
@@ -138,7 +139,7 @@ def short_steps(prompts: list, completions: list[str], answer: list, **columns: 
 
 
 def num_steps(text: str) -> int:
-    """Count the paragraphs of a text, a long one as several."""
+    """Return the number of paragraphs of a text. A long paragraph counts as several."""
     sizes = [0]
     for line in text.splitlines():
         if line.strip():
