@@ -1,1 +1,1 @@
-"""What answers a policy besides a question's scorer: mazes, word games, search, users; its programs, behind walls."""
+"""Environments that reply to a policy (mazes, word games, search, users), and the sandbox that runs its programs."""

@@ -1,15 +1,15 @@
-"""A calculator, as an environment (``environments.factory``): in two forms.
+"""Calculator, as an environment (``environments.factory``) in two forms:
 
     jaxrl_llm.environments.calculator:Calculator   a tool, ``calculate(expression)``
-    jaxrl_llm.environments.calculator:plain        answers the last expression that a turn writes: "12 * 34" with
-                                                   "12 * 34 = 408". For models that do not know how to call tools.
+    jaxrl_llm.environments.calculator:plain        replies to the last expression that a turn writes: "12 * 34" with
+                                                   "12 * 34 = 408". For models that cannot call tools.
 
-``:used`` is a reward for what is to be learned first, that it is asked at all.
+``:used`` is a reward for the first thing to learn: using the calculator at all.
 
-Expressions are of numbers, + - * / // % ** and parentheses, and have no names; "x" between numbers multiplies, and the
-signs of multiplication and division are read too.
+Expressions contain numbers, + - * / // % ** and parentheses, and no names. "x" between numbers multiplies. The signs of
+multiplication and division are read too.
 
-Owns: what an expression is, its value. Does not know: questions, rewards.
+Owns: the syntax of expressions, their value. Does not know: questions, rewards.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ OPERATORS = {
     ast.UAdd: operator.pos,
 }
 MAX_CHARS = 200
-MAX_DIGITS = 200  # of what a power gives
-# Two numbers at least, with what stands between them. Digits may be grouped ("1,000").
+MAX_DIGITS = 200  # maximum digits of the result of a power
+# At least two numbers with operators between them. Digits may be grouped ("1,000").
 NUMBER = r"[0-9]+(?:[.,'][0-9]+)*"
 OPERATOR = r"(?:\*\*|//|\^|[-+*/x]|%(?!\s?-))"
 EXPRESSION = re.compile(rf"(?<![-(\w.,'])[-(]*{NUMBER}(?:[ )]*{OPERATOR}[ (-]*{NUMBER})+\)*")
 
 
 class Calculator:
-    """A tool for sums that are not done in the head."""
+    """Environment with one tool that computes expressions of numbers."""
 
     def reset(self, **columns: Any) -> None:
         pass
@@ -53,7 +53,7 @@ class Calculator:
 
 
 def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
-    """Return the value of the last expression in the newest turn; None, which ends the completion, without one."""
+    """Return the value of the last expression in the newest turn, or None, which ends the completion, without one."""
     found = EXPRESSION.findall(plain_text(turns[-1]))
     if not found:
         return None
@@ -65,7 +65,7 @@ def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
 
 
 def used(prompts: list, completions: list[str], messages: list[list[dict[str, str]]], **columns: Any) -> list[float]:
-    """A reward: 1.0 where the calculator has answered, whatever came of it."""
+    """Return 1.0 if the calculator was used, whatever its reply was, else 0.0."""
     return [float(any(message["role"] != "assistant" for message in row)) for row in messages]
 
 

@@ -1,7 +1,7 @@
-"""What a model says over an OpenAI-compatible server: ``python -m jaxrl_llm.serve``, or any other.
+"""Client of an OpenAI-compatible server: ``python -m jaxrl_llm.serve``, or any other.
 
-Owns: one request, and which settings of the environment name a server. Does not know: what is asked; deadlines, which
-the pools of rewards and environments have.
+Owns: one request, the environment variables that name a server. Does not know: the content of requests, deadlines (the
+pools of rewards and environments have them).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ URL = "http://127.0.0.1:8000/v1"
 
 
 def said(url: str, messages: list[dict[str, str]], token: str = "", **body: Any) -> str:
-    """The answer to messages; ``body`` is what else the request has.
+    """Return the model's reply to messages. ``body`` contains further fields of the request.
 
     Raises:
-        OSError: there is no server, or it has refused.
+        OSError: the server cannot be reached, or it refused the request.
     """
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
     data = json_lines.written({"messages": messages, **body}).encode()
@@ -34,7 +34,7 @@ def said(url: str, messages: list[dict[str, str]], token: str = "", **body: Any)
 
 
 def _reason(body: bytes) -> str:
-    """What a server that refuses says of it."""
+    """Return the error message in the body of a refusal."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):
@@ -42,8 +42,10 @@ def _reason(body: bytes) -> str:
 
 
 def said_by(name: str, text: str, **body: Any) -> str:
-    """The answer to a text of the server at JAXRL_``name``_URL (``URL``), by its model JAXRL_``name``_MODEL (the
-    server's first), with the bearer token JAXRL_``name``_TOKEN (none). Raises as ``said``.
+    """Return the reply of a configured server to one text. Raises the same errors as ``said``.
+
+    Environment variables configure the server: JAXRL_``name``_URL (default ``URL``), JAXRL_``name``_MODEL (default: the
+    server's first model) and JAXRL_``name``_TOKEN, the bearer token (default: none).
     """
     own = lambda setting: os.environ.get(f"JAXRL_{name}_{setting}", "")
     body |= {"model": own("MODEL")} if own("MODEL") else {}

@@ -1,17 +1,17 @@
-"""Files of what has been seen, looked up by what is seen now (BM25; extra ``retrieval``).
+"""Experience files, searched by the current state with BM25 (extra ``retrieval``).
 
-    transitions   {"state": "..", "action": "..", "next": "..", "reward": 0}: what an action did in a state
-    notes         {"state": "..", "note": ".."}: what is worth knowing there
+    transitions   {"state": "..", "action": "..", "next": "..", "reward": 0}: the result of an action in a state
+    notes         {"state": "..", "note": ".."}: advice for a state
 
-JSON lines; other keys of a line are kept. ``advised`` puts the notes of states alike behind each answer of an
-environment:
+The files contain JSON lines; other keys of a line are kept. ``advised`` appends the notes of similar states to each
+reply of an environment:
 
     from jaxrl_llm.environments import maze
     from jaxrl_llm.environments.experience import advised
 
     plain = advised("notes.jsonl")(maze.plain)      # a function; in a class a tool: @advised("notes.jsonl")
 
-Owns: which lines of a file are near. Does not know: who is told of them.
+Owns: which lines of a file are near. Does not know: who reads them.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ NUM_NOTES = 3
 
 
 class Experience:
-    """Lines of a file, found by the words of some of their keys.
+    """Searchable lines of a file, indexed by the words of some of their keys.
 
     Raises:
-        ConfigError: the file cannot be read, or a line lacks a key; named with its number.
+        ConfigError: the file cannot be read, or a line lacks a key; the message has the line's number.
     """
 
     def __init__(self, path: str, kinds: Mapping[str, Any], by: tuple[str, ...]):
         self.rows = [row for _, row in rows(path, kinds)]
         texts = ["\n".join(row[key] for key in by) for row in self.rows]
-        # All words count, of one letter too: an action may be "n", or "no".
+        # Keep words of one letter and stop words, because an action may be "n" or "no".
         self._index = Index([*map(str, range(len(texts)))], texts, token_pattern=r"\w+", stopwords=[])
 
     def nearest(self, text: str, count: int) -> list[dict[str, Any]]:
-        """At most ``count`` lines, nearest first; none without a word in common."""
+        """Return at most ``count`` lines, nearest first. Lines without a common word are left out."""
         return [self.rows[place] for place in self._index.search(text, count)]
 
 
 @functools.lru_cache(maxsize=4)
 def transitions(path: str) -> Experience:
-    """Of a file, to be asked for state and action, a line each; raises as ``Experience``."""
+    """Return the transitions of a file, indexed by state and action. Raises the same errors as ``Experience``."""
     return Experience(path, TRANSITIONS, ("state", "action"))
 
 
 def advised(path: str, count: int = NUM_NOTES) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: what a function or a tool answers is followed by the nearest notes of the file, a line each.
+    """Return a decorator that appends the nearest notes of the file, one per line, to each reply of a function or tool.
 
-    They are looked up for each answer, by its words, and not once in an episode. None, the end, stays None.
+    The notes are searched for every reply, by its words. A reply of None, which ends the episode, stays None.
 
     Raises:
-        ConfigError: as ``Experience``, where the decorator is used.
+        ConfigError: same as ``Experience``, when ``advised`` is called.
 
-    Source: SLEA-RL, arXiv:2603.18079: experience that is retrieved at each step by the observation; two lines of
-        advice and a warning. Differs: states are alike by BM25, where it clusters them; advice and warnings are notes
-        of one kind; the file is what it is: nothing is distilled, scored or admitted in a run. Its advantage of steps
-        is the recipe gigpo.
+    Source: SLEA-RL, arXiv:2603.18079: at each step experience is retrieved by the observation; two lines of advice and
+        a warning. Differs: the paper clusters similar states, here BM25 finds them; advice and warnings are notes of
+        one kind; the file does not change in a run, so that nothing is distilled, scored or admitted. The paper's
+        step-level advantage is the recipe gigpo.
     """
     notes = Experience(path, NOTES, ("state",))
 

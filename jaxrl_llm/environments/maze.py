@@ -1,19 +1,19 @@
-"""A text game: the way out of a maze, as an environment (``environments.factory``), in two forms.
+"""Maze game, as an environment (``environments.factory``) in three forms:
 
     jaxrl_llm.environments.maze:Maze    a tool, ``go(direction)``
-    jaxrl_llm.environments.maze:plain   goes where the last of the letters n, e, s, w in a turn says, and answers with
-                                        the field and its exits, " 12es". For models that do not know how to call tools.
+    jaxrl_llm.environments.maze:plain   moves by the last of the letters n, e, s, w in a turn and replies with the field
+                                        and its exits, " 12es". For models that cannot call tools.
 
-    jaxrl_llm.environments.maze:patched as plain, but along an expert's way, a shortest one: a step that leaves it is
-                                        answered with the expert's own and where that comes to, " e:10ns", and the
-                                        episode goes on from there; it ends with the third such step
+    jaxrl_llm.environments.maze:patched like plain, along an expert's shortest path. After a wrong step the reply is the
+                                        expert's step and its field, " e:10ns", and the episode continues from there.
+                                        The third wrong step ends the episode.
 
-``:steps`` is the reward of ``plain``: for each turn 1.0 where it comes to the goal, -0.1 where it goes nowhere;
-``:matched`` that of ``patched``: for each turn whether it was the expert's. The
-questions are those of ``prompts.source="maze"``. Many ways lead to one field: its answer is the same each time, which
-methods that compare turns of one state need (algorithm.advantage="gigpo").
+``:steps`` is the reward for ``plain``: each turn scores 1.0 if it reaches the goal and -0.1 if it does not move.
+``:matched`` is the reward for ``patched``: each turn scores 1.0 if it is the expert's step. The questions are from
+``prompts.source="maze"``. Different paths lead to the same field, and the reply for a field is always the same.
+Methods that compare turns in the same state need this (algorithm.advantage="gigpo").
 
-Owns: moves and what they are worth. Does not know: how mazes are made (questions.tasks.maze).
+Owns: moves and their rewards. Does not know: how mazes are made (questions.tasks.maze).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PATCHES = 2
 
 
 class Maze:
-    """A maze; the way is found by going."""
+    """Maze that the policy explores with the tool ``go``."""
 
     def reset(self, maze: list[list[str]], start: list[int], goal: list[int], **columns: Any) -> str:
         self.maze, self.place, self.goal, self.bumps = maze, tuple(start), tuple(goal), 0
@@ -48,7 +48,7 @@ class Maze:
         return f"{there}{self._seen()}"
 
     def get_reward(self) -> float:
-        """1.0 at the goal, and -0.1 for each time that it went nowhere."""
+        """Return 1.0 at the goal, minus 0.1 for each step against a wall."""
         return float(self.place == self.goal) + NOWHERE * self.bumps
 
     def _seen(self) -> str:
@@ -59,7 +59,7 @@ class Maze:
 
 
 def moved(maze: list[list[str]], place: tuple[int, int], direction: str) -> tuple[int, int]:
-    """Where a step leads; where there is no way, it stays."""
+    """Return the field that a step leads to, or the same field if there is no exit in this direction."""
     x, y = place
     if not direction or direction not in maze[y][x]:
         return place
@@ -67,7 +67,7 @@ def moved(maze: list[list[str]], place: tuple[int, int], direction: str) -> tupl
 
 
 def walked(turns: list[str], maze: list[list[str]], start: list[int], goal: list[int]) -> list[tuple[int, int]]:
-    """Fields after each turn, the start first; those after the goal are the goal."""
+    """Return the start and the field after each turn. After the goal is reached, the field stays the goal."""
     places = [tuple(start)]
     for turn in turns:
         wanted = re.findall("[nesw]", turn)
@@ -77,7 +77,7 @@ def walked(turns: list[str], maze: list[list[str]], start: list[int], goal: list
 
 
 def plain(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
-    """The field that the last turn came to and its exits; None, the end, at the goal."""
+    """Return the field that the last turn reached and its exits, or None at the goal, which ends the episode."""
     x, y = place = walked(turns, maze, start, goal)[-1]
     return None if place == tuple(goal) else field(maze, x, y)
 
@@ -87,7 +87,7 @@ def field(maze: list[list[str]], x: int, y: int) -> str:
 
 
 def expert(maze: list[list[str]], start: list[int], goal: list[int]) -> str:
-    """Directions of a shortest way; of several the first in the order n, e, s, w at the field where they part."""
+    """Return the directions of a shortest path. Among equal paths, the order n, e, s, w decides where they separate."""
     ways, found = {tuple(start): ""}, [tuple(start)]
     for place in found:
         for direction in MOVES:
@@ -99,16 +99,18 @@ def expert(maze: list[list[str]], start: list[int], goal: list[int]) -> str:
 
 
 def _went(turns: list[str], way: str) -> list[bool]:
-    """Whether each turn is the expert's step."""
+    """Return for each turn whether it is the expert's step."""
     wanted = [re.findall("[nesw]", turn) for turn in turns]
     return [bool(went) and went[-1] == step for went, step in zip(wanted, way, strict=False)]
 
 
 def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
-    """The expert's next field, whatever the turn; None, the end, at the goal or after the third step of another way.
+    """Return the expert's next field, whatever the turn did.
 
-    Source: UI-S1, arXiv:2509.11543: the policy's own outputs along an expert's trajectory, patched where they leave it,
-        so that later steps are still trained on. Differs: the wrong step stays in the row, and the patch follows it.
+    None ends the episode, at the goal or after the third wrong step.
+
+    Source: UI-S1, arXiv:2509.11543: the policy's own outputs follow an expert's trajectory and are patched when they
+        leave it, so that later steps are still trained on. Differs: the wrong step stays in the row, before its patch.
     """
     way = expert(maze, start, goal)
     went, taken = _went(turns, way), way[: len(turns)]
@@ -119,14 +121,14 @@ def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, 
 
 
 def _turns(messages: list[dict[str, str]]) -> list[str]:
-    """What the policy has said."""
+    """Return the policy's own messages."""
     return [message["content"] for message in messages if message["role"] == "assistant"]
 
 
 def matched(
     prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
 ) -> list[list[float]]:
-    """Of each completion's turns 1.0 for the expert's step, else 0.0."""
+    """Return for each turn of each completion 1.0 if it is the expert's step, else 0.0."""
     worth = []
     for row, *own in zip(messages, maze, start, goal, strict=True):
         turns = _turns(row)
@@ -138,7 +140,7 @@ def matched(
 def steps(
     prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
 ) -> list[list[float]]:
-    """Of each completion what its turns are worth."""
+    """Return the reward of each turn of each completion."""
     worth = []
     for row, *own in zip(messages, maze, start, goal, strict=True):
         places, out = walked(_turns(row), *own), tuple(own[2])

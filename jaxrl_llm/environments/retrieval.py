@@ -1,13 +1,13 @@
-"""Search over documents, as an environment (``environments.factory``) with one tool, by BM25 (extra ``retrieval``).
+"""Document search by BM25 (extra ``retrieval``), as an environment (``environments.factory``) with one tool.
 
-    jaxrl_llm.environments.retrieval:Search   ``search(query)`` answers with the documents that fit best
-    :gain                                     a reward by turn: what a search found that is new, less what was known
+    jaxrl_llm.environments.retrieval:Search   ``search(query)`` replies with the best matching documents
+    :gain                                     a reward per turn: new evidence found, minus documents found before
 
-A question's documents are its column ``documents``, a list of texts, or those of the file that column ``corpus`` names:
-JSON lines with ``text`` and ``id`` (its line's number where there is none). A file is indexed once in each process.
-``gain`` reads column ``evidence``, ids of the documents that the answer takes.
+The documents of a question are its column ``documents``, a list of texts, or the file that its column ``corpus`` names.
+The file has JSON lines with ``text`` and ``id`` (default: the line's number). Each process indexes a file once.
+``gain`` reads column ``evidence``, the ids of the documents that the answer needs.
 
-Owns: indices, what a search says. Does not know: questions, answers' rewards (questions.tasks.scores).
+Owns: indices, the reply to a search. Does not know: questions, rewards of answers (questions.tasks.scores).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from jaxrl_llm.runtime import json_lines
 from jaxrl_llm.runtime.nested import ConfigError
 
 NUM_RESULTS = 3
-MAX_CHARS = 400  # of each document that is shown
+MAX_CHARS = 400  # characters shown of each document
 FOUND = re.compile(r"^\[(.+?)\] ", re.M)
 
 
 class Index:
-    """Documents and their BM25 weights; ``words`` is how bm25s takes texts for words."""
+    """BM25 index of documents. ``words`` are bm25s options that define how texts are split into words."""
 
     def __init__(self, ids: list[str], texts: list[str], **words: Any):
         try:
-            import bm25s  # here: most runs do not search
+            import bm25s  # imported here because most runs do not search
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"a search needs {error.name}: pip install 'jaxrl_llm[retrieval]'") from error
 
@@ -42,7 +42,7 @@ class Index:
         self._index.index(self._tokens(texts), show_progress=False)
 
     def search(self, query: str, count: int) -> list[int]:
-        """Places of the documents that fit best, at most ``count``, best first; those without a word in common not."""
+        """Return the positions of at most ``count`` documents, best first, that share a word with the query."""
         count = min(count, len(self.texts))
         places, scores = self._index.retrieve(self._tokens([query]), k=count, show_progress=False)
         return [int(place) for place, score in zip(places[0], scores[0], strict=True) if score > 0]
@@ -50,7 +50,7 @@ class Index:
 
 @functools.lru_cache(maxsize=4)
 def of_file(path: str) -> Index:
-    """Return the index of a file's documents; ConfigError if a row is none, or has an id that cannot be read back."""
+    """Return the index of a file's documents. Raise ConfigError for a bad row or an unreadable id."""
     found = rows(path, {"text": str})
     ids = [str(row.get("id", where.rpartition(":")[2])) for where, row in found]
     for (where, _), name in zip(found, ids, strict=True):
@@ -61,10 +61,10 @@ def of_file(path: str) -> Index:
 
 
 def rows(path: str, kinds: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines that all have keys of such ``kinds``, each with its place, "file:line".
+    """Return the objects of a file of JSON lines, each with its place "file:line". All have the keys of ``kinds``.
 
     Raises:
-        ConfigError: the file cannot be read or has none, or what is wrong with which line.
+        ConfigError: the file cannot be read or is empty, or a line is wrong; the message names the line and the fault.
     """
     wanted = {key: f"an object with `{key}`, {'a text' if kind is str else 'a number'}" for key, kind in kinds.items()}
     found = json_lines.objects(path, next(iter(wanted.values())))
@@ -76,14 +76,14 @@ def rows(path: str, kinds: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]
 
 
 def is_of(value: Any, kind: Any) -> bool:
-    """Whether a value of JSON is of a kind; True is no number, nor is what is not finite."""
+    """Return whether a JSON value has a type. Booleans are not numbers, and neither are infinities and NaN."""
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, kind) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 class Search:
-    """Documents that can be searched."""
+    """Environment with one tool that searches documents."""
 
     def reset(self, documents: list[str] | None = None, corpus: str = "", **columns: Any) -> None:
         if documents:
@@ -105,14 +105,14 @@ class Search:
 
 
 def gain(prompts: list, completions: list[str], messages: list, evidence: list, **columns: Any) -> list[list[float]]:
-    """For each turn the share of the evidence that it found first, less the share of what it found that was known.
+    """Return for each turn the share of the evidence that is new, minus the share of its documents that were known.
 
         r_k = |new evidence of search k| / |evidence| - |found by k and before| / |found by k|
 
-    0 for a turn that searches nothing, and where nothing is found.
+    A turn without a search, or without a found document, scores 0.
 
-    Source: StepSearch, arXiv:2505.15107: information gain less redundancy. Differs: a document is the evidence or it is
-        not, where it compares texts by cosines.
+    Source: StepSearch, arXiv:2505.15107: information gain minus redundancy. Differs: a document is the evidence or it
+        is not; the paper compares texts by cosines.
     """
     worth = []
     for row, wanted in zip(messages, evidence, strict=True):
@@ -120,8 +120,8 @@ def gain(prompts: list, completions: list[str], messages: list, evidence: list, 
         for i, message in enumerate(row):
             if message["role"] != "assistant":
                 continue
-            answers = itertools.takewhile(lambda said: said["role"] != "assistant", row[i + 1 :])  # of each search
-            # What a failed call is told begins otherwise, and may have lines of the policy's own.
+            answers = itertools.takewhile(lambda said: said["role"] != "assistant", row[i + 1 :])  # one per search
+            # Skip replies to failed calls. They begin differently and may quote the policy's own lines.
             texts = [said["content"] for said in answers if FOUND.match(said["content"])]
             found = {x for text in texts for x in FOUND.findall(text)}
             new = len((found - known) & wanted) / max(len(wanted), 1)

@@ -1,10 +1,10 @@
-"""Games of TextArena for one player, as an agent: ``environments.factory="jaxrl_llm.environments.textarena:play"``.
+"""TextArena games for one player, as an agent: ``environments.factory="jaxrl_llm.environments.textarena:play"``.
 
-Questions have a column ``game``, such as "Wordle-v0", and ``seed``, a whole number, which makes the same game each
-time. What the game tells is what the policy reads, its turns are moves, and the game's own reward is the reward. ``pip
-install textarena``; Wordle looks its words up in files of nltk, which it fetches when it is first played.
+Questions have a column ``game``, such as "Wordle-v0", and a column ``seed``, a whole number that determines the game.
+The policy reads the game's messages, its turns are moves, and the game's own reward is the reward. Install with ``pip
+install textarena``. Wordle downloads word files of nltk when it is first played.
 
-Owns: the way between TextArena's loop and a conversation. Does not know: games.
+Owns: the connection between TextArena's loop and a conversation. Does not know: games.
 
 Source: TextArena, https://github.com/LeonGuertler/TextArena.
 """
@@ -18,16 +18,16 @@ from jaxrl_llm.environments.chat import said
 
 
 def play(base_url: str, prompt: Any, game: str, seed: int, **columns: Any) -> float:
-    """Plays one game, and gives its reward."""
-    import textarena  # here: an import of it takes a second, which others need not wait for
+    """Play one game and return its reward."""
+    import textarena  # imported here because the import takes a second
 
-    random.seed(seed)  # of games that draw by Python's own
-    env = textarena.make(env_id=f"{game}-raw")  # tells what is new alone
+    random.seed(seed)  # some games draw from Python's own generator
+    env = textarena.make(env_id=f"{game}-raw")  # "-raw" games send only new messages
     env.reset(num_players=1, seed=seed)
     messages, is_over = [], False
     while not is_over:
         _, told = env.get_observation()
-        texts = [str(text) for who, text, *_ in told if who != 0]  # what player 0 has said is its turn
+        texts = [str(text) for who, text, *_ in told if who != 0]  # skip the policy's own turns (player 0)
         messages.append({"role": "user", "content": "\n".join(texts)})
         messages.append({"role": "assistant", "content": said(base_url, messages, model="policy")})
         is_over, _ = env.step(action=messages[-1]["content"])

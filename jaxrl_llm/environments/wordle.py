@@ -1,10 +1,10 @@
-"""Wordle: a hidden word is found by guesses, as an environment (``environments.factory``) with one tool.
+"""Wordle, as an environment (``environments.factory``) with one tool: find a hidden word by guesses.
 
-Questions have a column ``word``; the prompt tells the rules. What was learned counts turn by turn: the reward is 1.0
-for the word, and before that 0.1 for each of its letters that stands where it should in the best guess, of more than
-nine letters so much less that all are worth 0.9.
+Questions have a column ``word``; the prompt contains the rules. The reward is 1.0 for the word. Before that, each
+letter in its right place in the best guess scores 0.1. For words of more than nine letters each letter scores 0.9
+divided by their number.
 
-Owns: guesses and what is said to them. Does not know: dictionaries; any letters are a word.
+Owns: guesses and the replies to them. Does not know: dictionaries; any letters count as a word.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _letters(word: str) -> str:
 
 
 class Wordle:
-    """A hidden word."""
+    """Game with one hidden word."""
 
     def reset(self, word: str, **columns: Any) -> None:
         letters = _letters(word)
@@ -49,6 +49,6 @@ class Wordle:
         return f"{said.upper()}\n{''.join(marks)}{' You have found it.' if said == self.word else ''}"
 
     def get_reward(self) -> float:
-        """1.0 for the word; else 0.1, or less, for each letter in its place, in the best guess so far."""
+        """Return 1.0 for the word, or else at most 0.1 for each letter in its right place in the best guess so far."""
         num = len(self.word)
         return 1.0 if self.best == num else min(0.1, 0.9 / num) * self.best
