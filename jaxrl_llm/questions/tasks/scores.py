@@ -88,7 +88,7 @@ def keywords(prompts: list, completions: list[str], keywords: list, **columns: A
 
 
 def _share(text: str, wanted: list) -> float:
-    """Return the share of the wanted texts that a text contains. A list counts if the text contains any of its texts."""
+    """Return the share of the wanted texts that a text contains. A list counts if the text has any of its texts."""
     said = [f" {' '.join(found)} " for found in (words(text), all_words(text))]
 
     def has(one: Any) -> bool:
