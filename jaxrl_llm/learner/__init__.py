@@ -1,1 +1,1 @@
-"""Scored rollouts become new weights."""
+"""The learner: modules that turn scored rollouts into new weights."""

@@ -1,23 +1,27 @@
-"""Adapters of several modules: parts of the rank, of which one learns at a time.
+"""LoRA adapters whose rank is split into modules that are trained one after another.
 
     module k: rows k r/M to (k+1) r/M of A, the same columns of B;     B A = sum_k B_k A_k
 
-The next one begins where rewards stall: where the line of least squares through the last W steps' has no slope above 0.
+The next module begins when rewards stall: when the least-squares line through the rewards R of the last W steps does
+not rise.
 
     sum_t (t - (W - 1) / 2) R_t <= 0,    t = 0 .. W - 1
 
-Those before it stay as they are, and those to come add nothing yet, for their B is 0. The optimizer sees the module
-that learns alone, and forgets what it has seen when the next begins. The last one goes on to the end. What a sampler, a
-checkpoint or PEFT sees is one adapter of the whole rank.
+Earlier modules are frozen. Later modules add nothing yet, because their B is 0. The optimizer receives only the
+learning module, and its moments are reset when the next module begins. The last module learns until the run ends. The
+sampler, the checkpoint and PEFT contain one adapter of the whole rank.
 
-Source: DPS of ScaleZero, Pu et al. 2025, arXiv:2509.07945, and its code in LightZero. Differs: there a world model of
-many tasks grows, whose backbone learns first; here the base never learns. There the next module begins after a success,
-as soon as so many tasks more are solved as an even share of the unsolved over the modules to come, or when a module has
-had a given number of steps; here it begins where progress has stopped, the opposite sign, and a module whose rewards
-rise has no limit. There each adapter of rank r/M is scaled by alpha / (r/M), and by a learned factor near 1 once the
-next one learns; here by the whole one's s, which is M times less, with no factor. A begins normal of deviation 0.01
-there, uniform here (lora).
-Owns: which part learns, when the next begins. Does not know: where adapters are added, which optimizer.
+Source: DPS of ScaleZero, Pu et al. 2025, arXiv:2509.07945, and its code in LightZero. Differences:
+
+    base            DPS trains the backbone of a multi-task world model first. Here the base is never trained.
+    next module     DPS starts it after enough newly solved tasks or after a fixed number of steps. Enough is the number
+                    of unsolved tasks divided by the number of modules to come. Here it starts when progress stops, the
+                    opposite condition. A module whose rewards rise has no step limit.
+    scale           DPS uses alpha / (r/M) for each module of rank r/M, and a learned factor near 1 after its training.
+                    Here every module has the scale s of the whole adapter, which is M times smaller, and no factor.
+    initial A       DPS draws it from a normal distribution with deviation 0.01. Here it is uniform (lora).
+
+Owns: which module learns, when the next module begins. Does not know: where adapters are added, which optimizer.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from jaxrl_llm.models import lora
 
 
 class Modules(NamedTuple):
-    """The optimizer's own state, the module that learns, its steps so far, [] i32, and rewards [W] f32, newest last."""
+    """Optimizer state, learning module and its step count (each [] i32), the last W rewards ([W] f32), newest last."""
 
     own: Any
     module: jax.Array
@@ -43,12 +47,12 @@ class Modules(NamedTuple):
 
 
 def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -> optax.GradientTransformation:
-    """The same for one module at a time; itself where there is but one.
+    """Return an optimizer that applies ``optimizer`` to one module at a time, or ``optimizer`` if there is one module.
 
-    ``update`` wants besides, as ``reward``, the mean reward [] f32 of the batch that the gradient is of.
+    With several modules ``update`` takes one more argument: ``reward``, the mean reward [] f32 of the gradient's batch.
 
     Raises:
-        ConfigError: the rank has no such equal parts, or nothing hears ``module_steps``.
+        ConfigError: ``modules`` does not divide ``rank``, or ``module_steps`` is set although there is one module.
     """
     steps = config.module_steps
     if config.rank % config.modules:
@@ -67,7 +71,7 @@ def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -
         count, rewards = count + 1, jnp.concatenate([rewards[1:], reward[None]])
         part = lambda of: lora.of_module(of, module, config)
         updates, own = optimizer.update(part(gradient), own, part(params))
-        # Less the first of them, as the rounding of what all share, such as 0.1, would be a slope of its own.
+        # Subtract the first reward: with constant rewards such as 0.1, rounding errors alone could make a slope.
         slope = jnp.sum((jnp.arange(steps) - (steps - 1) / 2) * (rewards - rewards[0]))
         stalls = (count >= steps) & (slope <= 0) & (module < config.modules - 1)
         own, count = optim.forgotten(own, lambda _: stalls), jnp.where(stalls, 0, count)
@@ -77,7 +81,7 @@ def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -
 
 
 def sums(opt_state: Any) -> dict[str, jax.Array]:
-    """The number of the module that learns, from 1 on, where there are several."""
+    """Return the number of the learning module, counted from 1, as a metric sum; {} if the rank is not split."""
     of_modules = lambda x: isinstance(x, Modules)
     found = [x for x in jax.tree.leaves(opt_state, is_leaf=of_modules) if of_modules(x)]
     return {"adapter_module_sum": found[0].module + jnp.float32(1)} if found else {}

@@ -1,6 +1,8 @@
-"""Annotation: what the learner says of fresh rollouts before they are trained on, as many at a time as in an update.
+"""Annotation: log-probs, values and hidden states that the learner computes for fresh rollouts before training.
 
-Owns: those functions of whole iterations. Does not know: which method asks for what, the
+The forward passes run in pieces of at most ``update.micro_batch_size`` rows.
+
+Owns: these functions of an iteration's rollouts. Does not know: which method needs which column, the
 ring, credit. Letters: B rows, S row width, D model width.
 """
 
@@ -27,13 +29,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Annotation:
-    """The functions of a run.
+    """Annotation functions of a run.
 
     Attributes:
-        reference_model: whose log-probs the reference has.
-        columns: what it says (views.COLUMNS).
-        group_size: so many neighbouring rows of fresh rollouts have one prompt.
-        num_parts: own rows and those of others, that many parts of each, stand beside each other part by part.
+        reference_model: model that computes the reference's log-probs.
+        columns: names of the columns that ``annotate`` computes (views.COLUMNS).
+        group_size: number of neighbouring fresh rollouts that share a prompt.
+        num_parts: ``join`` cuts own and external rows into this many parts each and interleaves the parts.
     """
 
     update: Update
@@ -43,11 +45,12 @@ class Annotation:
     columns: frozenset[str] = frozenset()
 
     def annotate(self, state: TrainState, reference: Any, rollout: Rollout, base: Any = None) -> dict[str, jax.Array]:
-        """Its columns of fresh rollouts, [B,...].
+        """Compute ``columns`` for fresh rollouts, [B,...] each.
 
         Args:
-            reference: weights; None = those in ``state``.
-            base: of adapters, where policies are such: the frozen reference is these same arrays.
+            reference: weights of the reference; None = the reference in ``state.others``.
+            base: frozen weights under the adapters; None = the policy has no adapters. A frozen reference can be the
+                same arrays.
         """
         whole = functools.partial(lora.join, base=base)
         learned = {**state.params, "policy": (policy := whole(state.params["policy"]))}
@@ -64,7 +67,7 @@ class Annotation:
         return {name: say() for name, say in says.items() if name in self.columns}
 
     def logp(self, params: Any, rollout: Rollout, *, with_entropy: bool = False) -> Any:
-        """Log-probs of fresh rollouts, [B,S], or those and entropies."""
+        """Return the log-probs of fresh rollouts, [B,S]; with ``with_entropy`` a pair of log-probs and entropies."""
 
         def look(rows: Rollout, unit: int) -> Any:
             seen = self.update.logp(params, rows, group_size=unit)
@@ -73,12 +76,18 @@ class Annotation:
         return self._by_micro_batch(look, rollout)
 
     def old_logp(self, params: Any, version: jax.Array, rollout: Rollout) -> jax.Array:
-        """Log-probs [B,S] by the learner of the weights that drew each token; of older ones they are there already."""
+        """Return the learner's log-prob [B,S] of each token under the weights that drew the token.
+
+        Tokens of the current weights are computed here. Tokens of older weights come from the column "earlier_logp".
+        """
         logp, before = self.logp(params, rollout), rollout.columns.get("earlier_logp")
         return logp if before is None else jnp.where(rollout.policy_version == version, logp, before)
 
     def score_open(self, params: Any, version: jax.Array, state: SamplerState, base: Any = None) -> SamplerState:
-        """What ``old_logp`` of a later iteration wants of these weights: of open rollouts, the tokens they drew."""
+        """Store the learner's log-probs of the tokens that the current weights drew in open (unfinished) rollouts.
+
+        The log-probs go into the column "earlier_logp". ``old_logp`` reads the column when the rollouts are finished.
+        """
         table = state.tokens
         flat = lambda x: x.reshape(-1, *x.shape[3:])  # [M, E, G, ...]
         names = ("tokens", "prompt_length", "length", "behaviour_logp", "policy_version", "stop_reason", "columns")
@@ -89,13 +98,16 @@ class Annotation:
         return state.replace(columns={**state.columns, "earlier_logp": earlier})
 
     def reference(self, params: Any, rollout: Rollout, model: Model) -> jax.Array:
-        """Log-probs of fresh rollouts under the reference, [B,S]; the ring keeps them with the rollouts."""
+        """Return the log-probs of fresh rollouts under the reference, [B,S]. The ring stores them with the rollouts."""
         teacher = dataclasses.replace(self.update, model=model)
-        rollout = rollout.with_columns(experts=None)  # it chooses by its own weights
+        rollout = rollout.with_columns(experts=None)  # the reference routes with its own weights
         return dataclasses.replace(self, update=teacher).logp(params, rollout)
 
     def join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout, base: Any = None) -> Rollout:
-        """Own rows and those of others beside each other, these as if the current weights had just drawn them."""
+        """Join own and external rows. External rows look as if the current weights had just drawn their completions.
+
+        The current weights give the external rows their behaviour log-probs and entropies.
+        """
         mask = completion_mask(external.prompt_length, external.length, external.tokens.shape[1])
         behaviour_logp, entropy = self.logp(lora.join(params, base), external, with_entropy=True)
         said = {"entropy": entropy, "earlier_logp": jnp.zeros_like(behaviour_logp)}
@@ -109,10 +121,10 @@ class Annotation:
         return jax.tree.map(beside, rollout, external)
 
     def values(self, params: Any, rollout: Rollout) -> jax.Array:
-        """What the critic expects at each token of fresh rollouts, [B,S] f32 in units of reward."""
+        """Return the critic's value at each sampled token of fresh rollouts, [B,S] f32 in units of reward, else 0.0."""
 
         def look(rows: Rollout, unit: int) -> jax.Array:
-            # The log-probs are not used, and the compiler leaves them out.
+            # Only the readout is used. The compiler removes the unused log-probs.
             outputs = self.update.logp(params["policy"], rows, group_size=unit, head=params["critic"]).readout
             mask = sampled_mask(rows.prompt_length, rows.length, rows.policy_version)
             return jnp.where(mask, expected_value(outputs, self.update.bins), 0.0)
@@ -120,7 +132,7 @@ class Annotation:
         return self._by_micro_batch(look, rollout)
 
     def hidden(self, params: Any, rollout: Rollout) -> jax.Array:
-        """Mean of the hidden states that predict the completion tokens of fresh rollouts, [B,D] f32."""
+        """Return the mean of the hidden states that predict the completion tokens of fresh rollouts, [B,D] f32."""
 
         def look(rows: Rollout, unit: int) -> jax.Array:
             states = lambda hidden: hidden.astype(jnp.float32)
@@ -130,10 +142,10 @@ class Annotation:
         return self._by_micro_batch(look, rollout)
 
     def _by_micro_batch(self, look: Callable[[Rollout, int], Any], rollout: Rollout) -> Any:
-        """``look(rows, group_size)``, [b,...], at all fresh rollouts, [B,...], as many at a time as in an update."""
+        """Apply ``look(rows, group_size)``, [b,...], to all fresh rollouts, [B,...], one micro-batch at a time."""
         B = rollout.tokens.shape[0]
         shards, group, most = self.update.num_devices, self.group_size, self.update.config.micro_batch_size
-        unit = group if group * shards <= most else 1  # whole groups share their prompt
+        unit = group if group * shards <= most else 1  # the prompt of a whole group is computed once
         units = B // shards // unit
         num_micro = min(n for n in range(1, units + 1) if units % n == 0 and B // n <= most)
         # Every micro-batch takes rows of every shard: [B, ...] -> [n, shards * rows, ...]
