@@ -1,11 +1,11 @@
-"""Faults of a run that stop it at an update, and the batch that one leaves behind.
+"""Faults of updates that stop a run, and the file with the batch of the last faulty update.
 
     workdir/nonfinite_12.npz     rows of the last update of iteration 12, by field ("rollout/tokens", "advantage")
 
-As the updates that were skipped changed no weights, those of the checkpoint that the run stops with are those that
-the batch was used with.
+Skipped updates change no weights. The checkpoint that the run stops with therefore holds the weights that the update
+used with this batch.
 
-Owns: that file, the count, what is wrong with a first batch. Does not know: which update is skipped (update).
+Owns: the file, the count of faulty updates, the sampler-learner check. Does not know: which update is skipped (update).
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ from jaxrl_llm.runtime.programs import Program, compile_all
 from jaxrl_llm.runtime.stored import by_name
 from jaxrl_llm.types import Experience, RingState, Rollout
 
-# Of the tokens, so many may differ by more than ``HIGH_GAP`` times what is allowed on average.
+# Largest share of tokens whose gap may be more than ``HIGH_GAP`` times the limit of the mean gap.
 HIGH_SHARE = 0.01
 
 
 class SamplerLearnerGapError(ConfigError):
-    """Sampler and learner disagree about the probability of what was sampled."""
+    """Error for sampler and learner that compute different probabilities for the sampled tokens."""
 
 
 def gap_said(config: Config, sums: dict[str, Any]) -> str:
-    """What to say of a batch that shows that sampler and learner are not the same model; "" where they are."""
+    """Return the message for a batch whose sampler-learner gap is above the limit; "" if the gap is allowed.
+
+    Without rounding the limit applies to the largest gap. With rounding it applies to the mean gap, and at most
+    ``HIGH_SHARE`` of the tokens may have a gap above ``HIGH_GAP`` times the limit.
+    """
     limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
     weights = config.rollout.weights
     rounding = [f"model.compute_dtype={config.model.compute_dtype!r}"] * (config.model.compute_dtype != "float32")
@@ -58,7 +62,10 @@ def gap_said(config: Config, sums: dict[str, Any]) -> str:
 
 
 def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int) -> Experience:
-    """The rows [M, b, ...] of the last draw, in the order of their slots; those that were not real come last."""
+    """Return the rows [M, b, ...] of the last draw, in slot order.
+
+    If a shard drew fewer than b rows, other rows with ``trainable`` False fill the end.
+    """
     is_drawn = ring.last_use == ring.num_draws[:, None]
     slot_index = jnp.argsort(~is_drawn, axis=1)[:, : batch_size // is_drawn.shape[0]]
     rows = replay.rows_at(ring, slot_index, row_tokens)
@@ -66,24 +73,25 @@ def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int) -> Experien
 
 
 class Faults:
-    """Counts the updates in a row whose loss or gradient was not finite. Every host makes the same calls.
+    """Counter of consecutive updates whose loss or gradient was not finite. Every host makes the same calls.
 
     Attributes:
-        run: their number up to now, those of earlier iterations among them.
+        run: number of consecutive non-finite updates so far, also across iterations.
     """
 
     def __init__(self, config: Config, mesh: Mesh):
         self._config, self._mesh = config, mesh
         self.run, self._has_compared = 0, False
-        self._last: tuple[int, Experience] | None = None  # iteration and rows of the last of too many
+        self._last: tuple[int, Experience] | None = None  # iteration and rows of the update that reached the limit
 
     def observe(self, sums: dict[str, Any], iteration: int, ring: RingState) -> None:
-        """After the updates of an iteration (from 1), with their sums and the ring that they leave.
+        """Check an iteration's updates, given their sums and the ring after them. Iterations count from 1.
 
         Raises:
-            SamplerLearnerGapError: see ``gap_said``; of the first batch of the run, later ones warn.
+            SamplerLearnerGapError: the first compared iteration of the run has a gap above the limit (``gap_said``).
+                Later iterations only print a warning.
         """
-        # An iteration may train on nothing, or on nothing that its own weights have drawn.
+        # Without tokens that the current weights drew there is no gap to compare.
         if sums["own_token_count"]:
             if (said := gap_said(self._config, sums)) and not self._has_compared:
                 raise SamplerLearnerGapError(said)
@@ -95,13 +103,13 @@ class Faults:
         if self.run < config.update.max_nonfinite_steps:
             return
         whole = functools.partial(last_drawn, batch_size=config.update.batch_size, row_tokens=config.row_tokens)
-        # Compiled now: a run that goes well has no use for it.
+        # Compiled only here, because a run without faults never needs this program.
         program = Program(whole, (ring,), sharding.replicated(self._mesh, 0))
         rows = jax.device_get(compile_all({"last_drawn": program}, self._mesh)["last_drawn"](ring))
         self._last = iteration, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 
     def state(self) -> list[int | bool]:
-        """What ``restore`` needs; plain JSON."""
+        """Return the state that ``restore`` takes, as plain JSON."""
         return [self.run, self._has_compared]
 
     def restore(self, state: list[int | bool]) -> None:
@@ -109,7 +117,7 @@ class Faults:
         self._has_compared = any(compared)
 
     def failure(self, workdir: pathlib.Path) -> str | None:
-        """What to say where there were too many, and then the first host has written the file; else None."""
+        """Return the error message if too many updates were not finite, else None. The first host writes the file."""
         if self._last is None:
             return None
         iteration, rows = self._last
@@ -125,7 +133,7 @@ class Faults:
 
 
 def read(path: str | os.PathLike) -> Experience:
-    """The rows [B, ...] of such a file, numpy."""
+    """Return the rows [B, ...] of a ``nonfinite_*.npz`` file as numpy arrays."""
     with np.load(path) as file:
         found = flax.traverse_util.unflatten_dict(dict(file), sep="/")
     rollout = Rollout(**{"columns": {}} | found["rollout"])

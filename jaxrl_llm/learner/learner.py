@@ -1,9 +1,9 @@
 """The learner: scored rollouts become new weights.
 
-    scored rollouts -> what the learner says of them (annotation) -> credit -> ring -> U updates
+    scored rollouts -> annotation (log-probs, values) -> credit -> ring -> U updates
 
-Owns: the programs of that half of an iteration, their order, the state and the ring they work on. Does not know: where
-rollouts come from, weights' files, time.
+Owns: the learner's programs, their order in an iteration, the train state and the ring. Does not know: where rollouts
+come from, weight files, time.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, TrainSta
 
 @dataclasses.dataclass(frozen=True)
 class LearnerPrograms:
-    """The static parts of a learner. Abstract values are ``jax.ShapeDtypeStruct`` with shardings.
+    """Static parts of a learner. Abstract values are ``jax.ShapeDtypeStruct`` with shardings.
 
     Attributes:
-        reference_model: of the reference; another than ``model`` for a teacher.
-        row_shapes: of rollouts that an actor generates, however many.
-        open_rollouts: abstract state of those that it leaves open, where the learner is to score them; else None.
+        reference_model: model of the reference. It differs from ``model`` if the reference is a teacher.
+        row_shapes: shapes of an actor's rollouts; the number of rows does not matter.
+        open_rollouts: abstract sampler state with open rollouts, if the learner scores them; else None.
     """
 
     config: Config
@@ -61,43 +61,46 @@ class LearnerPrograms:
 
     @functools.cached_property
     def params(self) -> Any:
-        """What is learned of the model."""
+        """Abstract trainable weights: the adapters if there are any, else all parameters."""
         return lora.split(self.model.abstract_params(self.mesh))[0]
 
     @functools.cached_property
     def base(self) -> tuple[Any, ...]:
-        """What is not: (weights,) where adapters are, else (). Splatted, the last argument of programs with weights."""
+        """Abstract frozen weights under adapters: (weights,), or () without adapters.
+
+        Programs that take weights receive this tuple, unpacked, as their last argument.
+        """
         return lora.split(self.model.abstract_params(self.mesh))[1:]
 
     @property
     def loads_reference(self) -> bool:
-        """Whether the reference is beside the state, the same all through; else it is a part of it."""
+        """Whether the run holds a constant reference. A reference that is reset lies in ``TrainState.others``."""
         return self.config.keeps_reference and not self.config.algorithm.reference_reset_iterations
 
     @functools.cached_property
     def reference(self) -> Any:
-        """Abstract weights of ``loads_reference``."""
+        """Abstract weights of the constant reference; None if ``loads_reference`` is False."""
         return self.reference_model.abstract_params(self.mesh) if self.loads_reference else None
 
     @property
     def frozen(self) -> dict[str, Any]:
-        """All weights that do not learn, by name: a base is the reference too, where no other model is."""
+        """All frozen weights by name. A base is also the reference unless ``model.reference_path`` is set."""
         own = None if self.base and not self.config.model.reference_path else self.reference
         return ({"base": self.base[0]} if self.base else {}) | ({"reference": own} if own else {})
 
     @functools.cached_property
     def sampled(self) -> Rollout:
-        """What an actor generates in an iteration."""
+        """Abstract rollouts that the actor generates in an iteration."""
         return self._resized(self.config.rollouts_per_iteration)
 
     @functools.cached_property
     def abstract_rollout(self) -> Rollout:
-        """What an iteration puts into the ring."""
+        """Abstract rollouts that an iteration puts into the ring: generated and external rows."""
         return self._resized(self.config.rows_per_iteration)
 
     @functools.cached_property
     def abstract_external(self) -> Rollout:
-        """Rows of others, as the host has them: without what the current weights say of them."""
+        """Abstract external rows as the host has them: without log-probs, policy versions and columns."""
         rows = self._resized(self.config.rows_per_iteration - self.config.rollouts_per_iteration)
         return rows.replace(behaviour_logp=None, policy_version=None, columns={})
 
@@ -106,7 +109,7 @@ class LearnerPrograms:
 
     @functools.cached_property
     def abstract_scores(self) -> Scores:
-        """What the host knows of them: all but what the learner says."""
+        """Abstract scores that the host has for an iteration's rows."""
         B, memory = self.config.rows_per_iteration, self.memory(Ledger())
         rows = lambda dtype=jnp.float32, shape=(): sharding.rows(self.mesh, (B, *shape), dtype)
         return Scores(
@@ -119,7 +122,7 @@ class LearnerPrograms:
         )
 
     def memory(self, ledger: Ledger) -> Memory:
-        """What the method remembers of earlier rewards: nothing yet."""
+        """Return an empty memory of earlier rewards for the method's functions."""
         sampling, environments = self.config.sampling, self.config.environments
         turns = environments.max_turns if environments.factory else 1
         sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns, self.config.rollout.group_size)
@@ -128,21 +131,22 @@ class LearnerPrograms:
 
     @functools.cached_property
     def abstract_memory(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Arrays of ``Memory.arrays`` in a checkpoint, by part."""
+        """Abstract arrays of ``Memory.arrays`` by the name of their part of a checkpoint."""
         arrays = self.memory(Ledger()).arrays()
         return {MEMORY + name: sharding.undivided(self.mesh, x.dtype, x.shape) for name, x in arrays.items()}
 
     @property
     def annotation(self) -> Annotation:
         config, columns = self.config, self.config.algorithm.columns & {*SAID_BY_LEARNER}
-        # A device has its share of own and others' groups: no row moves, and a ring's shard has the same on any mesh.
+        # Every ring shard gets its share of own and external groups: no row moves between devices, and a shard holds
+        # the same rows on any mesh.
         groups = config.rollout.prompts_per_iteration, config.external.groups_per_iteration
         num_parts = math.gcd(sharding.num_ring_shards(config, self.mesh), *groups)
         return Annotation(self.update, self.reference_model, config.rollout.group_size, num_parts, columns)
 
     @property
     def abstract_columns(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What the learner says of them."""
+        """Abstract columns that ``annotate`` returns for an iteration's rows."""
         B, S, D = self.config.rows_per_iteration, self.config.row_tokens, self.model.arch.width
         names = sorted(self.annotation.columns)
         return {name: sharding.rows(self.mesh, (B, S if COLUMNS[name].per_token else D), jnp.float32) for name in names}
@@ -202,7 +206,7 @@ class LearnerPrograms:
         )
 
     def _insert(self, ring, rollout, scores, columns, iteration):
-        """Credit, then the ring. Returns the ring and credit's sums."""
+        """Assign credit and insert the rows into the ring. Return the ring and the sums of credit and replaced rows."""
         experience, sums = credit.assign(rollout, scores, columns, self.config)
         threshold = self.config.rewards.pass_threshold
         imitates = self.config.algorithm.imitates
@@ -228,13 +232,16 @@ class LearnerPrograms:
         return state, ring, sums | {"learning_rate": rate}
 
     def _reset_reference(self, state: TrainState, ring: RingState) -> tuple[TrainState, RingState]:
-        """The policy as its own reference, and an empty ring: what is in the old one knows the old reference."""
+        """Return the state with the policy's weights as the reference, and an empty ring.
+
+        The old ring is discarded because its rows hold log-probs of the old reference.
+        """
         del ring
         reference = jax.tree.map(jnp.copy, state.params["policy"])
         return state.replace(others={**state.others, "reference": reference}), self._init_ring()
 
     def programs(self) -> dict[str, Program]:
-        """Every program of the learner by name."""
+        """Return every program of the learner by name."""
         config = self.config
         annotation, columns = self.annotation, self.abstract_columns
         whole = sharding.replicated(self.mesh, 0)
@@ -270,16 +277,16 @@ class Learner:
     """The learner's half of every iteration, with its state.
 
     Args:
-        programs: the static parts.
-        compiled: their programs by name, compiled.
-        ledger: what is known of questions.
-        reference: weights of the reference where they stay the same; else None.
-        base: weights that stay, where adapters learn; else None.
+        programs: static parts of the learner.
+        compiled: compiled programs by name.
+        ledger: record of the questions.
+        reference: weights of a reference that never changes; else None.
+        base: frozen weights under the adapters; None without adapters.
 
     Attributes:
-        state, ring: what the optimizer owns, and stored rollouts; the arrays of before a call are given over to it.
-        memory: what methods remember of earlier rewards.
-        faults: what is wrong with the updates.
+        state, ring: train state and stored rollouts. Each call donates the old arrays; do not keep them.
+        memory: the method's memory of earlier rewards.
+        faults: checks of the updates.
     """
 
     def __init__(self, programs: LearnerPrograms, compiled: dict, ledger: Ledger, *, reference=None, base=None):
@@ -296,13 +303,17 @@ class Learner:
         self.ring: RingState | None = None
 
     def start(self, params: Any) -> None:
-        """From these weights, which are given over, and an empty ring."""
+        """Start with these weights, which are donated, and an empty ring."""
         self.state, self.ring = self._compiled["init_state"](params), self._compiled["init_ring"]()
-        if self.config.model.lora.path and "reference" in self.state.others:  # the base's, as where none is reset
+        if self.config.model.lora.path and "reference" in self.state.others:  # the reference is the base alone
             self.state = self.state.replace(others={**self.state.others, "reference": self._new_adapters()})
 
     def restore(self, host_state: dict[str, Any], arrays: dict[str, Any], is_merged: bool = False) -> None:
-        """Restore what ``host_state()`` and ``arrays()`` returned; ConfigError as ``lora.check_frozen``."""
+        """Restore the values that ``host_state()`` and ``arrays()`` returned.
+
+        Raises:
+            ConfigError: the checkpoint's base or reference differs from this run's (``lora.check_frozen``).
+        """
         lora.check_frozen(host_state, self._identity, self.config.model.path, is_merged)
         remembered = {name: arrays.get(MEMORY + name) for name in self.memory.arrays()}
         self.memory.restore(host_state["memory"], {name: x for name, x in remembered.items() if x is not None})
@@ -315,33 +326,33 @@ class Learner:
         return {"train": self.state, "ring": self.ring, **remembered}
 
     def host_state(self) -> dict[str, Any]:
-        """Return what ``restore`` needs besides ``arrays()``; plain JSON."""
+        """Return the state on the host that ``restore`` needs besides ``arrays()``, as plain JSON."""
         return {"memory": self.memory.state(), "faults": self.faults.state(), **self._identity}
 
     @property
     def version(self) -> jax.Array:
-        """[] i32 of the weights: optimizer steps taken."""
+        """Version of the weights, [] i32: the number of optimizer steps taken."""
         return self.state.step
 
     @property
     def policy(self) -> Any:
-        """What it learns of its weights; the arrays of before a call of ``learn`` are given over to it."""
+        """Trainable weights of the policy. Each call of ``learn`` donates the old arrays; do not keep them."""
         return self.state.params["policy"]
 
     def publish(self) -> Any:
-        """The weights as a sampler takes them: a copy, but of a base that stays, which is there once."""
+        """Return the weights in the sampler's form. Trainable weights are copied; the published base is reused."""
         return lora.join(self._compiled["publish"](self.policy, *self._base), *self._published_base)
 
     def learn(self, scored: ScoredRollouts, iteration: int) -> dict[str, Any]:
-        """Put an iteration's rollouts into the ring and take U optimizer steps on what is drawn from it.
+        """Put an iteration's rollouts into the ring and take U optimizer steps on batches drawn from the ring.
 
         Returns:
-            Sums of credit, ring and update by name, numpy (``reports.metrics``), and "update_s", its seconds.
+            Sums of credit, ring and update by name, numpy (``reports.metrics``), and "update_s", the call's seconds.
         """
         compiled, state, config = self._compiled, self.state, self.config
         hosts.doing(f"update of iteration {iteration + 1}")
         started = time.monotonic()
-        release_freed(num_bytes(self.policy))  # the copy that was published, if it is gone
+        release_freed(num_bytes(self.policy))  # the last published copy, if it was freed
         rows = scored.rollout
         if scored.guests is not None:
             rows = compiled["join"](self.policy, state.step, rows, scored.guests, *self._base)
