@@ -1,18 +1,18 @@
 """The update: U optimizer steps in one dispatch, each on a batch drawn from the ring.
 
-It is blind to algorithms: it sees tokens, masks, advantages, log-probabilities and functions of these. Every term
-of the loss and every metric is a sum under one denominator of the whole batch, so micro-batches, padding, row order and
-devices change nothing beyond float rounding.
+The update does not depend on the algorithm: it reads tokens, masks, advantages, log-probabilities and functions of
+these. Every loss term and every metric is a sum with one denominator for the whole batch. Micro-batches, padding, row
+order and devices therefore change only float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
       loop over micro-batches:   forward, backward, add gradients and sums
         log-probs -> old policy -> correction -> surrogate -> sum by weights -> divergence, entropy, critic,
-                     cross-entropy of prompts and of what others wrote
+                     cross-entropy of prompts and of external rows
       clip, AdamW, step + 1
 
 Letters: M ring shards, b rows per shard, B = M*b rows, S row width, U updates, n micro-batches.
 Owns: the loss's composition, gradient accumulation, the optimizer step. Does not know: how rows are drawn
-(``draw`` is given), where rewards come from, an algorithm's name.
+(the caller passes ``draw``), where rewards come from, an algorithm's name.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ from jaxrl_llm.ops.masks import sampled_mask
 from jaxrl_llm.runtime.programs import run_if
 from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Rollout, TrainState
 
-HIGH_GAP = 10  # times the mean that is allowed, between sampler and learner where one of them rounds
-# draw(ring, key) -> ring, rows [M, b, ...], sums of what was drawn
+HIGH_GAP = 10  # a token's sampler-learner gap is high above this many times the limit of the gap
+# draw(ring, key) -> ring, rows [M, b, ...], sums over the drawn rows
 Draw = Callable[[RingState, jax.Array], tuple[RingState, Experience, dict[str, jax.Array]]]
 
 
 class Moment(NamedTuple):
-    """When a batch is used: the policies beside the current one that its loss may look at, and their versions."""
+    """Context of a batch's loss: policies other than the current one, weight versions and facts of the whole batch."""
 
-    version: jax.Array  # [] i32 of the current weights; tokens sampled by it measure the sampler-learner gap
-    start_version: jax.Array  # [] i32 of those before the iteration's updates; skipped updates make no version
+    version: jax.Array  # [] i32, current weights; tokens sampled by this version measure the sampler-learner gap
+    start_version: jax.Array  # [] i32, weights before the iteration's updates; a skipped update keeps the version
     iteration: jax.Array  # [] i32
-    others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss asks for
-    over_batch: jax.Array | None = None  # [] f32, what a correction asks of the whole batch
-    entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, where it moves
-    base: Any = None  # weights that all policies are adapters of, where they are
-    expert_counts: jax.Array | None = None  # [layers,E] f32, tokens of the batch by expert, where their balance counts
+    others: Mapping[str, Any] = {}  # weights of other policies (views.OTHER_POLICIES) that the loss needs
+    over_batch: jax.Array | None = None  # [] f32, statistic of the whole batch that the correction needs
+    entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, if the weight changes
+    base: Any = None  # frozen weights under the adapters of all policies; None = no adapters
+    expert_counts: jax.Array | None = None  # [layers,E] f32, tokens of the batch per expert, with a load-balance loss
 
 
 class Weights(NamedTuple):
-    """What each token counts in the parts of the loss, [...,S] f32: every division has been done."""
+    """Weight of each token in the parts of the loss, [...,S] f32. All denominators are included."""
 
-    policy: jax.Array  # in what completions are trained by
-    cross_entropies: tuple[jax.Array, ...] = ()  # in those, each
+    policy: jax.Array  # surrogate, divergence, entropy bonus and critic
+    cross_entropies: tuple[jax.Array, ...] = ()  # one for each cross-entropy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +74,14 @@ class Update:
     """Static description of the update; ``step`` is its one compiled program.
 
     Attributes:
-        sampling: the distribution completions were drawn from.
-        num_devices: data-parallel devices a micro-batch is split over.
-        line_tokens: width of the lines that a batch is packed in; 0 = its rows are padded.
-        group_size: each run of this many rows of a batch has one prompt; 1 = each its own.
-        critic_optimizer: of the value head, where the state has one.
-        pass_threshold: a rollout is correct when its reward is at least this.
-        compares_mixed: whether sampler and learner must also agree about the new tokens of a row that has tokens of
-            older weights; False if the sampler attended to keys of those weights.
+        sampling: settings of the distribution that completions were drawn from.
+        num_devices: number of data-parallel devices that split a micro-batch.
+        line_tokens: width of the lines that rows are packed into; 0 = rows are padded.
+        group_size: number of neighbouring rows of a batch that share a prompt; 1 = every row has its own.
+        critic_optimizer: optimizer of the value head, if the state has a value head.
+        pass_threshold: a rollout is correct if its reward is at least this.
+        compares_mixed: whether the sampler-learner gap includes the new tokens of rows that also have tokens of older
+            weights. False if the sampler attended to keys of the older weights.
     """
 
     config: UpdateConfig
@@ -99,21 +99,22 @@ class Update:
     def step(
         self, state: TrainState, ring: RingState, iteration: jax.Array, key: jax.Array, draw: Draw, base: Any = None
     ) -> tuple[TrainState, RingState, dict[str, jax.Array]]:
-        """U optimizer steps.
+        """Take U optimizer steps.
 
         Args:
-            state: donate it.
-            ring: donate it.
+            state: the caller should donate it.
+            ring: the caller should donate it.
             iteration: [] i32, from 0.
             key: random key of this iteration's draws.
-            draw: takes a batch from the ring.
-            base: weights that do not learn, where the state's policies are adapters of them.
+            draw: function that draws a batch from the ring.
+            base: frozen weights under the adapters of the state's policies; None = no adapters.
 
         Returns:
-            New state and ring, and sums [] f32 over all updates; names ending in ``_max`` are maxima, those ending in
-            ``_by_age`` sums [len(AGE_BUCKETS) + 1]; "nonfinite_run" counts the updates at the end alone.
+            New state and ring, and sums [] f32 over all updates. Names ending in ``_max`` are maxima. Names ending in
+            ``_by_age`` are sums [len(AGE_BUCKETS) + 1]. "nonfinite_run" counts the consecutive non-finite updates at
+            the end.
         """
-        start = state  # one more copy of the weights where the loss looks at it
+        start = state  # costs one more copy of the weights if the loss reads it
 
         def one(carry, index):
             state, ring = carry
@@ -131,11 +132,13 @@ class Update:
     def apply_batch(
         self, state: TrainState, batch: Experience, iteration: Any, start: TrainState | None = None, base: Any = None
     ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """One optimizer step on rows [M, b, ...]; skipped where they hold no token, or loss or gradient is not finite.
+        """Take one optimizer step on rows [M, b, ...].
+
+        The step is skipped if the rows have no token to train on, or if the loss or a gradient is not finite.
 
         Args:
             iteration, base: as for ``step``.
-            start: the state before the iteration's updates; None = this one.
+            start: state before the iteration's updates; None = ``state``.
         """
         moment = self._moment(state, batch, iteration, state if start is None else start, base)
         gradient, sums = self.gradient(state.params, batch, moment)
@@ -164,7 +167,7 @@ class Update:
             scalars = {name: moved(coefficient) for name, coefficient in state.scalars.items()}
             return TrainState(params, opt_state, state.step + 1, others, scalars)
 
-        # Figures are of what was trained on; the sampler-learner gap, which tells of a fault, is of every batch.
+        # A skipped batch adds nothing to the metrics, except to the sampler-learner gap, because the gap shows faults.
         told = sums | {"grad_norm_sum": norm["policy"], "update_count": jnp.float32(1)}
         told = {k: x if k.startswith(("gap_", "own_")) else jnp.where(usable, x, 0) for k, x in told.items()}
         return run_if(usable, apply, state), told | {
@@ -174,7 +177,7 @@ class Update:
         }
 
     def _moment(self, state: TrainState, batch: Experience, iteration: Any, start: TrainState, base: Any) -> Moment:
-        """What the loss of a batch may look at; weights only where the objective asks for them."""
+        """Build the context of a batch's loss, with the weights of other policies only if the loss needs them."""
         weights = {START: start.params["policy"], **state.others}
         wanted = [name.removesuffix("_logp") for name in OTHER_POLICIES if self.algorithm.loss_needs(name)]
         others, coefficient = {name: weights[name] for name in wanted}, state.scalars.get("entropy_coefficient")
@@ -183,7 +186,7 @@ class Update:
         over_batch = correction.fact("over_batch")
         if over_batch is None:
             return moment
-        # Of the whole batch, so that micro-batches change nothing: one forward more.
+        # One more forward pass over the whole batch, so that the statistic does not depend on the micro-batches.
         rollout = batch.rollout
         mask = jax.vmap(sampled_mask)(rollout.prompt_length, rollout.length, rollout.policy_version)
         micros = self.micro_batches(batch, mask & batch.trainable[:, :, None])
@@ -203,7 +206,7 @@ class Update:
     def gradient(
         self, learned: Mapping[str, Any], batch: Experience, moment: Moment
     ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """Gradients of the aggregated loss over rows [M, b, ...] by all that is learned, and sums for the metrics."""
+        """Return the gradients of the loss over rows [M, b, ...], by name as in ``learned``, and sums for metrics."""
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         per_shard = lambda x: x.reshape(*batch.reward.shape, -1)
         micros = self.micro_batches(batch, jax.tree.map(per_shard, self._weights(flat)))
@@ -212,7 +215,7 @@ class Update:
             moment = moment._replace(expert_counts=moe.counts_of_batch(micros, routed, self.model.arch))
 
         def accumulate(i, carry):
-            # Each layer adds to the gradient where it lies: a micro-batch has none of its own.
+            # Each layer adds to the accumulated gradient in place, so a micro-batch needs no gradient buffer.
             gradient, micro = jax.tree.map(jax.ref.new_ref, carry[0]), micros.at(i)
             _, backward, sums = jax.vjp(lambda learned: self._loss(learned, *micro, moment), learned, has_aux=True)
             backward.with_refs(gradient)(jnp.float32(1))
@@ -224,7 +227,7 @@ class Update:
         return jax.lax.fori_loop(0, micros.count, accumulate, jax.tree.map(jnp.zeros_like, (learned, sums)))
 
     def _weights(self, rows: Experience) -> Weights:
-        """Of rows [B, ...], the whole batch."""
+        """Compute the token weights of rows [B, ...], which must be the whole batch."""
         rollout = rows.rollout
         sampled = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
         batch = Batch(
@@ -241,7 +244,7 @@ class Update:
         return Weights(self.algorithm.aggregation(sampled, batch), others)
 
     def micro_batches(self, batch: Experience, weight: Any) -> MicroBatches:
-        """Cut rows [M, b, ...] and their weights, arrays [M, b, S], as the config says."""
+        """Cut rows [M, b, ...] and their weights, arrays [M, b, S], into padded or packed micro-batches."""
         config = self.config
         if not self.num_lines:
             return padded(batch, weight, num_rows=config.micro_batch_size)
@@ -269,9 +272,11 @@ class Update:
         with_prompts: bool = False,
         expert_counts: jax.Array | None = None,
     ) -> RowValues:
-        """Log-probs of rows [B,S] under ``params`` and what else is read off them (see models.row_logp).
+        """Return log-probs, entropies and other values of rows, [B,S], under ``params`` (see models.row_logp).
 
-        ``readout`` is that of a value ``head`` where there is one. With ``num_lines`` the rows are of packed lines.
+        Args:
+            num_lines: number of packed lines that the rows fill; 0 = the rows are padded.
+            head: value head. Its outputs replace ``readout``.
         """
         if head is not None:
             share = self.algorithm.critic.gradient_share
@@ -298,29 +303,29 @@ class Update:
         )
 
     def _micro_batch_logp(self, params: Any, rows: Experience, base: Any, **how: Any) -> RowValues:
-        """``logp`` of the rows of one of ``micro_batches``."""
+        """Return ``logp`` of one micro-batch, with the base joined to adapters."""
         params = lora.join(params, base)
         return self.logp(params, rows.rollout, group_size=self.group_size, num_lines=self.num_lines, **how)
 
     @property
     def optimizers(self) -> dict[str, optax.GradientTransformation]:
-        """Of what is learned, by name."""
+        """Optimizers by the name of the weights: "policy", and "critic" if there is one."""
         both = {"policy": self.optimizer, "critic": self.critic_optimizer}
         return {name: optax.with_extra_args_support(one) for name, one in both.items() if one}
 
     @property
     def num_lines(self) -> int:
-        """Lines of a micro-batch; 0 = its rows are padded."""
+        """Number of packed lines in a micro-batch; 0 = rows are padded."""
         return self.config.micro_batch_tokens // self.line_tokens if self.line_tokens else 0
 
     @property
     def bins(self) -> values.Bins:
-        """How a value head's outputs become values."""
+        """Bins that turn a value head's outputs into values."""
         critic = self.algorithm.critic
         return values.Bins(critic.bins, critic.low, critic.high)
 
     def _loss(self, learned, rows: Experience, weights: Weights, moment: Moment):
-        """The loss of a micro-batch [] f32, and sums; ``learned``: policy, and critic where there is one."""
+        """Return a micro-batch's loss, [] f32, and sums. ``learned`` has "policy", and "critic" if there is one."""
         rollout, algorithm = rows.rollout, self.algorithm
         params, head = learned["policy"], learned.get("critic")
         with_prompts = any(one.fact("reads") == "prompt_logp" for one in algorithm.cross_entropies)
@@ -339,7 +344,7 @@ class Update:
         total = lambda x: jnp.sum(jnp.where(mask, x, 0).astype(jnp.float32))
         sums = {}
 
-        used = tokens  # those the correction keeps; the others have no part in a row's sums either
+        used = tokens  # tokens that the correction drops do not enter a row's sums in the surrogate either
         if algorithm.correction:
             ratios = self._ratios(tokens)._replace(over_batch=moment.over_batch)
             log_weight, is_kept = algorithm.correction(ratios)
@@ -376,7 +381,7 @@ class Update:
         policy_logp, behaviour_logp = tokens.policy_logp, tokens.behaviour_logp
         ratio = jnp.where(mask, jnp.exp(policy_logp - behaviour_logp), 0.0)
         sequence_ratio = corrections.sequence_ratio(policy_logp - behaviour_logp, mask)
-        # Others' rows have the learner's own log-probs: they say nothing of the sampler's.
+        # External rows have the learner's own log-probs, so they cannot measure the gap to the sampler.
         is_new = rollout.policy_version == moment.version
         own = mask & is_new & (rollout.group_id >= 0)[:, None]
         if not self.compares_mixed:
@@ -386,7 +391,7 @@ class Update:
             "loss_sum": loss,
             "token_count": total(mask),
             "entropy_sum": total(entropy),
-            # From samples of the behaviour policy, so the behaviour is k3's first argument.
+            # The behaviour policy drew the samples, so it is k3's first argument.
             "kl_behaviour_sum": total(kl_estimate(behaviour_logp, policy_logp, kind="k3")),
             "clipped_count": total(is_clipped),
             "ratio_sum": jnp.sum(ratio),
@@ -410,7 +415,7 @@ class Update:
         return loss, jax.lax.stop_gradient(jax.tree.map(lambda x: x.astype(jnp.float32), sums))
 
     def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
-        """The rows as the loss sees them, the old policy among them: harmless constants off the mask."""
+        """Build the loss functions' view of the rows, with the old policy's log-probs and constants off the mask."""
         rollout, behaviour_logp = rows.rollout, rows.rollout.behaviour_logp
         columns = {name: x for name, x in rows.columns.items() if self.algorithm.loss_needs(name)}
         columns |= {
@@ -429,14 +434,14 @@ class Update:
             columns=columns,
         )
         if not self._old_is_behaviour:
-            # A token the old policy would never have drawn must not make a ratio that float32 cannot hold.
+            # Clip, because the ratio of a token that the old policy would never draw overflows float32.
             away = self.algorithm.old_policy(tokens) - behaviour_logp
             away = jnp.clip(away, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             tokens = dataclasses.replace(tokens, old_logp=behaviour_logp + away)
         return tokens.only(mask)
 
     def _constant_logp(self, params: Any, rows: Experience, base: Any) -> jax.Array:
-        """Log-probs [B,S] of rows under other weights, a constant to differentiation."""
+        """Return the log-probs [B,S] of rows under other weights, without a gradient."""
         params = jax.lax.stop_gradient(params)
         return jax.lax.stop_gradient(self._micro_batch_logp(params, rows, base).logp)
 
@@ -446,12 +451,18 @@ class Update:
 
     @property
     def _weighed(self) -> str:
-        """Whose ratio to the behaviour policy is left to the correction: "old", "policy" or "" (the term's own)."""
+        """Policy whose ratio to the behaviour policy the correction supplies: "old", "policy" or "".
+
+        "" means that the surrogate has this ratio itself or needs none.
+        """
         base = self.algorithm.surrogate.fact("base", "")
         return "" if base == "old" and self._old_is_behaviour else base
 
     def _ratios(self, tokens: Tokens) -> Ratios:
-        """What the correction judges; the current policy's ratio where the term carries a ratio itself."""
+        """Return the correction's ratios to the behaviour policy, without gradients.
+
+        ``log_ratio`` is the old policy's if ``_weighed`` is "old", else the current policy's.
+        """
         base_logp = tokens.old_logp if self._weighed == "old" else tokens.policy_logp
         log_ratios = (base_logp - tokens.behaviour_logp, tokens.policy_logp - tokens.behaviour_logp)
         return Ratios(*(jax.lax.stop_gradient(x) for x in log_ratios), tokens.mask)
