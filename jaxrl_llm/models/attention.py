@@ -1,14 +1,18 @@
-"""Grouped-query attention of new tokens to themselves and to what was computed before them.
+"""Grouped-query attention of new tokens to themselves, to their group's prompt and to their row's cache.
 
-A query sees up to three pieces, each attended by its own matmuls and merged by their softmax sums:
+A query attends to up to three pieces. Each piece has its own matmuls, and the softmax sums merge the pieces:
 
-    the prompt of its group      keys and values stored and read once for all rows of the group
-    its row's own cache          tokens decoded before; only as much of it as is live
-    the new tokens, causally, or by the rule of packed lines or of whole groups
+    the prompt of its group      keys and values are stored and read once for all rows of the group
+    the cache of its row         tokens decoded earlier; only the blocks with live tokens are read
+    the new tokens               causally, or by the rule of packed lines or of whole groups
 
-The same pieces serve the learner (new tokens alone, or after a shared prompt), the prefill (new tokens alone) and the
-decode step (all three, one new token): the same arithmetic, so that sampler and learner agree. Rows are right-padded,
-so a real query never sees padding among the new tokens: padding comes after it.
+All three callers use the same arithmetic, so that sampler and learner agree:
+
+    learner        new tokens alone, or new tokens after a shared prompt
+    prefill        new tokens alone
+    decode step    all three pieces, with one new token
+
+Rows are right-padded. Padding comes after all real queries of a row, so causal attention never includes it.
 
 Letters: B rows, P prompts, G rows of a group, T new tokens, L prompt width, C cache width, N query heads, K key heads,
 R = N/K, X = R*T queries of a key head, H head size, M data shards, W places of a block.
@@ -24,14 +28,14 @@ import jax.numpy as jnp
 from jaxrl_llm.models import variants
 from jaxrl_llm.models.kernels import learner as kernels
 
-# Stands for minus infinity where a whole piece may be hidden: inf - inf is nan.
+# Replaces minus infinity, because all keys of a piece may be hidden and inf - inf is nan.
 HIDDEN = -1e30
-BLOCK_PLACES = 64  # the least that a block of a cache is worth being asked for, on a CPU
+BLOCK_PLACES = 64  # the smallest cache block for which the branch that skips it pays off on a CPU
 
 
 @flax.struct.dataclass
 class Prompt:
-    """Keys (rotated) and values of prompts; those of each layer until a block takes its own.
+    """Rotated keys and values of prompts: by layer outside the blocks, of one layer inside a block.
 
     Without ``member`` the batch is P groups of G consecutive rows.
     """
@@ -39,15 +43,15 @@ class Prompt:
     keys: jax.Array  # [P,K,L,H]
     values: jax.Array  # [P,K,L,H]
     visible: jax.Array  # [P,L] bool
-    member: jax.Array | None = None  # [M,P/M*G] i32 row of the shard that is each prompt's g-th, any row where none is
+    member: jax.Array | None = None  # [M,P/M*G] i32 row in the shard of each prompt's g-th member; unused: any row
     place: jax.Array | None = None  # [M,B/M] i32 inverse of ``member``: each row's place in its shard's groups
 
 
 @flax.struct.dataclass
 class Groups:
-    """The rule of rows that are a whole group each: its prompt, then its G completions, all as wide as they can be.
+    """Visibility rule for rows that each hold a whole group: one prompt, then G completions, each padded to full width.
 
-    A completion sees its prompt and itself, as if it followed the prompt alone.
+    The tokens of a completion attend to the prompt and to the same completion, as if it directly followed the prompt.
     """
 
     prompt_length: jax.Array  # [B] i32
@@ -57,16 +61,16 @@ class Groups:
 
 @flax.struct.dataclass
 class Cache:
-    """Keys (rotated) and values of each row's earlier tokens; those of each layer until a block takes its own.
+    """Rotated keys and values of each row's earlier tokens: by layer outside the blocks, of one layer inside a block.
 
-    A row's tokens lie one after the other up to ``end``, and come round from the cache's end to its beginning. What
-    lies elsewhere is finite: it is weighed with zero.
+    The cache is a ring buffer. The tokens of a row are contiguous, and the newest token is just before ``end``. The
+    other positions must hold finite numbers, because attention multiplies them by zero.
     """
 
-    keys: tuple[jax.Array, ...]  # blocks of [B,K,H,W]; where a kernel reads them one, of [B,K,C,H] (``block_shapes``)
+    keys: tuple[jax.Array, ...]  # blocks of [B,K,H,W]; for the TPU kernel, one block [B,K,C,H] (``block_shapes``)
     values: tuple[jax.Array, ...]  # blocks of [B,K,W,H]
-    length: jax.Array  # [B] i32 tokens to see
-    end: jax.Array  # [] i32 place after the newest token, of all rows alike
+    length: jax.Array  # [B] i32 number of tokens to attend to
+    end: jax.Array  # [] i32 position after the newest token, the same for all rows
 
 
 def attend(
@@ -81,18 +85,19 @@ def attend(
     sinks: jax.Array | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
-    """Softmax attention, scores and softmax in float32.
+    """Return softmax attention. Scores and softmax are float32.
 
     Args:
         q_BTNH: queries, rotated.
         k_BKTH, v_BKTH: keys (rotated) and values of the same T new tokens.
-        prompt: of this layer.
-        visible: which new tokens each new token sees where that is not all up to itself: [B,T,T] bool (ops.packing)
-            or what ``kernels.of_lines`` made of it, or the rule of whole groups.
-        window: a token sees itself and the ``window - 1`` before it; 0 = all. Lines' ``visible`` has it already.
-        positions: [B,T] i32 in the row; a window wants them.
-        sinks: [N] of each head, a score beside those of the keys which weighs no value; the kernels know none.
-        implementation: "xla", this module, or the kernels of ``kernels.choose``.
+        prompt: the prompts' keys and values of this layer.
+        visible: the new tokens that each new token attends to; None = causal. Otherwise [B,T,T] bool (ops.packing),
+            the result of ``kernels.of_lines``, or the rule of whole groups.
+        window: a token attends to itself and the ``window - 1`` tokens before it; 0 = to all tokens before it.
+            Ignored if ``visible`` is a mask: the mask already includes the window.
+        positions: [B,T] i32 in the row; required by a window.
+        sinks: [N] one more score per head in the softmax, without a value. The kernels do not support sinks.
+        implementation: "xla" (this module), or a kernel of ``kernels.choose``.
 
     Returns:
         [B,T,N,H] in the dtype of the queries.
@@ -117,14 +122,14 @@ def attend(
 
 
 def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=None, sinks=None, implementation="xla"):
-    """``attend`` of one new token a row, which goes into the caches.
+    """Return attention of one new token per row, and write the token into the cache.
 
     Args:
-        q_B1NH, k_BK1H, v_BK1H, window, positions, sinks: as ``attend`` has them.
-        prompt, cache: of this layer, a ``Prompt`` and a ``Cache``.
+        q_B1NH, k_BK1H, v_BK1H, window, positions, sinks: as in ``attend``.
+        prompt, cache: the ``Prompt`` and the ``Cache`` of this layer.
 
     Returns:
-        [B,1,N,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
+        [B,1,N,H] in the dtype of the queries, and the cache's keys and values with the new token at ``cache.end``.
     """
     B, _, N, H = q_B1NH.shape
     q = (q_B1NH * H**-0.5).reshape(B, k_BK1H.shape[1], -1, H)
@@ -139,8 +144,9 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=No
     pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *variants.attend_sinks(q, sinks)]
     out = _merge(pieces).astype(q.dtype)
 
-    # All rows' tokens go to one place: no scatter. What goes there asks for what attention gave: so caches are written
-    # when they have been read, in place, or XLA would copy them, and a row gone wrong leaves nothing in its slot.
+    # All rows write to the same position, so no scatter is needed. The written values depend on the attention output.
+    # XLA therefore writes the caches after it reads them, in place; otherwise it would copy them. Values
+    # that are not finite, or whose output is nan, are written as zeros, so that the cache stays finite.
     def put(blocks, new_BK1H, axis):
         W = blocks[0].shape[axis]
         new = jnp.moveaxis(jnp.where(jnp.isfinite(new_BK1H) & ~jnp.isnan(out[:, :, :1]), new_BK1H, 0), 2, axis)
@@ -166,7 +172,7 @@ def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, window, positions, si
         B, K, _, H = x.shape
         return x.reshape(B, K, groups.size, -1, H).swapaxes(1, 2).reshape(B * groups.size, K, -1, H)
 
-    # Queries are cut, and put together, with heads before tokens, as keys are: a TPU moves them twice otherwise.
+    # Split and join queries with heads before tokens, like keys. Otherwise a TPU moves them twice.
     of_completions = attend(
         rows(q_BTNH[:, L:].swapaxes(1, 2)).swapaxes(1, 2),
         rows(k_BKTH[:, :, L:]),
@@ -181,7 +187,10 @@ def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, window, positions, si
 
 
 def _merge(pieces) -> jax.Array:
-    """Softmax over the keys of all pieces, from each one's (sum of e^(score - max) values, that sum, max)."""
+    """Return the softmax attention over the keys of all pieces.
+
+    Each piece is (sum of e^(score - max) * value, sum of e^(score - max), max) over its keys.
+    """
     if len(pieces) == 1:
         out, total, _ = pieces[0]
         return out / total[..., None]
@@ -194,7 +203,7 @@ def _merge(pieces) -> jax.Array:
 
 
 def _attend_keys(q_BKXH, keys_BKSH, values_BKSH, visible):
-    """A piece by matmuls: of S keys those that are visible."""
+    """Return a piece (see ``_merge``): attention to the visible ones of S keys, computed by matmuls."""
     scores = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys_BKSH, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores, HIDDEN)
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
@@ -205,7 +214,7 @@ def _attend_keys(q_BKXH, keys_BKSH, values_BKSH, visible):
 
 def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None, window=0):
     T, X = k_BKTH.shape[2], q_BKXH.shape[2]
-    if T == 1:  # a token sees itself
+    if T == 1:  # a token attends to itself
         scores = jnp.sum(q_BKXH.astype(jnp.float32) * k_BKTH.astype(jnp.float32), axis=-1)
         return jnp.broadcast_to(v_BKTH, q_BKXH.shape), jnp.ones_like(scores), scores
     if visible is None:
@@ -214,7 +223,7 @@ def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None, window=0):
     by_token = lambda x_BKX: x_BKX.reshape(*x_BKX.shape[:2], X // T, -1, *x_BKX.shape[3:])
     q, pieces, size = by_token(q_BKXH), [], -(-T // query_blocks(T))
     for start in range(0, T, size):
-        stop = min(start + size, T)  # of its queries, and so of the keys that one of them sees
+        stop = min(start + size, T)  # no query of this block attends to keys from ``stop`` on
         first = max(0, start + 1 - window) if window else 0
         block = q[:, :, :, start:stop].reshape(*q_BKXH.shape[:2], -1, q_BKXH.shape[-1])
         seen = jnp.tile(visible[:, start:stop, first:stop], (1, X // T, 1))[:, None]
@@ -225,8 +234,8 @@ def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None, window=0):
 
 
 def query_blocks(T: int) -> int:
-    """In how many blocks T queries are attended: none has scores of the keys after its own last token."""
-    return min(4, -(-T // 192))  # all of them at once have twice the scores that causal attention wants
+    """Return the number of blocks for T queries. A block computes no scores for keys after its last query."""
+    return min(4, -(-T // 192))  # one block computes twice as many scores as causal attention needs
 
 
 def _attend_prompt(q_BKXH, prompt: Prompt, window, positions_BT):
@@ -235,7 +244,7 @@ def _attend_prompt(q_BKXH, prompt: Prompt, window, positions_BT):
 
     def to_prompts(x):  # [B,K,X,H] -> [P,K,G*X,H]
         _, K, X, H = x.shape
-        if prompt.member is not None:  # rows to groups, each within its shard
+        if prompt.member is not None:  # rows to groups, inside each shard
             M = prompt.member.shape[0]
             x = jax.vmap(lambda rows, member: rows[member])(x.reshape(M, B // M, K, X, H), prompt.member)
         return x.reshape(P, -1, K, X, H).swapaxes(1, 2).reshape(P, K, -1, H)
@@ -258,7 +267,7 @@ def _attend_prompt(q_BKXH, prompt: Prompt, window, positions_BT):
 
 
 def _attend_cache(q_BKXH, cache: Cache):
-    """A piece of each block; one that is not live is not read."""
+    """Return one piece (see ``_merge``) per cache block. Blocks without visible tokens are not read."""
     count, W = len(cache.values), cache.values[0].shape[2]
     age = (cache.end - 1 - jnp.arange(count * W)) % (count * W)
     visible = (age[None, :] < cache.length[:, None]).reshape(-1, 1, 1, count, W)
@@ -273,11 +282,12 @@ def _attend_cache(q_BKXH, cache: Cache):
 
 
 def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
-    """How many blocks a cache of so many tokens has, and the last two dimensions of its keys and of its values.
+    """Return the number of blocks of a cache for ``tokens``, and the last two dimensions of its keys and values.
 
-    Up to four, each an array of its own: of one array XLA would copy what is read. Keys have their tokens innermost
-    there, as matmuls on a CPU want them. Where kernels serve the rest of a GPU's attention there is one block, which is
-    read without a branch.
+    - "xla": up to four blocks, each a separate array, because XLA would copy the parts that it reads of one array.
+      Keys have tokens as the innermost dimension, which suits matmuls on a CPU.
+    - "cudnn": one block, which is read without a branch.
+    - "splash": one block; keys have the head size as the innermost dimension.
     """
     if implementation == "splash":
         return 1, *[(kernels.cache_length(tokens), head_size)] * 2
@@ -287,11 +297,14 @@ def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int,
 
 
 def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding on the two halves of the head, or of its part that tables are for, as Hugging Face has them."""
+    """Apply the rotary embedding to the two halves of each head, in Hugging Face's convention.
+
+    If the tables are shorter than half a head, only the first dimensions of the head are rotated.
+    """
     turned = 2 * cos.shape[-1]
     if turned < x_BTNH.shape[-1]:
         return jnp.concatenate([rotate(x_BTNH[..., :turned], cos, sin), x_BTNH[..., turned:]], axis=-1)
     halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], 2, -1)
     cos, sin = cos[:, :, None, None, :], jnp.stack([-sin, sin], axis=2)[:, :, None]
-    rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)  # not split: a TPU would pad each half
+    rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)  # no split: a TPU would pad each half
     return rotated.astype(x_BTNH.dtype)

@@ -1,8 +1,10 @@
-"""The decoder-only transformer: RMSNorm, rotary grouped-query attention, a gated MLP; what else, its shape says.
+"""The decoder-only transformer: RMSNorm, rotary grouped-query attention and a gated MLP.
 
-Modules are flax nnx; every parameter of a block carries a leading layer axis and the blocks run under
-one ``lax.scan`` (the sampler's do not: see publish). Parameters travel as a nested dict of arrays
-(``params``) beside the static graph, so optimizer, checkpoint and publish see a plain pytree.
+``Architecture`` switches on further parts: biases, further norms, experts and the gated delta rule.
+
+Modules are flax nnx. Every parameter of a block has a leading layer axis, and the blocks run under one ``lax.scan``.
+The sampler is the exception: its layers are separate arrays and run one by one (see publish). Parameters are a nested
+dict of arrays (``params``) beside the static graph, so the optimizer, checkpoints and publish use a plain pytree.
 
 Letters: B rows, T tokens, D width, F ffn, N query heads, K key heads, H head size, S cached keys, V vocab.
 Owns: parameter shapes with their logical axes, the forward pass. Does not know: files, sampling, losses.
@@ -46,7 +48,7 @@ def _param(
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, arch: Architecture) -> jax.Array:
-    """x / rms(x) * (scale + the architecture's offset) over the last dimension, computed in float32."""
+    """Return x / rms(x) * (scale + ``arch.norm_offset``) over the last dimension, computed in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + arch.norm_eps)
     scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
@@ -54,14 +56,18 @@ def rms_norm(x: jax.Array, scale: jax.Array, arch: Architecture) -> jax.Array:
 
 
 def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True, axes: tuple[str | None, ...] = ()) -> jax.Array:
-    """x w^T in the dtype of x, for a weight [O, I] whose O or I may be heads by head size: as files store it.
+    """Return x w^T in the dtype of x.
+
+    The weight is [O, I] as in files. O or I may be two dimensions, heads by head size.
 
     Args:
-        merged: rows and places are one dimension. A gradient that contracts two has XLA's CPU backend transpose x
-            first, and compute what makes it with its innermost dimension strided, a SwiGLU 13 times slower (measured);
-            to make one of them, XLA's TPU backend moves x and its gradient, a sixth of a layer's cycles (its estimate).
-        axes: of w as [O, I], where it has heads by head size: XLA would gather it once more for its gradient. Not for a
-            backward pass that keeps what is gathered.
+        merged: merge rows and positions into one dimension before the matmul. The best value depends on the backend.
+            On CPU, True is faster: a gradient that contracts two dimensions makes XLA transpose x first. The
+            computation of x then has a strided innermost dimension, and a SwiGLU is 13 times slower (measured).
+            On TPU, False is faster: to merge the dimensions, XLA copies x and its gradient. The copies take a sixth
+            of a layer's cycles (XLA's estimate).
+        axes: logical axes of w as [O, I]. If w has separate head dimensions, w is gathered once for the forward pass
+            and its gradient. Leave empty if the backward pass keeps the gathered weight.
 
     Returns:
         [B,T,O].
@@ -72,14 +78,16 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True, axes: tuple[s
     if not merged:
         return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI)
     x_XI, X = x_BTI.reshape(-1, x_BTI.shape[-1]), x_BTI.shape[0] * x_BTI.shape[1]
-    if X == 1:  # XLA would fuse a vector's product, and read what the sampler turned (publish) with strides
+    if X == 1:  # XLA would fuse a vector's product and read the sampler's transposed weights (publish) with strides
         x_XI = jnp.repeat(x_XI, 2, axis=0)
     return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
 
 
 def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
-    """The tokens' rows of the table, [B,T,D]. A device with a part of the width reads it for all along ``axes``: what
-    is sent is activations, and the gradient lies where the table does, summed in its dtype.
+    """Return the tokens' rows of the embedding table, [B,T,D].
+
+    If a device holds only a part of the width, it reads this part for the tokens of all devices along ``axes``. The
+    devices then exchange activations. The gradient has the table's sharding and is summed in the table's dtype.
     """
     if table_VD.shape[1] == width:
         return table_VD[tokens_BT].astype(dtype)
@@ -88,7 +96,7 @@ def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Ar
 
 
 class Blocks(nnx.Module):
-    """All transformer blocks; parameters are stacked [layers, ...], the call sees one layer's slice."""
+    """All transformer blocks. Parameters are stacked [layers, ...]; a call uses the slice of one layer."""
 
     def __init__(self, arch: Architecture, lora: LoraConfig, *, rngs: nnx.Rngs):
         D, H, N, K = arch.width, arch.head_size, arch.num_heads, arch.num_kv_heads
@@ -106,11 +114,20 @@ class Blocks(nnx.Module):
                 setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
 
     def __call__(self, x_BTD, rope, layer, *, past, kv, visible, positions, implementation, weights, experts, rematted):
-        """One ``layer``, by the tables of its rope; ``kv``: "prompt" and "cache", where there are such.
+        """Run one layer.
 
-        Returns activations and keys and values, the new tokens' [B,K,T,H] or, with them, the caches', or of a gated
-        delta rule its states after what ``past`` says of the tokens; and what ``experts`` (``moe.of_layer``) tell of
-        themselves.
+        Args:
+            rope: cosines and sines of this layer's rope; None = the layer has no rope.
+            layer: the kind of this layer.
+            past: "visible" and "length", as in ``Model.forward``.
+            kv: "prompt" and "cache" of this layer, if present.
+            experts: the mixture of experts (``moe.of_layer``); None = a dense MLP.
+            rematted: the backward pass computes this block again.
+
+        Returns:
+            The activations, and a tuple. The tuple begins with keys and values: of the new tokens [B,K,T,H], or the
+            updated caches if ``kv`` has a cache. A gated delta rule has its two states in their place. With experts,
+            the results of ``moe.mlp`` about routing follow.
         """
         arch = self.arch
         act = variants.ACTIVATIONS[arch.activation]
@@ -139,7 +156,7 @@ class Blocks(nnx.Module):
                 q, gate = variants.queries_and_gates(q, arch)
             rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
             q_BTNH, k_BTKH, v_BTKH = rotated(heads(q, "q")), rotated(heads(k, "k")), heads(v, "v")
-            if arch.score_width not in (0.0, arch.head_size):  # attention divides by the root of the head's size
+            if arch.score_width not in (0.0, arch.head_size):  # attention divides scores by the root of the head size
                 q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
             q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
             new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
@@ -174,7 +191,7 @@ class Blocks(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Embedding, blocks, final norm, head (its own, or the embedding when tied)."""
+    """Embedding, blocks, final norm and head. With tied embeddings, the head is the embedding."""
 
     def __init__(self, arch: Architecture, lora: LoraConfig = LoraConfig(), *, rngs: nnx.Rngs):
         self.arch = arch
@@ -187,9 +204,12 @@ class Transformer(nnx.Module):
     def __call__(
         self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, length, remat, layers, rope, routing
     ):
-        """As ``Model.forward``; ``layers``: the blocks as the sampler has them (publish), in place of our own."""
+        """Run the model as ``Model.forward`` describes.
+
+        If ``layers`` is not None, these are the sampler's blocks (publish), and they replace this module's blocks.
+        """
         table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
-        spec = sharding.on_rows(model.table_spec)  # the sampler's is whole along the axes of rows
+        spec = sharding.on_rows(model.table_spec)  # the sampler's table is not split along the axes of rows
         find = functools.partial(look_up, dtype, self.arch.width, spec[1])
         if layers is None:
             axes = (("batch", "length"), jax.P(None, spec[1]))
@@ -217,7 +237,7 @@ class Transformer(nnx.Module):
                 how["experts"] = moe.of_layer(model, routing, chosen, of_sampler=layers is not None)
                 rope = None if layer.rope < 0 else tables[layer.rope]
                 x, new = nnx.merge(graph, layer_params)(x, rope, layer, past=past, kv=own, **how)
-                unlike = self.arch.delta and layers is None  # which no scan stacks
+                unlike = self.arch.delta and layers is None  # a scan cannot stack keys and values with states
                 return x, (None, None, *new[2:]) if unlike else new
 
             if not is_rematted:
@@ -231,10 +251,10 @@ class Transformer(nnx.Module):
             of_layers = (nnx.to_pure_dict(stacked), kv, chosen)
             x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, of_layers)
         else:
-            made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # traced once; XLA inlines it
+            made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # one trace per kind of layer
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
                 layer_params = jax.tree.map(variants.turn, turned)  # no copy: XLA's matmuls contract either way
-                layer_params = dict.fromkeys(stacked) | layer_params  # None is what it has not
+                layer_params = dict.fromkeys(stacked) | layer_params  # None: this layer has no such parameter
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
                 x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv, None if chosen is None else chosen[i]))
                 made.append(new)
@@ -244,39 +264,44 @@ class Transformer(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A transformer's static half: everything about it but the parameters."""
+    """The static part of a transformer: everything except the parameters."""
 
     arch: Architecture
     compute_dtype: str = "float32"
     remat: str = "none"
     attention: str = "xla"  # or a kernel of ``kernels.choose``
-    rules: tuple[tuple[str, Any], ...] = ()  # of the weights' logical axes, where they are not as ``sharding.RULES``
+    rules: tuple[tuple[str, Any], ...] = ()  # sharding rules of weights that override ``sharding.RULES``
     param_dtype: str = "float32"
-    weights: str = "compute"  # what stacked blocks round their matrices to in the forward pass (``quantised.KINDS``)
-    published: str = "compute"  # the sampler's likewise, rounded once when they are published
+    weights: str = "compute"  # kind that the learner rounds matrices to in the forward pass (``quantised.KINDS``)
+    published: str = "compute"  # kind that the sampler's matrices are rounded to once, when they are published
     lora: LoraConfig = LoraConfig()
 
     @property
     def base(self) -> Model:
-        """The same without adapters."""
+        """Return the same model without adapters."""
         return dataclasses.replace(self, lora=LoraConfig())
 
     def abstract_params(self, mesh: Mesh, *, rules: dict[str, Any] | None = None, dtype: Any = None) -> Params:
-        """Shapes and layouts of the parameters: ``rules`` go before the model's own, and matrices have ``dtype``."""
+        """Return shapes and shardings of the parameters.
+
+        Args:
+            rules: sharding rules that override the model's own rules.
+            dtype: dtype of the matrices; None = ``param_dtype``, and float32 for adapters.
+        """
         rules = sharding.RULES | dict(self.rules) | (rules or {})
         _, state = _abstract(self.arch, self.lora)
 
         def one(variable):
             shape, axes = variable.get_value().shape, variable.get_metadata()["logical_axes"]
             own = "float32" if "rank" in axes else self.param_dtype
-            if {"embed", "rank"} & {*axes} and "activation" not in axes:  # others, as routers, are read in float32
+            if {"embed", "rank"} & {*axes} and "activation" not in axes:  # others, such as routers, are read in float32
                 own = dtype or own
             return jax.ShapeDtypeStruct(shape, jnp.dtype(own), sharding=sharding.named(mesh, shape, axes, rules))
 
         return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
-        """Random parameters, each born on its shard; without adapters (``lora.init``)."""
+        """Return random parameters without adapters. Each device creates its own shards (adapters: ``lora.init``)."""
         return _init_program(Model(self.arch, rules=self.rules, param_dtype=self.param_dtype), mesh)(key)
 
     def forward(
@@ -293,29 +318,33 @@ class Model:
         rope: ropes.Tables | None = None,
         routing: moe.Routing | None = None,
     ):
-        """Hidden states after the final norm.
+        """Return the hidden states after the final norm, with keys, values and routing.
 
         Args:
-            params: blocks stacked and scanned over, or apart as "layers", turned, and run one by one (publish).
+            params: stacked blocks, which run under a scan; or separate transposed "layers", which run one by one
+                (publish).
             tokens: [B,T] i32.
             positions: [B,T] i32, 0-based position of each token in its row.
-            prompt: what rows of a group have computed once; keys and values by layer.
-            cache: each row's earlier tokens, by layer; wants T = 1.
-            visible: what each token sees of the others, [B,T,T] bool or a rule; None = all up to itself.
-            length: [B] i32, the tokens that a gated delta rule's states are of; None = all.
+            prompt: keys and values of the group's prompt, by layer; the rows of a group share them.
+            cache: keys and values of each row's earlier tokens, by layer; requires T = 1.
+            visible: the tokens that each token attends to, [B,T,T] bool or a rule; None = causal attention.
+            length: [B] i32, number of tokens after which a gated delta rule's states are returned; None = all.
             remat: apply the model's rematerialisation policy (for a backward pass).
-            rope: ``rope.tables`` of every position there is; None = computed here.
-            routing: what is known of the choice of experts, where there are some.
+            rope: ``rope.tables`` of all positions; None = computed here.
+            routing: experts chosen earlier and their counts, if known.
 
         Returns:
-            hidden [B,T,D] in the compute dtype, and the new tokens' (keys, values), [B,K,T,H] by layer, or the caches'
-            with those: one array with a leading layer axis where blocks are stacked, a tuple where they are apart. Of
-            layers with the gated delta rule its states (``Delta.empty``); stacked, a model that has it returns none.
-            Of experts more (``moe.by_token``).
+            hidden [B,T,D] in the compute dtype, and a tuple (keys, values, ...) by layer.
+
+            - Without a cache: keys and values of the new tokens, [B,K,T,H]. With a cache: the updated caches.
+            - Layers with the gated delta rule: their states (``Delta.empty``).
+            - Stacked blocks: arrays with a leading layer axis. A model with the gated delta rule returns None here.
+            - Separate layers: a tuple with one entry per layer.
+            - With experts, routing results follow (``moe.by_token``).
         """
         graph, _ = _abstract(self.arch, self.lora)
         layers = params.get("layers")
-        if layers is not None:  # the graph wants some blocks; their shapes it does not look at
+        if layers is not None:  # nnx.merge needs a value for every block parameter, but ignores its shape
             some = {name: x for layer in layers for name, x in layer.items()}
             params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": some}
         how = {"prompt": prompt, "cache": cache, "visible": visible, "length": length, "routing": routing}
@@ -323,25 +352,25 @@ class Model:
 
     @property
     def table_spec(self) -> jax.P:
-        """How embedding and head lie in the mesh that a function is traced in."""
+        """Return the sharding of embedding and head in the mesh of the function that is traced."""
         mesh, shape = jax.sharding.get_abstract_mesh(), (self.arch.vocab_size, self.arch.width)
         rules = sharding.RULES | dict(self.rules)
         return jax.P(None, None) if mesh.empty else sharding.partition_spec(shape, EMBEDDING, mesh, rules)
 
     def head(self, params: Params) -> jax.Array:
-        """The output projection [V,D], the learner's or the sampler's."""
+        """Return the output projection [V,D] from the learner's or the sampler's parameters."""
         return params["embedding" if self.arch.tied else "head"]
 
 
 @functools.lru_cache
 def _abstract(arch: Architecture, lora: LoraConfig):
-    """The static graph, and the shapes of the parameters."""
+    """Return the static graph and the shapes of the parameters."""
     return nnx.split(nnx.eval_shape(lambda: Transformer(arch, lora, rngs=nnx.Rngs(0))))
 
 
 @functools.lru_cache
 def _init_program(model: Model, mesh: Mesh) -> Callable[[jax.Array], Params]:
-    """Kept, for a jitted closure made anew would be compiled anew."""
+    """Return the compiled initialiser. It is cached because each new closure would be compiled again."""
 
     def make(key):
         params = nnx.to_pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
