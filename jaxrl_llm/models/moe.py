@@ -1,16 +1,18 @@
-"""Mixture of experts: a router gives each token to k of E gated MLPs, and adds what they say by its probabilities.
+"""Mixture of experts: a router sends each token to k of E gated MLPs and sums their outputs by its probabilities.
 
     p = softmax(W_r x) in float32;  y = sum over the k likeliest experts e of p_e MLP_e(x)
 
-with the k probabilities scaled to a sum of 1 where the family does so, and biases where it has them; where it has a
-shared expert, sigmoid(w_s x) MLP_s(x) is added for every token. Dropless: an
-expert takes every token that chooses it, sorted to its neighbours, by a grouped matmul. Experts lie on the mesh axis
-``expert``: its devices, which have rows of their own elsewhere, gather each other's rows, each adds what its experts
-say, and a reduce-scatter gives every device its rows' sum.
+Some families normalise the k probabilities to a sum of 1, or have biases. A shared expert adds sigmoid(w_s x) MLP_s(x)
+for every token. Routing is dropless: each expert computes all tokens that choose it. Tokens are sorted by expert, and a
+grouped matmul computes all experts. Experts are sharded over the mesh axis ``expert``, which splits rows outside MLPs:
 
-Routing replay (R3, arXiv:2510.11370): experts that were chosen before, by the sampler, are chosen again, with the
-probabilities of the weights at hand. The balance cost is that of Switch Transformers as transformers computes it,
-E sum_e f_e P_e: f_e the experts' shares of what all tokens of all layers chose, times k, P_e their mean probabilities.
+    all-gather        each device receives the rows of the other devices
+    grouped matmul    each device adds the outputs of its own experts
+    reduce-scatter    each device receives the sums of its own rows
+
+Routing replay (R3, arXiv:2510.11370) reuses the experts that the sampler chose, with probabilities of the current
+weights. The balance cost is the auxiliary loss of Switch Transformers, as transformers computes it: E sum_e f_e P_e.
+f_e is k times expert e's share of all choices, over all tokens and layers. P_e is the expert's mean probability.
 
 Letters: B rows, T tokens, D width, F an expert's ffn, E experts, k experts of a token, X = B T, A = X k choices.
 Owns: the experts' parameters, who computes what. Does not know: files, losses, samplers.
@@ -49,17 +51,21 @@ _AXES = {
 
 @flax.struct.dataclass
 class Routing:
-    """What is known of the choice of experts before it is made."""
+    """Expert choices to replay, and the batch's expert counts for the balance cost."""
 
-    chosen: jax.Array | None = None  # [B,T,layers*k], of one layer [B,T,k], by token; None = the likeliest
-    counts: jax.Array | None = None  # [layers,E] f32, of the batch, where the balance cost of each token is wanted
+    chosen: jax.Array | None = None  # [B,T,layers*k] experts to use, or [B,T,k] of one layer; None = the k likeliest
+    counts: jax.Array | None = None  # [layers,E] f32 ``counts`` of the batch; None = compute no balance cost
 
 
 def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
-    """Experts lie where they can be computed with, and what is set of them needs some; ConfigError otherwise.
+    """Check that the mesh fits the experts, and that settings about experts are used only with experts.
 
     Args:
         mesh: the learner's or the sampler's.
+        who: "model" or another name of the checked model, for error messages.
+
+    Raises:
+        ConfigError: the mesh or a setting does not fit.
     """
     n, E = mesh.shape["expert"], arch.num_experts
     if E % n:
@@ -72,7 +78,8 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
         for name, size, axes in parameters(arch)
         if name in _AXES
     }
-    # A device adds what all that have parts of its experts' ffn say of its rows: they must be the same rows and parts.
+    # The devices that share an expert's ffn sum their outputs. They must hold the same rows, and the same parts of the
+    # ffn in all three matrices.
     if len({*lies.values()}) > 1 or any({*axes} & {*sharding.TOKEN_AXES} for axes in lies.values()):
         where = ", ".join(f"of {name} on {' and '.join(axes) or 'none'}" for name, axes in lies.items())
         raise ConfigError(
@@ -91,10 +98,12 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
 
 
 def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Of a block's MLP, or of its router and experts: name, shape and logical axes without the layers'.
+    """Yield the parameters of a block's MLP, or of its router and experts.
+
+    Each item is (name, shape, logical axes), without the layer axis.
 
     Raises:
-        ConfigError: a token cannot have so many experts.
+        ConfigError: the number of experts per token is not between 1 and the number of experts.
     """
     E, D, F, k = arch.num_experts, arch.width, arch.ffn, arch.experts_per_token
     if not E:
@@ -112,12 +121,12 @@ def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple
 
 
 def id_dtype(arch: Architecture) -> Any:
-    """The smallest that holds an expert's number."""
+    """Return the smallest integer dtype that can hold an expert's number."""
     return jnp.uint8 if arch.num_experts <= 256 else jnp.int16
 
 
 def by_layer(routing: Routing | None, num_layers: int) -> jax.Array | None:
-    """The experts that were chosen before in each layer, [layers,B,T,k]."""
+    """Return the experts to replay, by layer, [layers,B,T,k]; None = there is nothing to replay."""
     if routing is None or routing.chosen is None:
         return None
     B, T, _ = routing.chosen.shape
@@ -125,16 +134,17 @@ def by_layer(routing: Routing | None, num_layers: int) -> jax.Array | None:
 
 
 def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *, of_sampler: bool) -> Callable | None:
-    """``mlp`` of a layer, whose experts ``chosen`` [B,T,k] names where they were chosen before; None if it has none.
+    """Return the function ``mlp`` for one layer, or None if the model has no experts.
 
     Args:
-        of_sampler: the weights lie as the sampler's.
+        chosen: [B,T,k] experts to replay in this layer; None = the k likeliest.
+        of_sampler: the weights have the sampler's sharding and layout.
     """
     arch = model.arch
     if not arch.num_experts:
         return None
     rules = sharding.RULES | dict(model.rules) | (sharding.OF_SAMPLER if of_sampler else {})
-    if model.attention == "splash":  # on a TPU, and kernels are wanted
+    if model.attention == "splash":  # on a TPU, with kernels enabled
         grouped = functools.partial(grouped_by_kernel, turned=of_sampler)
     else:
         grouped = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
@@ -144,11 +154,14 @@ def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *,
 
 
 def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-    """What ``Model.forward`` gives, without keys and values.
+    """Return the results of ``Model.forward`` by token, without keys and values.
+
+    Args:
+        hidden, made: the two results of ``Model.forward``.
 
     Returns:
-        The hidden states; of a model with experts the chosen [B,T,layers*k] too, and where they were computed the
-        balance costs [B,T,1] f32, means over the layers.
+        The hidden states. With experts, also the chosen experts [B,T,layers*k]. If balance costs were computed, also
+        their means over the layers, [B,T,1] f32.
     """
     if len(made) == 2:  # keys and values
         return (hidden,)
@@ -160,7 +173,7 @@ def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
 def in_lines(
     routing: Routing | None, prompt_length: jax.Array, length: jax.Array, *, width: int, group_size: int
 ) -> Routing | None:
-    """Of rows [n,K,S,m] as ``packing.lay`` lays their tokens, [n,W,m]."""
+    """Return the routing of rows [n,K,S,m] in packed lines [n,W,m], in the order of ``packing.lay``."""
     if routing is None or routing.chosen is None:
         return routing
     n, K, S, m = routing.chosen.shape
@@ -172,7 +185,7 @@ def in_lines(
 def of_groups(
     routing: Routing | None, prompt_length: jax.Array, *, completion_width: int, group_size: int
 ) -> Routing | None:
-    """Of rows [B,S,m] by groups, prompt ++ completions: [B/G,L+G*C,m]."""
+    """Return the routing of rows [B,S,m] by whole groups, prompt ++ completions: [B/G,L+G*C,m]."""
     if routing is None or routing.chosen is None:
         return routing
     B, S, m = routing.chosen.shape
@@ -182,11 +195,14 @@ def of_groups(
 
 
 def noted(made: tuple[Any, ...], length: jax.Array, row_width: int) -> jax.Array:
-    """What prompts chose, [P,S,layers*k], of each token the choice of the one before it; 0 elsewhere.
+    """Return the experts that prompts chose, [P,S,layers*k], shifted right by one token.
+
+    Each position holds the choice of the previous token. Positions without a choice hold 0.
 
     Args:
-        made: what a forward of them [P,L] gave beside hidden states.
-        length: [P] i32.
+        made: the second result of ``Model.forward`` for the prompts [P,L].
+        length: [P] i32 prompt lengths.
+        row_width: S.
     """
     chosen_PLm = by_token(None, made)[1]
     chosen_PLm = jnp.where((jnp.arange(chosen_PLm.shape[1])[None] < length[:, None])[..., None], chosen_PLm, 0)
@@ -194,12 +210,22 @@ def noted(made: tuple[Any, ...], length: jax.Array, row_width: int) -> jax.Array
 
 
 def replay(noted: jax.Array | None, counts: jax.Array | None) -> Routing:
-    """Of the choices that the sampler noted with each token [...,S,m], made by the one before it."""
+    """Return the routing that replays the sampler's choices.
+
+    Args:
+        noted: [...,S,m] with each token, the choice of the previous token (``noted``); None = replay nothing.
+        counts: ``counts`` of the batch; None = compute no balance cost.
+    """
     return Routing(None if noted is None else jnp.roll(noted, -1, axis=-2), counts)
 
 
 def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
-    """Tokens of the mask [...] that chose each expert of each layer, [layers,E] f32; chosen [...,layers*k]."""
+    """Return how many tokens chose each expert in each layer, [layers,E] f32.
+
+    Args:
+        chosen: [...,layers*k] experts of each token.
+        mask: [...] the tokens to count.
+    """
     L, E = arch.num_layers, arch.num_experts
     at = chosen.reshape(-1, L, arch.experts_per_token).astype(jnp.int32) + E * jnp.arange(L)[None, :, None]
     weight = jnp.broadcast_to(mask.reshape(-1, 1, 1).astype(jnp.float32), at.shape)
@@ -207,13 +233,17 @@ def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
 
 
 def _load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
-    """f_e [E] f32 of ``counts``, whose sum is k; 0 where nothing was counted."""
+    """Return f_e [E] f32 of ``counts``. The sum of f_e is k, or 0 if nothing was counted."""
     total = jnp.sum(counts_LE)
     return arch.experts_per_token * jnp.sum(counts_LE, axis=0) / jnp.maximum(total, 1.0)
 
 
 def metrics(used: dict[str, Any]) -> dict[str, float]:
-    """Of the sums of an iteration's updates, on the host: how even the experts' loads are; nothing without experts."""
+    """Return metrics about the balance of the experts' loads, or {} without experts.
+
+    Args:
+        used: the sums over an iteration's updates, on the host.
+    """
     if "expert_counts" not in used:
         return {}
     counts_LE, num_updates = np.asarray(used["expert_counts"], np.float64), float(used["update_count"]) or math.nan
@@ -229,11 +259,13 @@ def metrics(used: dict[str, Any]) -> dict[str, float]:
 def sums(
     routed: tuple[jax.Array, ...], mask: jax.Array, counts_LE: jax.Array | None, arch: Architecture
 ) -> dict[str, jax.Array]:
-    """Of the tokens of the mask [...]: "expert_counts", and their part of the batch's mean balance cost, "balance_sum".
+    """Return "expert_counts" and "balance_sum" over the tokens of the mask [...].
+
+    "balance_sum" is the contribution of these tokens to the batch's mean balance cost.
 
     Args:
-        routed: of ``by_token``, without the hidden states; () = there are no experts.
-        counts_LE: of the whole batch, where the balance costs are there.
+        routed: results of ``by_token`` without the hidden states; () = there are no experts.
+        counts_LE: ``counts`` of the whole batch; None = there are no balance costs.
     """
     found = {"expert_counts": counts(routed[0], mask, arch)} if routed else {}
     if counts_LE is not None:
@@ -243,10 +275,11 @@ def sums(
 
 
 def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architecture) -> jax.Array:
-    """``counts`` [layers,E] of all that is trained in micro-batches (learner.micro_batches).
+    """Return ``counts`` [layers,E] of all trained tokens in the micro-batches (learner.micro_batches).
 
     Args:
-        routed: rows -> ``by_token`` of them, a forward; not asked where it is known what the sampler chose.
+        routed: rows -> their routing results of ``by_token``. This function runs a forward pass. It is called only if
+            the sampler's choices are not in the rollout.
     """
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -271,22 +304,22 @@ def mlp(
     grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     rounded: str = "compute",
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """What the chosen experts say of each token, in the dtype of x, and what they were.
+    """Return the weighted sum of the chosen experts' outputs in the dtype of x, and the routing.
 
     Args:
-        weight: the parameter of a name of ``parameters``, or of ``variants.vectors``.
-        dense: the MLP of such tokens whose matrices' names begin so.
-        chosen: [B,T,k], where they were chosen before.
-        load: f_e [E] f32, where the balance costs are wanted.
-        lora: adapters that experts may have.
-        rules: how the experts' weights lie (``sharding.RULES`` with what goes before).
-        grouped: rows [A,I] sorted by expert, weights [E,O,I] and how many rows each has [E] -> [A,O], anything after
-            the last expert's rows.
-        rounded: what matrices that are not published rounded are rounded to (``quantised.KINDS``).
+        weight: name in ``parameters`` or ``variants.vectors`` -> parameter.
+        dense: (tokens, prefix of matrix names) -> output of that dense MLP; used for the shared expert.
+        chosen: [B,T,k] experts to replay; None = the k likeliest.
+        load: f_e [E] f32; None = compute no balance cost.
+        lora: configuration of adapters, which experts may have.
+        rules: sharding rules of the experts' weights (``sharding.RULES`` and its overrides).
+        grouped: the grouped matmul: (rows [A,I] sorted by expert, weights [E,O,I], rows per expert [E]) -> [A,O].
+            Rows after the last expert's rows may have any value.
+        rounded: kind that matrices are rounded to here, unless they were published rounded (``quantised.KINDS``).
 
     Returns:
-        [B,T,D]; the chosen [B,T,k], likeliest first where nobody chose them before, and where there is a load the
-        balance cost of each token [B,T] f32: E sum_e f_e p_e.
+        The output [B,T,D], and a tuple. The tuple has the chosen experts [B,T,k], likeliest first unless they are
+        replayed. With ``load``, it also has each token's balance cost [B,T] f32: E sum_e f_e p_e.
     """
     k, dtype = arch.experts_per_token, id_dtype(arch)
     logits_BTE = jnp.einsum(
@@ -307,7 +340,8 @@ def mlp(
     if not (mesh.empty or mesh.size == 1):
         both = zip(weights, axes_of.values(), strict=True)
         split = [sharding.partition_spec(w.shape, axes, mesh, rules) for w, axes in both]
-        # As they lie: then their gradients are values, and each device's part of it is a reduce-scatter's.
+        # The constraint keeps the sharding. With it, gradients are values and not refs (see ``gathering.copies``), and
+        # a reduce-scatter gives each device its part.
         weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
     of_tokens, scale = ("batch", "length"), adapters.scale(lora) if lora.rank else 0.0
     y_BTD = sharding.by_device(
@@ -316,7 +350,7 @@ def mlp(
         axes=(of_tokens, of_tokens, of_tokens, *split),
         shared=2,
     )
-    if arch.experts_bias:  # of what the experts say, here: devices with parts of one expert's ffn would each add it
+    if arch.experts_bias:  # added here: devices that share an expert's ffn would each add the output bias
         share_BTE = jnp.sum(jax.nn.one_hot(chosen_BTk, arch.num_experts) * share_BTk[..., None], axis=2)
         bias_ED = weight("experts_down_bias").astype(jnp.float32)
         y_BTD += jnp.einsum("BTE,ED->BTD", share_BTE, bias_ED, precision="highest").astype(y_BTD.dtype)
@@ -331,7 +365,10 @@ def mlp(
 
 
 def _of_experts(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, ...]]:
-    """Logical axes, by name, of the matrices, adapters and biases that each expert computes with on its own."""
+    """Return the logical axes, by name, of the experts' matrices, adapters and biases.
+
+    The output bias is not included, because ``mlp`` adds it outside the experts.
+    """
     matrices = [of for of in parameters(arch) if of[0] in _AXES]
     further = (*adapters.matrices(lora, matrices), *variants.vectors(arch))
     return _AXES | {name: axes for name, _, axes, *_ in further if "expert" in axes}
@@ -340,10 +377,13 @@ def _of_experts(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, ..
 def grouped_by_kernel(
     rows_AI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, *, turned: bool, interpret: bool = False
 ) -> jax.Array:
-    """The grouped matmul by JAX's kernel for TPUs (megablox), whose compiler would multiply every row by every expert.
+    """Compute the grouped matmul by JAX's TPU kernel (megablox).
+
+    Without this kernel, the TPU compiler would multiply every row by every expert.
 
     Args:
-        turned: the weights lie in memory as [E,I,O].
+        turned: the weights are stored in memory as [E,I,O].
+        interpret: run the kernel in Pallas' interpreter.
     """
     A, w = len(rows_AI), w_EOI.mT if turned else w_EOI
     rows_AI = jnp.pad(rows_AI, ((0, -A % min(512, -(-A // 128) * 128)), (0, 0)))
@@ -351,21 +391,21 @@ def grouped_by_kernel(
 
 
 def _tiles(rows: int, num_in: int, num_out: int) -> tuple[int, int, int]:
-    """Of a grouped matmul, forward or of its gradients, which contract other dimensions."""
+    """Return the kernel's tile sizes for a grouped matmul, or for its gradients, which contract other dimensions."""
     return min(512, rows), min(1024, num_in), min(1024, num_out)
 
 
 def _by_experts(x_BTD, chosen_BTk, share_BTk, *weights, axes, split, arch, scale, grouped):
-    """Of a device: its rows' sums, from all devices that have some of the experts, or of their ffn.
+    """Return the outputs of one device's rows, summed over all devices that hold experts or parts of their ffn.
 
     Args:
-        weights: by the names of ``axes``, which has their logical axes; ``split`` says where these lie.
-        scale: of adapters.
+        weights: the experts' weights, in the order of ``axes`` (logical axes by name) and ``split`` (shardings).
+        scale: factor of the adapters.
     """
     named = lambda spec, dim: sharding.axes_of(spec[dim]) if len(spec) else ()
     expert, ffn = named(split[0], 0), named(split[0], 1)
 
-    def whole(w, spec, logical):  # along the width, which is split where the learner keeps it
+    def whole(w, spec, logical):  # gather along the width, which the learner's sharding splits
         width = named(spec, logical.index("embed")) if "embed" in logical else ()
         return jax.lax.all_gather(w, width, axis=logical.index("embed"), tiled=True) if width else w
 
@@ -385,13 +425,13 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, *weights, axes, split, arch, scale
     (x_XD, chosen_Xk, share_Xk), E, k = flat, weights[0].shape[0], chosen_BTk.shape[-1]
     first = jax.lax.axis_index(expert) * E if expert else 0
     own_A = chosen_Xk.reshape(-1) - first
-    own_A = jnp.where((own_A >= 0) & (own_A < E), own_A, E)  # E: those of other devices, after all of ours
+    own_A = jnp.where((own_A >= 0) & (own_A < E), own_A, E)  # E marks experts of other devices, sorted last
     order_A = jnp.argsort(own_A, stable=True)
     is_of_AE = own_A[order_A][:, None] == jnp.arange(E)[None]
     sizes_E = jnp.sum(is_of_AE, axis=0, dtype=jnp.int32)
     here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
-    with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # for plan
+    with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # ``plan`` reads this name
         hidden_AF = variants.gated(by_matrix(rows_AD, "experts_gate"), by_matrix(rows_AD, "experts_up"), arch)
         said_AD = by_matrix(hidden_AF, "experts_down")
     said_AD = jnp.where(here_A[:, None], said_AD, 0)
