@@ -1,7 +1,7 @@
-"""Sizes of the gated delta rule: its parameters and what they are called in files, its states.
+"""Sizes of the gated delta rule: shapes of its parameters, their layout in files, and shapes of its states.
 
 Letters: D width, N value heads, H and V sizes of keys and values, C channels of the convolution.
-Owns: those numbers. Does not know: what is computed (delta_rule), which layers have it.
+Owns: shapes and sizes. Does not know: the computation (delta_rule), which layers have the rule.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.runtime.nested import ConfigError
 
-# How files store a parameter (layout.LAYOUT): dimensions of ours that are folded into each of theirs.
+# File layout of each parameter (layout.LAYOUT): for each stored dimension, our dimensions that are folded into it.
 LAYOUT = {
     **{f"blocks.delta_{name}": ((0,),) for name in ("rate", "bias", "norm")},
     **{f"blocks.delta_{name}": ((0, 1), (2,)) for name in ("in", "gates", "z")},
@@ -28,12 +28,14 @@ LAYOUT = {
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """A state of each value head; each key head serves as many neighbours of them.
+    """Sizes of a gated delta rule, which has one state per value head.
+
+    Each key head serves value_heads / key_heads consecutive value heads.
 
     Attributes:
-        taps: tokens that the convolution before the rule reads, each one's own the last.
-        is_grouped: what is of one key head is one run of the projection, as in Qwen3-Next's files; else queries' of all
-            heads, keys' and values' follow each other, and gates have projections of their own, as in Qwen3.5's.
+        taps: width of the causal convolution before the rule: the token itself and the taps - 1 tokens before it.
+        is_grouped: layout of the input projections. True: all rows of one key head are contiguous, as in Qwen3-Next.
+            False: queries of all heads, then keys, then values; gates have separate projections, as in Qwen3.5.
     """
 
     key_heads: int
@@ -52,13 +54,13 @@ class Delta:
 
     @property
     def channels(self) -> int:
-        """C: queries', keys' and values'."""
+        """Return C, the number of channels of queries, keys and values together."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
 
     def parameters(self, width: int) -> Iterator[tuple[Any, ...]]:
-        """Name, shape and logical axes without the layers', and what a vector holds at first."""
+        """Yield name, shape and logical axes (without the layer axis), and the initial value if it is a constant."""
         share, matrix = self.value_heads // self.key_heads, ("embed",)
-        if self.is_grouped:  # of a key head: query, key, its heads' values and output gates; its heads' b and a
+        if self.is_grouped:  # rows of a key head: query, key, values and output gates; then b and a
             of_head = 2 * self.key_size + 2 * share * self.value_size
             yield "delta_in", (self.key_heads, of_head, width), ("kv_heads", "head_size", *matrix)
             yield "delta_gates", (self.key_heads, 2 * share, width), ("kv_heads", "head_size", *matrix)
@@ -68,7 +70,7 @@ class Delta:
             yield "delta_b", (self.value_heads, width), ("heads", *matrix)
             yield "delta_a", (self.value_heads, width), ("heads", *matrix)
         yield "delta_conv", (self.channels, 1, self.taps), ("head_size",) * 3, 0.5
-        yield "delta_rate", (self.value_heads,), ("heads",), 0.0  # with the bias, a state is halved in 14 tokens
+        yield "delta_rate", (self.value_heads,), ("heads",), 0.0  # with this bias, the half-life of a state is 14 tokens
         yield "delta_bias", (self.value_heads,), ("heads",), -3.0
         yield "delta_norm", (self.value_size,), ("head_size",), 1.0
         yield "delta_out", (width, self.value_heads, self.value_size), ("embed", "heads", "head_size")
@@ -77,6 +79,9 @@ class Delta:
         return sum(math.prod(shape) for _, shape, *_ in self.parameters(width))
 
     def empty(self, rows: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """States before a row's first token: [rows,N,H,V] float32, and the last inputs of channels [rows,taps-1,C]."""
+        """Return the states before a row's first token.
+
+        These are the rule's state [rows,N,H,V] float32, and the convolution's last inputs [rows,taps-1,C] in ``dtype``.
+        """
         state = jnp.zeros((rows, self.value_heads, self.key_size, self.value_size), jnp.float32)
         return state, jnp.zeros((rows, self.taps - 1, self.channels), dtype)

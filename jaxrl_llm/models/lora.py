@@ -1,20 +1,20 @@
-"""LoRA: what is learned beside a frozen matrix W [O,I] is a product of low rank, y = W x + s B A x.
+"""LoRA: a learned product of low rank beside a frozen matrix W [O,I], y = W x + s B A x.
 
     A [r,I], B [O,r];   s = alpha / r,  rank-stabilised alpha / sqrt(r)
 
-and in DoRA the length of each output's row is learned too, m [O]:   y = m / |W + s B A| (W x + s B A x).
+DoRA also learns the length m [O] of each output's row:   y = m / |W + s B A| (W x + s B A x).
 
-Adapters are parameters of the blocks, ``q_lora_a`` and ``q_lora_b`` beside ``q``, and the one forward pass of learner
-and sampler adds them (``transformer.Blocks``). Elsewhere they travel apart from the base: what is learned, kept and
-saved is ``params["policy"]`` with the adapters alone, and the base is one array tree that nothing writes.
+Adapters are parameters of the blocks: ``q_lora_a`` and ``q_lora_b`` beside ``q``. Learner and sampler add them in the
+same forward pass (``transformer.Blocks``). Elsewhere, adapters and base are separate. ``params["policy"]`` holds only
+the adapters, which are trained and saved. The base is one read-only array tree.
 
 Source: Hu et al. 2021, arXiv:2106.09685, eq. 3; the rank-stabilised scale, Kalajdzievski 2023, arXiv:2312.03732; DoRA,
-Liu et al. 2024, arXiv:2402.09353, eq. 5, its norm a constant to gradients (section 4.3). A begins uniform within
-1 / sqrt(I), as PEFT's does (the paper: normal), B with zeros, m with |W|: at first y = W x + 0.
+Liu et al. 2024, arXiv:2402.09353, eq. 5, with no gradient through its norm (section 4.3). Initial values: A is uniform
+within 1 / sqrt(I), as in PEFT (the paper: normal), B is zero, and m is |W|. Therefore y = W x before training.
 
 Letters: L layers, O outputs, I inputs, r rank.
-Owns: adapters' shapes, names and first values, how they part from the base and join it, how unlike ones are computed
-alike. Does not know: files.
+Owns: shapes, names and initial values of adapters; how adapters are split from the base and joined to it; how adapters
+of different configurations are converted to one. Does not know: files.
 """
 
 from __future__ import annotations
@@ -40,23 +40,31 @@ A, B, M = "_lora_a", "_lora_b", "_lora_m"
 
 
 def scale(config: LoraConfig) -> float:
-    """s."""
+    """Return s, the factor of B A x."""
     return config.alpha / (math.sqrt(config.rank) if config.rank_stabilised else config.rank)
 
 
 def matrices(config: LoraConfig, table: tuple) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Adapters of a block as name, shape and logical axes; ``table`` has those of its matrices."""
+    """Yield name, shape and logical axes of a block's adapters.
+
+    Args:
+        table: name, shape and logical axes of the block's matrices.
+    """
     for name, size, axes in table if config.rank else ():
         if _target(name) in config.targets:
             outer, each = len(size) - _inputs(name), _stacked(name)
             yield name + A, (*size[:each], config.rank, *size[outer:]), (*axes[:each], "rank", *axes[outer:])
             yield name + B, (*size[:outer], config.rank), (*axes[:outer], "rank")
-            if config.dora and not each:  # experts have none
+            if config.dora and not each:  # experts have no m
                 yield name + M, (*size[:outer], 1), (*axes[:outer], "rank")
 
 
 def layout(of_matrices: dict[str, tuple]) -> dict[str, tuple]:
-    """How A, B and m of the blocks' matrices are folded in files, from how they are (``files.layout.LAYOUT``)."""
+    """Return the file layout of A, B and m for the blocks' matrices.
+
+    Args:
+        of_matrices: the layout of the matrices (``files.layout.LAYOUT``).
+    """
     found = {}
     for path, (outputs, inputs) in ((path, to) for path, to in of_matrices.items() if len(to) == 2):
         found[path + A] = ((0,), tuple(dim - len(outputs) + 1 for dim in inputs))
@@ -66,24 +74,28 @@ def layout(of_matrices: dict[str, tuple]) -> dict[str, tuple]:
 
 
 def _inputs(name: str) -> int:
-    """How many dimensions of a matrix are its input: heads by head size, or one."""
+    """Return the number of input dimensions of a matrix: 2 for heads by head size, otherwise 1."""
     return 2 if name == "o" else 1
 
 
 def _stacked(name: str) -> int:
-    """How many dimensions of a matrix, or of its adapters, number the experts."""
+    """Return the number of expert dimensions of a matrix and of its adapters: 1 for experts, otherwise 0."""
     return int(name.startswith("experts_"))
 
 
 def _target(name: str) -> str:
-    """What settings call a matrix: an expert's as an MLP's. A shared expert's are no target: peft has none there."""
+    """Return the name of a matrix in ``lora.targets``. A matrix of an expert has the name of the MLP's matrix.
+
+    Matrices of a shared expert are no targets, because peft has no adapters there.
+    """
     return name.removeprefix("experts_")
 
 
 def split(params: Any) -> tuple[Any, ...]:
-    """What is learned and what is not: the adapters and the rest; without adapters all, alone.
+    """Return (adapters, the other parameters), or (params,) if there are no adapters.
 
-    Of parameters, or of the sampler's weights, whose layers lie apart.
+    Args:
+        params: stacked parameters, or the sampler's weights, whose layers are separate.
     """
     is_apart = "layers" in params
     layers = params["layers"] if is_apart else (params["blocks"],)
@@ -97,7 +109,7 @@ def split(params: Any) -> tuple[Any, ...]:
 
 
 def join(learned: Any, base: Any = None) -> Any:
-    """Parameters as ``Model.forward`` wants them, of the two parts of ``split``; the same arrays."""
+    """Join the two results of ``split`` to parameters for ``Model.forward``, without copies of the arrays."""
     if base is None:
         return learned
     if "layers" in base:
@@ -106,13 +118,20 @@ def join(learned: Any, base: Any = None) -> Any:
 
 
 def of_module(learned: Any, module: jax.Array, config: LoraConfig) -> Any:
-    """One part [] i32 of the rank (``config.modules``) of adapters, or of what is as they are; m is every part's."""
+    """Return one module of the adapters: one of ``config.modules`` equal slices of the rank.
+
+    m has no rank dimension and is returned whole.
+
+    Args:
+        learned: adapters, or a tree of the same form.
+        module: [] i32 index of the slice.
+    """
     size = config.rank // config.modules
     return _by_rank(lambda x, dim: jax.lax.dynamic_slice_in_dim(x, module * size, size, dim), learned)
 
 
 def in_whole(part: Any, module: jax.Array, config: LoraConfig) -> Any:
-    """What ``of_module`` has taken out, among zeros."""
+    """Return adapters of full rank with the result of ``of_module`` at its place and zeros elsewhere."""
 
     def whole(x: jax.Array, dim: int) -> jax.Array:
         size = x.shape[dim]
@@ -123,7 +142,7 @@ def in_whole(part: Any, module: jax.Array, config: LoraConfig) -> Any:
 
 
 def _by_rank(move: Callable[[jax.Array, int], jax.Array], learned: Any) -> Any:
-    """Of each adapter and the dimension that is its rank what ``move`` makes of them."""
+    """Apply ``move`` to each A and B with the index of its rank dimension. m stays as it is."""
 
     def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         name = path[-1].key
@@ -135,12 +154,12 @@ def _by_rank(move: Callable[[jax.Array, int], jax.Array], learned: Any) -> Any:
 def identity(
     base: Any = None, reference: Any = None, model: ModelConfig | None = None, compiled: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """What a checkpoint keeps of the weights that stay: checksums of the base of adapters, and of the reference.
+    """Return checksums of the frozen weights for a checkpoint: of the adapters' base and of the reference.
 
     Args:
-        base, reference: None = there is none; the reference may be the base.
-        model: whose setting the reference is from.
-        compiled: ``checksums_base`` and ``checksums_reference``, where they are compiled.
+        base, reference: None = there is none. If the reference is the base, the base's checksums are enough.
+        model: the settings that name the reference.
+        compiled: compiled ``checksums_base`` and ``checksums_reference``, if present.
     """
     sums = lambda part, arrays: jax.device_get((compiled or {}).get(f"checksums_{part}", checksums)(arrays)).tolist()
     found = {} if base is None else {"base": sums("base", base)}
@@ -152,13 +171,16 @@ def identity(
 
 
 def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str, is_merged: bool = False) -> None:
-    """Raise a ``ConfigError`` where adapters were saved over another base than that of ``model.path``, or a run with
-    another reference than the same setting names now.
+    """Raise a ``ConfigError`` if the frozen weights differ from those of the checkpoint.
+
+    The base of adapters must be the same. The reference must be the same if the same setting names it.
 
     Args:
-        saved, own: ``identity``, among others.
-        is_merged: whether adapters were merged into the reference as it was loaded: on another mesh the same files have
-            other last bits, so they are not compared.
+        saved: the checkpoint's entries, with those of ``identity``.
+        own: the entries of this run, with those of ``identity``.
+        path: ``model.path``, for error messages.
+        is_merged: adapters were merged into the reference when it was loaded. The last bits of merged weights depend
+            on the mesh, so the reference is not compared.
     """
     if ("base" in saved) != ("base" in own):
         raise ConfigError(
@@ -172,7 +194,7 @@ def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str, is
 
 
 def _flat(w: jax.Array, a: jax.Array, b: jax.Array, lead: int = 0) -> tuple[jax.Array, ...]:
-    """W [...,O,I], A [...,r,I] and B [...,O,r], float32, with so many leading dimensions."""
+    """Return W [...,O,I], A [...,r,I] and B [...,O,r] in float32, with ``lead`` leading dimensions."""
     each, rank = a.shape[:lead], b.shape[-1]
     a = a.reshape(*each, rank, -1)
     flat = w.reshape(*each, -1, a.shape[-1]), a, b.reshape(*each, -1, rank)
@@ -180,35 +202,41 @@ def _flat(w: jax.Array, a: jax.Array, b: jax.Array, lead: int = 0) -> tuple[jax.
 
 
 def _norm(w: jax.Array, a: jax.Array, b: jax.Array, config: LoraConfig) -> jax.Array:
-    """|W + s B A| [O] of one layer, whose sum is never there."""
+    """Return |W + s B A| [O] of one layer, without computing the matrix W + s B A."""
     (w, a, b), s, times = _flat(w, a, b), scale(config), functools.partial(jnp.matmul, precision="highest")
     added = jnp.sum(b * (2 * times(w, a.mT) + s * times(b, times(a, a.mT))), axis=-1)
     return jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(w), axis=-1) + s * added, 0.0))
 
 
 def _factor(m: jax.Array, norm: jax.Array) -> jax.Array:
-    """m / |W + s B A|; of a row of zeros, which every factor leaves as it is, m."""
+    """Return m / |W + s B A|, or m where the norm is 0: a row of zeros does not depend on the factor."""
     return m.reshape(norm.shape) / jnp.where(norm > 0, norm, 1.0)
 
 
 def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Array]:
-    """m and W, A, B of each layer -> what takes the place of its m."""
+    """Return new values for every m in ``blocks``.
+
+    Args:
+        norm: (m, W, A, B) of one layer -> the new m.
+    """
     of = lambda name: tuple(blocks[name.removesuffix(M) + kind] for kind in (M, "", A, B))
     whole = lambda name: jax.lax.map(lambda x: norm(*x).reshape(x[0].shape), of(name))
     return {name: whole(name) for name in blocks if name.endswith(M)}
 
 
 def published(params: Any, config: LoraConfig) -> Any:
-    """Parameters with m / |W + s B A| - 1 in place of each m: a decode step takes no norm."""
+    """Return parameters with m / |W + s B A| - 1 in place of each m, so that decode steps compute no norm."""
     excesses = _by_layer(lambda m, *of: _factor(m, _norm(*of, config)) - 1, params["blocks"])
     return params | {"blocks": params["blocks"] | excesses}
 
 
 def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, block: Any, linear: Callable) -> jax.Array:
-    """y of out = W x, in its dtype; out where W has no adapters.
+    """Add the adapters' output to W x, in its dtype. Without adapters, return W x.
 
     Args:
-        block: parameters of one layer (``transformer.Blocks``); an m that has one dimension is ``published``.
+        out_BTO: W x.
+        name: name of W.
+        block: parameters of one layer (``transformer.Blocks``). An m with one dimension is ``published``.
         linear: (x, matrix) -> their product.
     """
     if not hasattr(block, name + A):
@@ -225,7 +253,10 @@ def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, block: Any, linear: Cal
 
 
 def init(model: Model, mesh: Mesh, base: Any = None, *, seed: int) -> Any:
-    """Adapters that add nothing yet: A random, the same on every mesh, B zero; m, which wants the ``base``, |W|."""
+    """Return initial adapters, which leave the output unchanged.
+
+    A is random and the same on every mesh. B is zero. m is |W| of the ``base``, which only DoRA needs.
+    """
     shapes, *_ = split(model.abstract_params(mesh))
 
     def make(key: jax.Array, base: Any) -> Any:
@@ -242,7 +273,10 @@ def init(model: Model, mesh: Mesh, base: Any = None, *, seed: int) -> Any:
 
 
 def common(configs: Iterable[LoraConfig]) -> LoraConfig:
-    """What adapters of all of these can be computed as (``fit``): the largest rank, all targets, a scale of 1."""
+    """Return a configuration that can represent adapters of all ``configs`` (see ``fit``).
+
+    It has the largest rank, all targets, and a scale of 1. It has DoRA if any of ``configs`` has it.
+    """
     configs = list(configs)
     rank, named = max(config.rank for config in configs), {name for config in configs for name in config.targets}
     targets = tuple(name for name in LORA_TARGETS if name in named)
@@ -250,7 +284,14 @@ def common(configs: Iterable[LoraConfig]) -> LoraConfig:
 
 
 def fit(learned: Any, config: LoraConfig, model: Model, mesh: Mesh, base: Any) -> Any:
-    """Adapters of ``config``, or none, as those of ``model`` that compute the same: zeros where they have nothing."""
+    """Convert adapters of ``config`` to adapters of ``model`` that compute the same outputs.
+
+    Adapters that are missing, and additional ranks, are filled with zeros. A missing m is |W|.
+
+    Args:
+        learned: the adapters of ``config``; their blocks may be empty.
+        model: has a LoRA configuration from ``common``.
+    """
     shapes, *_ = split(model.abstract_params(mesh))
 
     def make(own: dict[str, jax.Array], base: Any) -> Any:
@@ -265,7 +306,10 @@ def fit(learned: Any, config: LoraConfig, model: Model, mesh: Mesh, base: Any) -
 
 
 def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
-    """Parameters without adapters that compute the same: W + s B A, in float32, in the dtype of W; of DoRA scaled."""
+    """Merge adapters into the base: W + s B A. DoRA then scales each row to the length m.
+
+    Sums are float32. Results have the dtype of W.
+    """
     blocks = dict(base["blocks"])
     for name in [name.removesuffix(A) for name in learned["blocks"] if name.endswith(A)]:
         w, a, b = _flat(blocks[name], *(learned["blocks"][name + kind] for kind in (A, B)), lead=1 + _stacked(name))
