@@ -70,7 +70,7 @@ class Delta:
             yield "delta_b", (self.value_heads, width), ("heads", *matrix)
             yield "delta_a", (self.value_heads, width), ("heads", *matrix)
         yield "delta_conv", (self.channels, 1, self.taps), ("head_size",) * 3, 0.5
-        yield "delta_rate", (self.value_heads,), ("heads",), 0.0  # with this bias, the half-life of a state is 14 tokens
+        yield "delta_rate", (self.value_heads,), ("heads",), 0.0  # with this bias, a state's half-life is 14 tokens
         yield "delta_bias", (self.value_heads,), ("heads",), -3.0
         yield "delta_norm", (self.value_size,), ("head_size",), 1.0
         yield "delta_out", (width, self.value_heads, self.value_size), ("embed", "heads", "head_size")

@@ -286,7 +286,8 @@ def common(configs: Iterable[LoraConfig]) -> LoraConfig:
 def fit(learned: Any, config: LoraConfig, model: Model, mesh: Mesh, base: Any) -> Any:
     """Convert adapters of ``config`` to adapters of ``model`` that compute the same outputs.
 
-    Adapters that are missing, and additional ranks, are filled with zeros. A missing m is |W|.
+    Adapters that are missing, and additional ranks, are filled with zeros. A missing m is |W + B A|, so that DoRA does
+    not change the output.
 
     Args:
         learned: the adapters of ``config``; their blocks may be empty.
