@@ -1,21 +1,24 @@
-"""The gated delta rule: a layer that keeps of all tokens before a state of one size, in place of their keys and values.
+"""The gated delta rule: a layer that stores a state of fixed size in place of the keys and values of earlier tokens.
 
-Of each head a matrix S, which a token decays, corrects by what it foretells of the token's value, and reads:
+Each head has a state matrix S. Each token decays S, corrects the value that S predicts for the token's key, and
+reads S:
 
     S_t = a_t S_{t-1} + b_t k_t (v_t - a_t S_{t-1}' k_t)',    o_t = S_t' q_t,    a_t = e^{g_t}
 
-with queries and keys of unit length (the former divided by the root of theirs), g_t < 0 and b_t in (0, 1). Source:
-Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks", equation 10; what stands around it as in Qwen3-Next. Before it
-goes a causal convolution of each channel, after it a norm and a gate.
+Keys and queries have unit length; queries are also divided by the square root of the head size. g_t < 0 and b_t is in
+(0, 1). As in Qwen3-Next, a causal convolution of each channel comes before the rule, and a norm and a gate after it.
+Source: Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks", equation 10.
 
-A decode step is the rule as it stands. Rows are computed in chunks: what the tokens of a chunk do to each other is a
-triangular system (the paper's section 3.3), and states go from chunk to chunk. Who sees whom is a rule of tokens here
-as in attention: of lines, a token's past is its own row's and its group's prompt's, and so a second state is carried,
-that at the prompt's end, which each further row of the group begins with.
+A decode step applies the rule directly. Whole rows are computed in chunks. Inside a chunk, the tokens' mutual
+corrections are the solution of a triangular system (the paper's section 3.3). States pass from chunk to chunk.
+
+As in attention, a visibility rule defines the past of each token. In packed lines, the past is the token's own row and
+the prompt of its group. Therefore a second state is carried: the state at the end of the prompt. Every further row of
+the group starts from this state.
 
 Letters: B rows, T tokens, D width, N value heads, K key heads, H and V their sizes, C channels of the convolution,
 n chunks of W tokens, G rows of a group, L prompt width.
-Owns: the rule, and what a sampler's layers keep of tokens. Does not know: slots, parameters' shapes (delta).
+Owns: the rule, and the caches of a sampler's layers. Does not know: slots, shapes of parameters (delta).
 """
 
 from __future__ import annotations
@@ -35,8 +38,8 @@ from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.ops.packing import Line
 from jaxrl_llm.runtime import sharding
 
-CHUNK = 64  # tokens: the least that fills a matrix unit, and a system of the size whose float32 solution is safe
-# The rule's sums are float32 everywhere: an error in a state stays in it.
+CHUNK = 64  # tokens: the smallest size that fills a matrix unit, and small enough to solve the system in float32
+# All sums of the rule are float32 with the highest precision, because errors in a state persist.
 einsum = functools.partial(jnp.einsum, precision="highest")
 
 
@@ -51,14 +54,18 @@ def empty_caches(
     dtype: Any,
     spare: int = 0,
 ) -> dict[str, tuple[Any, ...]]:
-    """What layers keep of tokens, by layer: ``cache_k``, ``cache_v`` of slots, ``prompt_k``, ``prompt_v`` of prompts.
+    """Return empty caches by layer: ``cache_k`` and ``cache_v`` of slots, ``prompt_k`` and ``prompt_v`` of prompts.
 
-    Keys and values as ``attention.Cache`` and ``Prompt`` have them, of slots with room for ``spare`` tokens more than a
-    row has; of a gated delta rule its two states.
+    Layers with attention store keys and values, as in ``attention.Cache`` and ``Prompt``. Layers with the gated delta
+    rule store their two states.
+
+    Args:
+        completion: most tokens of a completion.
+        spare: further cache positions per slot.
     """
     zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), dtype)
 
-    def of_slots(layer):  # a window's cache holds the window
+    def of_slots(layer):  # the cache of a layer with a window holds only the window and the spare positions
         if layer.is_delta:
             return tuple((x,) for x in arch.delta.empty(slots, dtype))
         tokens = spare + min(completion, layer.window or completion)
@@ -76,7 +83,14 @@ def empty_caches(
 
 
 def begin(arch: Architecture, caches: Any, prompts: Any, entry_MZ: jax.Array, takes_MZ: jax.Array) -> Any:
-    """Caches in which the states of slots that take a new row are its prompt's."""
+    """Copy the prompts' states of the gated delta rule to the slots that start a new row.
+
+    Args:
+        caches: ``cache_k`` or ``cache_v``, by layer.
+        prompts: ``prompt_k`` or ``prompt_v``, by layer.
+        entry_MZ: index of each slot's prompt in its shard.
+        takes_MZ: whether the slot starts a new row.
+    """
 
     def one(layer, cache, of_prompts):
         if not layer.is_delta:
@@ -100,19 +114,19 @@ def mix(
     prompt: Prompt | None = None,
     cache: Cache | None = None,
 ) -> tuple[jax.Array, Any]:
-    """What the layer has in attention's place.
+    """Run the gated delta rule layer, which replaces attention.
 
     Args:
         project: (x [B,T,I], name of a matrix) -> [B,T,O].
-        own: name of another parameter -> it.
-        visible: which tokens are a token's past; None = all before it.
-        positions: [B,T] i32 in the row; lines want them.
-        length: [B] i32 tokens that the states to return are of; None = all.
-        prompt: with the rows' states before the tokens, as ``Delta.empty`` has them; beside a cache it says nothing.
-        cache: the same, each in a tuple of one; wants T = 1.
+        own: name of another parameter -> parameter.
+        visible: rule that defines the past of each token; None = all tokens before it.
+        positions: [B,T] i32 in the row; required by packed lines.
+        length: [B] i32 number of tokens after which the states are returned; None = all.
+        prompt: the rows' states before the tokens (``Delta.empty``) as keys and values. Ignored if there is a cache.
+        cache: the rows' states likewise, each in a tuple of one; requires T = 1.
 
     Returns:
-        [B,T,D], and the states after the tokens, as they came; of whole groups none.
+        [B,T,D], and the states after the tokens in the same form as the input. For whole groups, (None, None).
     """
     d, (B, T, _) = arch.delta, h_BTD.shape
     mixed_BTC, z_BTNV, b_BTN, a_BTN = _inputs(h_BTD, project, d)
@@ -139,7 +153,7 @@ def mix(
 
 
 def _inputs(h_BTD, project, d: Delta):
-    """Channels [B,T,C], output gates [B,T,N,V], and b and a [B,T,N] float32."""
+    """Return channels [B,T,C], output gates [B,T,N,V], and b and a [B,T,N] float32, before activations."""
     B, T, _ = h_BTD.shape
     keys, values = d.key_size, d.value_heads // d.key_heads * d.value_size
     by_head = lambda x, count: x.reshape(B, T, count, -1)
@@ -156,11 +170,13 @@ def _inputs(h_BTD, project, d: Delta):
 
 
 def _heads(past, weight, d: Delta):
-    """Queries and keys [B,T,N,H], each of unit length and as many as there are values, and these [B,T,N,V]; float32.
+    """Return queries and keys [B,T,N,H] and values [B,T,N,V] after the convolution, all float32.
+
+    Keys have unit length; queries have length 1 / sqrt(H). Both are repeated to the number of value heads.
 
     Args:
-        past: the channels [B,T,C] of each token, of the one before it and so on.
-        weight: [C,taps], of the convolution, whose sums are float32.
+        past: channels [B,T,C] of each token, then of the token before it, and so on.
+        weight: [C,taps] weights of the convolution.
     """
     sizes = d.key_heads * d.key_size
     summed = sum(x.astype(jnp.float32) * weight[None, None, :, d.taps - 1 - ago] for ago, x in enumerate(past))
@@ -176,7 +192,7 @@ def _heads(past, weight, d: Delta):
 
 
 def _step(mixed_B1C, g_B1N, b_B1N, state_BNHV, inputs_BXC, *, weight, d: Delta):
-    """One token a row."""
+    """Apply the rule to one new token per row, and return the output and the new states."""
     window_BXC = jnp.concatenate([inputs_BXC.astype(mixed_B1C.dtype), mixed_B1C], axis=1)
     past = jnp.split(window_BXC, d.taps, axis=1)[::-1]
     q, k, v = (x[:, 0] for x in _heads(past, weight, d))
@@ -187,7 +203,7 @@ def _step(mixed_B1C, g_B1N, b_B1N, state_BNHV, inputs_BXC, *, weight, d: Delta):
 
 
 def _groups(mixed_BTC, g_BTN, b_BTN, groups: Groups, **how):
-    """Rows of a whole group each: the states after the prompt are those that each completion begins with."""
+    """Apply the rule to rows of whole groups. Each completion starts from the states after its prompt."""
     L, G = groups.prompt_width, groups.size
     of_tokens = (mixed_BTC, g_BTN, b_BTN)
     of_prompt, *before = _rows(*(x[:, :L] for x in of_tokens), length=groups.prompt_length, **how)
@@ -198,12 +214,16 @@ def _groups(mixed_BTC, g_BTN, b_BTN, groups: Groups, **how):
 
 
 def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, positions=None, length=None):
-    """Outputs [B,T,N,V], and the states after ``length`` tokens, from ``before`` on."""
+    """Return the outputs [B,T,N,V] and the states after ``length`` tokens.
+
+    Args:
+        before: states before the first token; None = empty states.
+    """
     (B, T, C), taps = mixed_BTC.shape, d.taps
     if before is None:
         state = jnp.zeros((B, d.value_heads, d.key_size, d.value_size), jnp.float32)
         before = (state, jnp.zeros((B, taps - 1, C), mixed_BTC.dtype))
-    if length is not None:  # what comes after neither decays a state nor is written to it
+    if length is not None:  # later tokens do not change the state
         is_in = (jnp.arange(T)[None] < length[:, None])[..., None]
         g_BTN, b_BTN = jnp.where(is_in, g_BTN, 0.0), jnp.where(is_in, b_BTN, 0.0)
     every = jnp.concatenate([before[1].astype(mixed_BTC.dtype), mixed_BTC], axis=1)
@@ -214,14 +234,14 @@ def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, 
     of_heads, of_rows = ("batch", None, "attended"), ("batch",)
     ids = getattr(line, "unit", None), getattr(line, "row", None)
     axes = (*(of_heads,) * 5, ("batch", "attended"), of_rows, of_rows)
-    # By each device on its heads: XLA would gather the systems that it cannot split.
+    # Each device computes its own heads, because XLA cannot split the triangular systems and would gather them.
     args = (q, k, v, g_BTN, b_BTN, before[0], *ids)
     out_BTNV, state_B1NHV = sharding.by_device(chunked, *args, axes=axes, shared=3)
     return out_BTNV, state_B1NHV[:, 0], inputs
 
 
 def _earlier(every_BSC, mixed_BTC, ago: int, line: Units | Line | None, positions):
-    """The channels of the token so many before each in its row, zero where there is none, [B,T,C]."""
+    """Return the channels of the token ``ago`` positions earlier in the same row, [B,T,C]; zero if there is none."""
     T, taps = mixed_BTC.shape[1], every_BSC.shape[1] - mixed_BTC.shape[1] + 1
     shifted = every_BSC[:, taps - 1 - ago : taps - 1 - ago + T]
     if line is None or ago == 0:
@@ -233,19 +253,20 @@ def _earlier(every_BSC, mixed_BTC, ago: int, line: Units | Line | None, position
         return jnp.where(is_own[..., None], shifted, 0)
     is_own &= line.row == back(line.row)
     starts = line.unit != jnp.roll(line.unit, 1, axis=1)
-    first = jax.lax.cummax(jnp.where(starts | (place == 0), place, 0), axis=1)  # of the token's unit
+    first = jax.lax.cummax(jnp.where(starts | (place == 0), place, 0), axis=1)  # start of the token's unit
     of_prompt = jnp.take_along_axis(mixed_BTC, jnp.maximum(first + positions - ago, 0)[..., None], axis=1)
     return jnp.where((positions >= ago)[..., None], jnp.where(is_own[..., None], shifted, of_prompt), 0)
 
 
 def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_BT=None):
-    """The rule over whole rows, by chunks.
+    """Apply the rule to whole rows, chunk by chunk.
 
     Args:
-        q_BTNH, k_BTNH, v_BTNV: float32, as ``_heads`` makes them.
-        g_BTN, b_BTN: float32, the logarithm of the decay and the share that is corrected.
-        state_BNHV: before the first token.
-        unit_BT, row_BT: of lines (``Units``, ``Line``); their states begin with nothing.
+        q_BTNH, k_BTNH, v_BTNV: float32 results of ``_heads``.
+        g_BTN, b_BTN: float32, the logarithm of the decay, and the fraction of the error that is corrected.
+        state_BNHV: the state before the first token.
+        unit_BT, row_BT: unit and row ids of packed lines (``Units``, ``Line``); None = no lines. Units start with an
+            empty state.
 
     Returns:
         [B,T,N,V], and the state after the last token, [B,1,N,H,V].
@@ -254,7 +275,7 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
     W = min(CHUNK, 1 << (T - 1).bit_length())
     n = -(-T // W)
 
-    def split(x_BTX):  # [n,B,...,W,X]; what fills up decays nothing, writes nothing, and is of the last token's row
+    def split(x_BTX):  # [n,B,...,W,X]; padding does not change the state and belongs to the last token's row
         if jnp.issubdtype(x_BTX.dtype, jnp.integer):
             return jnp.pad(x_BTX, ((0, 0), (0, n * W - T)), mode="edge").reshape(B, n, W).swapaxes(0, 1)
         x = jnp.pad(x_BTX, ((0, 0), (0, n * W - T), *((0, 0),) * (x_BTX.ndim - 2)))
@@ -266,11 +287,11 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
         seen, starts, ends = lower, (jnp.ones((1, 1, 1, W, 1), bool),), (W - 1,)
     else:
         seen, starts, ends = _pasts(split(unit_BT), None if row_BT is None else split(row_BT), lower)
-    # Sums of g from a token to a later one are of those in its past: differences of sums over a row would round.
+    # Sum g only over the tokens between two tokens. Differences of cumulative sums over a row would lose precision.
     of_past = jnp.where(seen, jnp.swapaxes(g, -1, -2), 0.0)
     strictly = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
     decay = jnp.where(seen, jnp.exp(einsum("nBNWS,nBNSX->nBNWX", of_past, strictly)), 0.0)
-    since = jnp.exp(jnp.sum(of_past, axis=-1, keepdims=True))  # the chunk's beginning
+    since = jnp.exp(jnp.sum(of_past, axis=-1, keepdims=True))  # decay from the start of the chunk to each token
     right = jnp.concatenate([v * b, *(jnp.where(x, k * b * since, 0.0) for x in starts)], axis=-1)
     system = einsum("nBNWH,nBNSH->nBNWS", k, k) * decay * b
     solved = einsum("nBNWS,nBNSX->nBNWX", _inverse(system), right)
@@ -280,14 +301,17 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
     queries = [jnp.where(x, q * since, 0.0) for x in starts]
 
     def at_end(end):
-        """Of the state after a token: the shares of the states before, [n,B,N], and of each token's key, [n,B,N,W]."""
+        """Return how the state after token ``end`` depends on the chunk's inputs.
+
+        The result is the decay of each state before the chunk, [n,B,N], and of each token's key, [n,B,N,W].
+        """
         if isinstance(end, int):
             take = lambda x: x[..., end, :]
             return [jnp.where(take(x)[..., 0], take(since)[..., 0], 0.0) for x in starts], take(decay)
         is_there, at = end  # [n,B]
         take = lambda x: jnp.take_along_axis(x, at[:, :, None, None, None], axis=3)[..., 0, :]
         shares = [jnp.where(is_there[..., None] & take(x)[..., 0], take(since)[..., 0], 0.0) for x in starts]
-        shares[-1] = jnp.where(is_there[..., None], shares[-1], 1.0)  # the prompt ended before: its state stays
+        shares[-1] = jnp.where(is_there[..., None], shares[-1], 1.0)  # no prompt token here: keep the state
         return shares, jnp.where(is_there[..., None, None], take(decay), 0.0)
 
     def step(states, chunk):
@@ -308,10 +332,11 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
 
 
 def _inverse(system: jax.Array) -> jax.Array:
-    """(1 + system)^-1 of what lies below the diagonal of [...,W,W], W a power of 2, by matmuls alone.
+    """Return (1 + L)^-1, L the part of ``system`` [...,W,W] below its diagonal. W must be a power of 2.
 
-    Of blocks of twice the size from those of the halves: [[A,0],[C,B]]^-1 = [[A',0],[-B'CA',B']]. A device that splits
-    heads splits it, and XLA's CPU backend, whose triangular solve stands still in a program of few threads, runs it.
+    The inverses of blocks double in size at each step: [[A,0],[C,B]]^-1 = [[A',0],[-B'CA',B']]. Only matmuls are used,
+    for two reasons. They can be split over heads and devices. And XLA's triangular solve on CPU hangs in a program with
+    few threads.
     """
     lead, W = system.shape[:-2], system.shape[-1]
     inverse, size = jnp.ones((*lead, W, 1, 1), system.dtype), 1
@@ -329,11 +354,16 @@ def _inverse(system: jax.Array) -> jax.Array:
 
 
 def _pasts(unit_nBW, row_nBW, lower):
-    """Of lines: which tokens of a chunk are in each one's past [n,B,1,W,W], whose past goes back to each state before
-    [n,B,1,W,1], and the tokens that the states to carry are after: the last, and the last of its unit's prompt.
+    """Return the past of each token in the chunks of packed lines.
+
+    Returns:
+        - [n,B,1,W,W]: whether a token of the chunk is in each token's past.
+        - [n,B,1,W,1] for each carried state: whether the state is in each token's past.
+        - For each carried state, the token after which it is taken: the chunk's last token, and the last token of the
+          prompt of the last token's unit. The second exists only if ``row_nBW`` is given.
     """
     rows = jnp.zeros_like(unit_nBW) if row_nBW is None else row_nBW
-    # The first chunk has none before: no unit is called -1.
+    # No token comes before the first chunk. Its id is -1, which no unit has.
     last = lambda x: jnp.concatenate([jnp.full_like(x[:1, :, :1], -1), x[:-1, :, -1:]], axis=0)
     seen = lower & (unit_nBW[..., :, None] == unit_nBW[..., None, :])[:, :, None]
     goes_on, is_row = unit_nBW == last(unit_nBW), rows == last(rows)

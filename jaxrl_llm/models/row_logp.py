@@ -1,10 +1,13 @@
-"""The policy as the learner sees it: log-probabilities of the completions of whole rows, and of prompts if asked.
+"""Log-probabilities of whole rows under the policy: of completions, and optionally of prompts.
 
-The one function behind the update, the reference's log-probs and the ``score`` command.
+The update, the reference's log-probs and the ``score`` command all use ``row_logp``.
 
-Rows of a group have one prompt. Where a batch comes in whole groups, each is one row of the forward, and its prompt
-runs once: prompt [L] ++ completions [G*C], each of which attends to the prompt and to itself. Packed, both lie in lines
-of W tokens instead, without the padding between them (ops.packing).
+The rows of a group share one prompt. There are three layouts of the forward pass:
+
+    rows            each row by itself: prompt ++ completion
+    whole groups    one row per group, with one copy of the prompt: prompt [L] ++ completions [G*C]. Each completion
+                    attends to the prompt and to itself.
+    packed lines    lines of W tokens, which hold rows or groups without padding between them (ops.packing)
 
 Letters: B rows, G rows of a group, S row width, L = S - C prompt width, C completion width, n lines of K rows, N ids
 of a support.
@@ -28,41 +31,49 @@ from jaxrl_llm.ops.filters import Filter
 from jaxrl_llm.ops.logp import chunked_logp, completion_window, place_completion
 from jaxrl_llm.runtime import sharding
 
-# The model's own distribution, which what it did not sample is judged by: no temperature, no filter.
+# The model's distribution without temperature and filters. It applies to prompts, which the model did not sample.
 PLAIN = SamplingConfig()
 
 
 class RowValues(NamedTuple):
-    """What is read off rows. [B,S] f32, 0.0 off the completion (``prompt_logp``: off the prompt)."""
+    """Values of each token of rows, [B,S] f32: 0.0 outside the completion (``prompt_logp``: outside the prompt)."""
 
     logp: jax.Array  # nats, under the sampling distribution
-    entropy: jax.Array  # nats, likewise
+    entropy: jax.Array  # nats, under the sampling distribution
     readout: jax.Array | None = None  # [B,S,m]
-    prompt_logp: jax.Array | None = None  # nats of the prompt's tokens from the second on, under the model's own
-    routed: tuple[jax.Array, ...] = ()  # [B,S,...] moe.by_token, of the token before each
+    prompt_logp: jax.Array | None = None  # nats, from the prompt's second token on, without temperature and filters
+    routed: tuple[jax.Array, ...] = ()  # [B,S,...] results of moe.by_token for the previous token
 
 
 def chunk_tokens(setting: int, device: Any, *, most: int, vocab: int, packed: bool) -> int:
-    """Positions projected to the vocabulary at once: ``update.logp_chunk_tokens``, or where that is 0 by device.
+    """Return the number of positions to project to the vocabulary at once.
 
-    Every chunk reads and writes the head's gradient, which an accelerator's matmuls of few positions do not hide. On a
-    CPU a lone chunk of the ``most`` there are keeps its logits, while they take up to 256 MiB: XLA sees that its
-    gradient makes them again. Of packed lines, chunks past the last target are left out.
+    This is ``update.logp_chunk_tokens``, or if that is 0, a default for the device:
+
+    - Accelerators: 1024. Every chunk reads and writes the head's gradient, and small matmuls do not hide this traffic.
+    - CPU, if all logits take at most 256 MiB: one chunk of ``most`` positions. XLA then keeps the logits for the
+      gradient and does not compute them again.
+    - CPU otherwise: 256, or 128 for packed lines. Chunks after a line's last target are skipped.
+
+    Args:
+        setting: ``update.logp_chunk_tokens``.
+        most: number of positions of a row or line.
+        packed: rows are packed in lines.
     """
     by_cpu = most if most * vocab <= 2**26 else 128 if packed else 256
     return setting or (by_cpu if device.platform == "cpu" else 1024)
 
 
 class Part(NamedTuple):
-    """Hidden states that predict some tokens of rows, and where what is read off them belongs."""
+    """Hidden states that predict some tokens of rows, and the function that places results in the rows."""
 
     hidden: jax.Array  # [...,D]
-    target: jax.Array  # [...] i32, the tokens
-    support: jax.Array | None  # [...,N] i32, ids that each was drawn among
-    chunk: int  # positions whose logits are live at once
-    live: jax.Array | None  # [] i32, how many of a line's positions have a token; None = all may
+    target: jax.Array  # [...] i32, the predicted tokens
+    support: jax.Array | None  # [...,N] i32, ids that each token was drawn among
+    chunk: int  # positions whose logits are in memory at once
+    live: jax.Array | None  # [] i32, number of a line's positions with a target; None = all positions may have one
     place: Callable[[jax.Array], jax.Array]  # values [...] or [...,m] to rows [B,S] or [B,S,m], 0.0 elsewhere
-    routed: tuple[jax.Array, ...] = ()  # [...,m] beside the hidden states
+    routed: tuple[jax.Array, ...] = ()  # [...,m] routing results of the same positions
 
 
 def row_logp(
@@ -83,24 +94,25 @@ def row_logp(
     readout: Callable[[jax.Array], jax.Array] | None = None,
     with_prompts: bool = False,
 ) -> RowValues:
-    """Log-probability of every completion token, and entropy, under the sampling distribution of ``params``.
+    """Return log-probability and entropy of every completion token under the sampling distribution of ``params``.
 
     Args:
-        tokens: [B,S] i32 right-padded rows ``prompt ++ completion``; with lines [n,K,S], the rows of each.
-        prompt_length, length: [B] i32, prompt_length at least 1; with lines [n,K], both 0 where there is no row.
-        support: [B,S,N] or [n,K,S,N] i32 ids that each token was drawn among, if they were kept (a column).
-        routing: what is known of the rows' choice of experts, [B,S,m] or [n,K,S,m].
-        sampling: temperature and filters; its temperature must be positive.
-        completion_width: the longest completion; with groups or ``with_prompts``, prompts are at most S minus this.
-        chunk_positions: positions of each row, or of each line, whose logits are live at once.
-        line_width: W of lines that rows lie in side by side, which holds the units of every line; 0 = no lines.
-        group_size: each run of this many rows has one prompt, which is then computed once; 1 = each its own.
-        remat: this is the forward of a backward pass.
-        readout: [...,D] -> [...,m] f32, something else to read off the hidden state that predicts each token.
-        with_prompts: the prompts' log-probs too, in the same forward; S - C is then at least 2.
+        tokens: [B,S] i32 right-padded rows ``prompt ++ completion``. With lines [n,K,S]: K rows per line.
+        prompt_length, length: [B] i32, prompt_length at least 1. With lines [n,K]: both are 0 if there is no row.
+        support: [B,S,N] or [n,K,S,N] i32 ids that each token was drawn among, if the rollout has this column.
+        routing: experts that the rows' tokens chose earlier, [B,S,m] or [n,K,S,m].
+        sampling: temperature and filters. The temperature must be positive.
+        completion_width: C, length of the longest completion. With groups or ``with_prompts``, prompts must have at
+            most S - C tokens.
+        chunk_positions: positions of each row, or of each line, whose logits are in memory at once.
+        line_width: W of packed lines, at least the total length of the units of any line; 0 = no lines.
+        group_size: number of consecutive rows that share a prompt, which is computed once; 1 = no shared prompts.
+        remat: this forward pass is part of a backward pass.
+        readout: [...,D] -> [...,m] f32, another function of the hidden state that predicts each token.
+        with_prompts: also return the prompts' log-probs, from the same forward pass. Requires S - C of at least 2.
 
     Returns:
-        Of B rows; B = n*K with lines.
+        Values of B rows; B = n*K with lines.
     """
     rows, head_VD = (tokens, prompt_length, length, support, routing), model.head(params)
     how = {"chunk": chunk_positions, "group_size": group_size, "remat": remat}
@@ -115,10 +127,10 @@ def row_logp(
             how["live"] = None if live is None else live[0]
             return chunked_logp(hidden, head_1VD[0], target, cast_VD=cast_1VD[0], **how)
 
-        # Gathered once for all chunks, in the dtype it is read in; so is the gradient scattered.
+        # The head is gathered once for all chunks, in the dtype of the matmuls. Its gradient is scattered once.
         head = (gathering.copies(x, model.table_spec) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
         C, live = part.hidden.shape[1], part.live
-        if live is not None:  # of each device's part of a line
+        if live is not None:  # number of live positions in each device's part of a line
             live = live - C // (n := sharding.parts(C, "length")) * jnp.arange(n)
         args, of_part = (part.hidden, part.target, part.support, live, *head), ("batch", "length")
         axes = (*(of_part,) * 3, of_part[1:], *(jax.P(sharding.TOKEN_AXES),) * 2)
@@ -137,7 +149,7 @@ def row_logp(
 def _padded(
     model, params, tokens_BS, prompt_length, length, support_BSN, routing, *, completion_width, chunk, group_size, remat
 ):
-    """Parts of rows [B,S]: completions and prompts."""
+    """Return two parts of padded rows [B,S]: completions and prompts."""
     B, S = tokens_BS.shape
     target_BC = completion_window(tokens_BS, prompt_length, completion_width)
     if group_size == 1:
@@ -161,14 +173,14 @@ def _padded(
     target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1 : S - completion_width]
 
     def place_prompts(values_PL: jax.Array) -> jax.Array:
-        values_BL = jnp.repeat(values_PL, group_size, axis=0)  # siblings have one prompt
+        values_BL = jnp.repeat(values_PL, group_size, axis=0)  # rows of a group share a prompt
         return place_completion(values_BL, jnp.ones_like(length), prompt_length, S)
 
     return completions, Part(hidden_PLD[:, :-1], target_PL, None, chunk * group_size, None, place_prompts)
 
 
 def _in_lines(model, params, tokens_nKS, prompt_length, length, support, routing, *, width, chunk, group_size, remat):
-    """Parts of rows [n,K,S] that lie side by side in lines [n,W]: completions and prompts."""
+    """Return two parts of rows [n,K,S] that are packed in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
     rule = line if group_size > 1 else Units(line.unit)
     routing = moe.in_lines(routing, prompt_length, length, width=width, group_size=group_size)
@@ -188,11 +200,16 @@ def _in_lines(model, params, tokens_nKS, prompt_length, length, support, routing
 
 
 def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, routing, group_size, remat):
-    """Hidden states that predict the completion tokens, [B,C,D], with what is beside them; each prompt's, [P,L,D]."""
+    """Return hidden states of whole groups.
+
+    Returns:
+        The hidden states that predict completion tokens, [B,C,D], with routing results of the same positions. Then the
+        hidden states of each prompt, [P,L,D].
+    """
     B, S = tokens_BS.shape
     C = completion_BC.shape[1]
     L, P = S - C, B // group_size
-    # Past its prompt a group's row goes on with a completion; nothing that is used attends to it.
+    # After a short prompt, the first L tokens include tokens of a completion. No used token attends to these tokens.
     prompts_PL = tokens_BS.reshape(P, group_size, S)[:, 0, :L]
     own_length = prompt_length[::group_size]
     position_PL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
