@@ -1,8 +1,8 @@
-"""The mesh, and the one place where names of array dimensions become mesh axes.
+"""The device mesh and the rules that map logical axes of arrays to mesh axes. Only this module maps them.
 
-Every parameter and activation names its dimensions by logical axes ("vocab", "embed", "batch", ...);
-``RULES`` says which mesh axis each lies on. Weights of the learner are split over ``fsdp``; the
-sampler's copy is whole along it, for a decode step would otherwise gather every weight for one token.
+Every parameter and activation names its dimensions by logical axes ("vocab", "embed", "batch", ...). ``RULES`` maps
+each logical axis to mesh axes. The learner's weights are sharded over ``fsdp``. The sampler's copy is not sharded over
+``fsdp``, because otherwise every decode step would gather every weight for one token.
 
 Owns: mesh construction, logical rules, constraints. Does not know: what the arrays mean.
 """
@@ -22,9 +22,9 @@ from jaxrl_llm.config import Config, ConfigError, MeshConfig, flatten
 from jaxrl_llm.runtime import torus
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
-# Rows of a batch, sampler slots and ring shards are split over all of these.
+# Rows of a batch, decode slots and ring shards are split over these mesh axes.
 BATCH_AXES = ("data", "fsdp", "expert")
-# Along these each device of the learner computes of tokens of its own: of further rows, or of further parts of rows.
+# Along these mesh axes the devices of the learner compute different tokens: other rows, or other parts of a row.
 TOKEN_AXES = (*BATCH_AXES, "context")
 
 RULES = {
@@ -37,23 +37,23 @@ RULES = {
     "embed": ("fsdp", "context"),
     "layers": None,
     "length": "context",
-    "attended": ("tensor", "context"),  # heads inside attention, which wants whole rows (kernels.context)
+    "attended": ("tensor", "context"),  # heads inside attention, which needs whole rows (kernels.context)
     "head_size": None,
     "activation": None,
     "rank": None,
 }
-OF_SAMPLER = {"embed": None}  # the sampler's weights lie elsewhere in this alone
-# Logical axes of weights, which mesh.rules may lay elsewhere.
+OF_SAMPLER = {"embed": None}  # the only rule that differs for the sampler's weights
+# Logical axes of weights, for which mesh.rules may set other mesh axes.
 OF_WEIGHTS = ("vocab", "embed", "heads", "kv_heads", "mlp", "expert")
-# JAX's name of the host memory that a device reads and writes by itself.
+# JAX's name for the host memory that a device can read and write directly.
 HOST_MEMORY = "pinned_host"
 
 
 def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """``mesh.rules`` as pairs: the mesh axes of a logical axis of weights, in place of those of ``RULES``.
+    """Return ``mesh.rules`` as pairs (logical axis of weights, its mesh axes). They replace entries of ``RULES``.
 
     Raises:
-        ConfigError: weights have no such axis, or the mesh has not.
+        ConfigError: weights do not have the logical axis, or the mesh does not have an axis or has it twice in a rule.
     """
     for name, axes in config.rules.items():
         given = axes_of(axes) if isinstance(axes, str | list | tuple | None) else (axes,)
@@ -66,15 +66,15 @@ def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 
 def axes_of(axis: Any) -> tuple[str, ...]:
-    """The mesh axes of an entry of a spec."""
+    """Return the mesh axes in one entry of a ``PartitionSpec``: none, one or several."""
     return (axis,) if isinstance(axis, str) else tuple(axis or ())
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
-    """The mesh of ``config`` over ``devices`` (default: all).
+    """Return the mesh of ``config`` over ``devices`` (default: all devices).
 
     Raises:
-        ConfigError: the axes do not multiply to the number of devices.
+        ConfigError: the product of the mesh axes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     data, *others = (getattr(config, axis) for axis in MESH_AXES)
@@ -87,11 +87,13 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
 
 
 def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
-    """The same devices in the same order as the sampler uses them: some of ``fsdp`` are further ones of ``tensor``.
-    Those of ``context`` are further ones of ``fsdp``: a decode step has one token a row, and so it wants more rows.
+    """Return the sampler's mesh: the same devices in the same order, with other sizes of the axes.
+
+    The axis ``tensor`` may be larger and take devices from ``fsdp``. The axis ``context`` has size 1 and its devices go
+    to ``fsdp``, because a decode step has one token per row: more devices can only decode more rows.
 
     Raises:
-        ConfigError: ``fsdp``, ``context`` and ``tensor`` do not split so.
+        ConfigError: ``fsdp``, ``context`` and ``tensor`` cannot be split this way.
     """
     data, fsdp, expert, context, tensor = mesh.shape.values()
     wanted, there = config.sampler_tensor or tensor, fsdp * context * tensor
@@ -106,7 +108,11 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
-    """ConfigError that names every number that does not split evenly over the devices, with the nearest that do."""
+    """Check that the sizes in a config divide evenly over the devices.
+
+    Raises:
+        ConfigError: sizes do not divide. The error names every one of them and the nearest sizes that divide.
+    """
     devices = math.lcm(num_data_shards(mesh), num_data_shards(sampler_mesh(config.mesh, mesh)))
     shards, draw, context = num_ring_shards(config, mesh), config.rows_per_draw, mesh.shape["context"]
     rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
@@ -119,7 +125,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     values, wrong = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}, []
     for path, n in parts.items():
         if rest := (value := values[path]) % n:
-            batch = config.update.batch_size if path == "update.micro_batch_size" else 0  # which it must divide too
+            batch = config.update.batch_size if path == "update.micro_batch_size" else 0  # it must also divide this
             near = " or ".join(str(x) for x in (value - rest, value - rest + n) if x and batch % x == 0)
             wrong.append(f"{path}={value} must be a multiple of {n}" + f" ({near})" * bool(near))
     if wrong:
@@ -137,8 +143,8 @@ def num_ring_shards(config: Config, mesh: Mesh) -> int:
 
 
 def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh, rules=RULES) -> PartitionSpec:
-    """Mesh axes of an array; a dimension that its axis does not divide stays whole."""
-    spec, free = [], set(mesh.axis_names)  # an axis of the mesh splits one dimension, the first that asks for it
+    """Return the mesh axes of each dimension of an array. A dimension that its mesh axes do not divide stays whole."""
+    spec, free = [], set(mesh.axis_names)  # a mesh axis can split only one dimension: the first that can use it
     for size, name in zip(shape, logical_axes, strict=True):
         axis = None if name is None else rules[name]
         parts = math.prod(mesh.shape[a] for a in axes_of(axis))
@@ -153,38 +159,40 @@ def named(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ..
 
 
 def leading(mesh: Mesh, tree: Any) -> Any:
-    """Shardings of a pytree whose first dimension is rows, slots or ring shards: split over the batch axes."""
+    """Return shardings over the batch axes for arrays whose first dimension is rows, decode slots or ring shards."""
     return jax.tree.map(lambda x: named(mesh, x.shape, ("batch", *(None,) * len(x.shape))[: len(x.shape)]), tree)
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An abstract array that lies as ``leading`` says."""
+    """Return an abstract array with the sharding of ``leading``."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=leading(mesh, jax.ShapeDtypeStruct(shape, dtype)))
 
 
 def undivided(mesh: Mesh, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
-    """An abstract array that every device has whole."""
+    """Return an abstract array that is replicated on every device."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(mesh, 0))
 
 
 def placed(shapes: Any, layouts: Any) -> Any:
-    """Abstract arrays with shardings."""
+    """Return the abstract arrays ``shapes`` with the shardings ``layouts``."""
     return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), shapes, layouts)
 
 
 def of(tree: Any) -> Any:
-    """The sharding of every array, or abstract array, of a tree."""
+    """Return the sharding of every array or abstract array in a tree."""
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
 def by_device(function: Callable, *args: Any, axes: tuple, shared: int = 1, over: tuple[str, ...] = MESH_AXES) -> Any:
-    """``function(*args)`` by each device on its own part: it says itself what is sent, and when.
+    """Run ``function(*args)`` on each device with the device's parts of the arguments (``shard_map``).
+
+    The function itself contains the collectives that it needs.
 
     Args:
-        axes: of each argument, an array or a tree of them, how it is split: logical axes of its first dimensions, or a
-            ``PartitionSpec``. Gradients are summed over the mesh axes that it does not lie on.
-        shared: the first so many dimensions of the results are split as the first argument's are.
-        over: the mesh axes that are told apart inside; along the others XLA splits ``function``.
+        axes: sharding of each argument (an array or a tree of arrays): logical axes of its first dimensions, or a
+            ``PartitionSpec``. Its gradients are summed over the mesh axes that do not shard it.
+        shared: number of leading dimensions of the results that have the sharding of the first argument.
+        over: the mesh axes that ``function`` handles itself. XLA partitions ``function`` along the other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape[axis] for axis in over) == 1:
@@ -200,10 +208,10 @@ def by_device(function: Callable, *args: Any, axes: tuple, shared: int = 1, over
 
 
 def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array) -> Any:
-    """``function(logits, *of_rows, axis)`` run by each device on its rows and its part of the vocabulary.
+    """Run ``function(logits, *of_rows, axis)`` on each device with its rows and its part of the vocabulary.
 
     Args:
-        function: ``axis`` are the mesh axes that split the vocabulary; its results are of rows [Z, ...].
+        function: receives in ``axis`` the mesh axes that shard the vocabulary, and returns arrays of rows [Z, ...].
     """
     mesh, split = jax.sharding.get_abstract_mesh(), ("batch", "vocab")
     axis = () if mesh.empty else axes_of(partition_spec(logits_ZV.shape, split, mesh)[1])
@@ -211,14 +219,14 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
 
 
 def parts(size: int, name: str) -> int:
-    """In how many parts the mesh that a function is traced in splits a dimension of a logical axis."""
+    """Return into how many parts the active mesh splits a dimension of this size and logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = () if mesh.empty else partition_spec((size,), (name,), mesh)
     return math.prod(mesh.shape[axis] for names in spec for axis in axes_of(names))
 
 
 def on_rows(spec: PartitionSpec) -> PartitionSpec:
-    """What of a spec lies on axes of tokens alone."""
+    """Return the spec with only the entries whose mesh axes are all in ``TOKEN_AXES``. The others become None."""
     return PartitionSpec(*(axis if {*axes_of(axis)} <= {*TOKEN_AXES} else None for axis in spec))
 
 
@@ -227,9 +235,9 @@ def replicated(mesh: Mesh, tree: Any) -> Any:
 
 
 def put(tree: Any, layout: Any) -> Any:
-    """Arrays of the host, the same on every host, onto the devices; each takes its part alone.
+    """Copy host arrays, which are equal on every host, to the devices. Each host copies only its own shards.
 
-    ``device_put`` would compare what the hosts have, which is a wait for all of them.
+    ``device_put`` would compare the arrays of all hosts, and each host would have to wait for the others.
     """
 
     def one(x: Any, to: NamedSharding) -> jax.Array:
@@ -243,7 +251,7 @@ def put(tree: Any, layout: Any) -> Any:
 
 
 def own_rows(x: jax.Array) -> dict[int, np.ndarray]:
-    """Rows of an array that lie on this host, by number; of those on several hosts the first has them."""
+    """Return the rows of an array on this host, by row number. A row with copies on several hosts is in one result."""
     found = {}
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
@@ -252,21 +260,24 @@ def own_rows(x: jax.Array) -> dict[int, np.ndarray]:
 
 
 def on_host(tree: Any) -> Any:
-    """The same shardings in the pinned memory of the devices' hosts."""
+    """Return the same shardings in the pinned memory of the hosts."""
     return jax.tree.map(lambda x: x.with_memory_kind(HOST_MEMORY), tree)
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of abstract arrays on one device; those in its host's memory are left out."""
+    """Return the bytes of abstract arrays on one device. Arrays in host memory do not count."""
     there = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
 
 
 def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> None:
-    """A setting that keeps arrays in host memory needs devices that can address it.
+    """Check that the devices can address host memory, for a setting that keeps arrays there.
+
+    Args:
+        otherwise: the value of the setting that needs no host memory, for the error.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the devices cannot address host memory.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
@@ -276,7 +287,10 @@ def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> N
 
 
 def constrain(x: jax.Array, *logical_axes: str | None, rules: tuple[tuple[str, Any], ...] = ()) -> jax.Array:
-    """Pin an array's layout inside a jitted function, by ``rules`` before ``RULES``; no-op where no mesh is active."""
+    """Constrain the sharding of an array inside a jitted function. ``rules`` override ``RULES``.
+
+    Without an active mesh of several devices the array is returned unchanged.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
