@@ -1,8 +1,8 @@
-"""Nested mappings as nested dataclasses and back.
+"""Conversion of nested mappings to nested dataclasses and back.
 
-A field whose metadata has a "slot" holds a function with its settings (algorithms.use), or several.
+A field with a "slot" in its metadata holds a function with its settings (``algorithms.use``), or several functions.
 
-Owns: the error of bad input, the check of keys, types and numbers. Does not know: which settings there are.
+Owns: the error for bad input, the check of keys, types and numbers. Does not know: which settings exist.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from typing import Annotated, Any, NamedTuple
 
 
 class Text(str):
-    """A value as a command line has it: what it is, the type of its setting tells."""
+    """Text of a value from the command line. The type of its setting determines how the text is read."""
 
 
 class ConfigError(ValueError):
-    """Bad input from the user. Entry points print it as one line and exit with status 2."""
+    """Error for bad input from the user. Entry points print it as one line and exit with status 2."""
 
 
 def visible(text: str) -> str:
-    """The same with escape codes, turns of the direction of writing and halves of a character as their numbers."""
+    """Replace control characters, bidirectional controls and lone surrogates by escapes such as ``\\x1b``."""
     hidden = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
     return re.sub(hidden, lambda found: ascii(found[0])[1:-1], text)
 
 
-# Counts are int32 on the devices. What is not 0 keeps a size that float32 can multiply and divide by.
+# Counts are int32 on the devices. A nonzero number must have a size that float32 can multiply and divide by.
 MOST = 2**31 - 1
 SMALLEST, LARGEST = 1e-20, 1e12
 
 
 class Bounds(NamedTuple):
-    """What a number may be; the lowest value itself only where ``closed``, and 0 besides where ``or_zero``."""
+    """Allowed range of a number: ``low`` to ``high``.
+
+    ``closed`` also allows ``low`` itself, and ``or_zero`` also allows 0.
+    """
 
     low: float
     high: float = LARGEST
@@ -48,11 +51,13 @@ class Bounds(NamedTuple):
 
 
 class ReadWhen(NamedTuple):
-    """When a run reads a setting, for its ``Annotated`` type. Its default is the only value allowed at other times.
+    """Condition under which a run reads a setting, for the ``Annotated`` type of the setting.
+
+    If a run does not read the setting, only its default is allowed.
 
     Attributes:
-        is_read: whether a run of a whole config reads it.
-        otherwise: the condition under which nothing reads it, for the error: "without environments.factory".
+        is_read: receives the whole config and returns whether a run reads the setting.
+        otherwise: when no run reads the setting, as text for the error: "without environments.factory".
     """
 
     is_read: Callable[[Any], bool]
@@ -70,39 +75,39 @@ Exponent = Annotated[float, Bounds(0.0, 100.0)]
 Rate = Annotated[float, Bounds(0.0, 10.0)]
 Count = Annotated[int, Bounds(1, MOST)]
 CountOrZero = Annotated[int, Bounds(0, MOST)]
-# Of settings whose declaration says no more: of a config, and of a function.
+# Types of settings that are declared as plain int or float: UNSIGNED in a config, SIGNED in a function.
 UNSIGNED = {int: CountOrZero, float: NotNegative}
 SIGNED = {int: Annotated[int, Bounds(-MOST, MOST)], float: Number}
 
 
 def near(key: str, names: Collection[str], prefix: str = "") -> str:
-    """What a key that is not known may have meant."""
+    """Return a hint for an unknown key: the most similar names, or all names if none is similar."""
     alike = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     return f"did you mean {', '.join(prefix + n for n in alike)}" if alike else f"known: {', '.join(names)}"
 
 
 def check_name(key: Any, path: str) -> None:
-    """Raises a ``ConfigError`` where a key cannot be the name of a setting."""
+    """Raise a ``ConfigError`` if a key cannot be the name of a setting."""
     if not (isinstance(key, str) and key.isidentifier()):
         raise ConfigError(f"{path} has a key that is no name: {key!r:.200}")
 
 
 def out_of_bounds(value: float, low: float, high: float, closed: bool = True) -> str:
-    """What a number must be and is not; "" where it is. ``closed``: it may be the lowest itself."""
+    """Return the rule that a number violates, or "" if the number is allowed. ``closed`` allows ``low`` itself."""
     if not low <= value <= high or (value == low and not closed):
         return f"must be {'at least' if closed else 'more than'} {low} and at most {high}"
     return f"must be 0 or of a size of at least {SMALLEST}" if 0 < abs(value) < SMALLEST else ""
 
 
 def build(cls: type, mapping: Any, prefix: str = "") -> Any:
-    """An instance of the dataclass ``cls``; what ``mapping`` does not name keeps its default.
+    """Return an instance of the dataclass ``cls``. Fields that ``mapping`` does not name keep their defaults.
 
     Args:
-        mapping: nested as the dataclasses are.
-        prefix: dotted path of ``cls`` in the whole, for complaints.
+        mapping: nested mapping with the structure of the dataclasses.
+        prefix: dotted path of ``cls`` in the whole config, for error messages.
 
     Raises:
-        ConfigError: unknown key or wrong type.
+        ConfigError: a key is unknown, or a value has a wrong type or is not allowed.
     """
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r:.200} must be a group of settings")
@@ -120,10 +125,10 @@ def build(cls: type, mapping: Any, prefix: str = "") -> Any:
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
-    """``value`` as the declared type of its field, within its bounds; int is accepted for float, list for tuple.
+    """Return ``value`` as the declared type of its field. An int is accepted for a float, and a list for a tuple.
 
     Raises:
-        ConfigError: another type, out of bounds, none of the choices.
+        ConfigError: the value has another type, is out of bounds or is not one of the choices.
     """
     if typing.get_origin(hint) is Annotated:
         kind, bounds, *_ = typing.get_args(hint)
@@ -156,13 +161,16 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         return value
     name = f"of type {hint.__name__ if isinstance(hint, type) else hint}"
     if origin is tuple:
-        one, *_ = (*typing.get_args(item), item)  # the type of what has bounds, or the first choice
+        one, *_ = (*typing.get_args(item), item)  # the type of a bounded number, or the first choice
         name = f"a list such as {(one(1) if isinstance(one, type) else one,)}"
     raise ConfigError(f"{path}={value!r:.200} must be {name}, not {type(value).__name__}")
 
 
 def _read(hint: Any, text: Text) -> Any:
-    """What a text says where it is to be of a type; the text where it does not."""
+    """Return a text read as the type ``hint``. A text that cannot be read as this type is read as a literal.
+
+    If the text is not a literal either, it is returned as a string.
+    """
     if hint is bool:
         return {"true": True, "false": False}.get(text.lower(), str(text))
     if hint in (int, float, str):
@@ -172,7 +180,7 @@ def _read(hint: Any, text: Text) -> Any:
 
 
 def _read_all(value: Any) -> Any:
-    """A value of a free-form group with the texts in it read."""
+    """Return a value of a free-form group, with every ``Text`` in it read as a literal."""
     if isinstance(value, dict):
         return {key: _read_all(x) for key, x in value.items()}
     return _literal(value) if isinstance(value, Text) else value
@@ -186,15 +194,19 @@ def _literal(text: Text) -> Any:
 
 
 def names(text: Text) -> list[Text]:
-    """Those of functions, with commas between."""
+    """Return the function names in a comma-separated text."""
     return [Text(name.strip("()[]'\" ")) for name in text.split(",") if name.strip("()[]'\" ")]
 
 
 def override(node: Any, path: str, value: Any) -> Any:
-    """A copy of a nested mapping with a value put in, by dotted path; groups on the way that are not there are made.
+    """Return a copy of a nested mapping with ``value`` at the dotted ``path``. Missing groups on the path are created.
 
-    A name where a group is wanted is that of a function whose setting is meant, a text of a group the group; of a list
-    of functions the next part of the path tells which, and one that is not among them is added.
+    On the path there may be other nodes than groups:
+
+    - A string is the name of a function, and the rest of the path is a setting of that function.
+    - A text that begins with "{" is read as a group.
+    - In a list of functions, the next part of the path is the name of a function. If the list does not contain that
+      function, it is added.
     """
     if not path:
         return names(value) if isinstance(node, list) and isinstance(value, Text) else value
@@ -213,7 +225,7 @@ def override(node: Any, path: str, value: Any) -> Any:
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, slot or None, value) of every setting; of a group those that are in it."""
+    """Yield (path, slot or None, value) of every setting, including the settings in groups."""
     for field in dataclasses.fields(config):
         value, path, slot = getattr(config, field.name), prefix + field.name, field.metadata.get("slot")
         if dataclasses.is_dataclass(value) and not slot:
@@ -223,13 +235,13 @@ def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 
 
 def unread(config: Any, group: Any = None, prefix: str = "") -> Iterator[tuple[str, Any, Any, str]]:
-    """Yield (path, value, default, condition) of each setting that is not its default and that a run does not read.
+    """Yield (path, value, default, condition) of each setting that has no effect: not its default, and never read.
 
-    A setting says when it is read by a ``ReadWhen`` in its type.
+    A ``ReadWhen`` in the type of a setting defines when a run reads the setting.
 
     Args:
         config: the whole config.
-        group: the part of it to look at; None = the whole.
+        group: the part of the config to check; None = the whole config.
         prefix: dotted path of ``group``.
     """
     group = config if group is None else group
@@ -249,10 +261,12 @@ def unread(config: Any, group: Any = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def flatten(config: Any, *, whole: bool = False) -> dict[str, Any]:
-    """``{"update.batch_size": 64, ...}`` of every leaf field; of a function its name, and each of its settings.
+    """Return ``{"update.batch_size": 64, ...}`` with every leaf field.
+
+    A function has one entry for its name and one for each of its settings.
 
     Args:
-        whole: functions are leaves, with their settings.
+        whole: keep each function with its settings as one entry.
     """
     flat = {}
     for path, slot, value in _leaves(config):
@@ -261,13 +275,13 @@ def flatten(config: Any, *, whole: bool = False) -> dict[str, Any]:
 
 
 def function_defaults(config: Any) -> dict[str, Any]:
-    """``{path: default}`` of each setting of the functions that a config has chosen, by the paths of ``flatten``."""
+    """Return ``{path: default}`` of every setting of the functions in a config, by the paths of ``flatten``."""
     chosen = (slot.defaults(value, path) for path, slot, value in _leaves(config) if slot)
     return {path: default for defaults in chosen for path, default in defaults.items()}
 
 
 def chosen_functions(config: Any) -> dict[str, Any]:
-    """Return ``{path: function}`` of every function that a config has chosen, by the paths of ``flatten``."""
+    """Return ``{path: function}`` of every function in a config, by the paths of ``flatten``."""
     found = (slot.places(value, path) for path, slot, value in _leaves(config) if slot)
     return {path: one for places in found for path, one in places.items()}
 
@@ -280,21 +294,21 @@ def plain_text(value: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A setting's value of plain types that ``build`` makes the same of: a function as the mapping of ``use``."""
+    """Return a setting's value in plain types, from which ``build`` makes the same value. A function is a mapping."""
     if isinstance(value, tuple) and value and hasattr(value[0], "mapping"):
         return [one.mapping() for one in value]
     return value.mapping() if hasattr(value, "mapping") else value
 
 
 def as_mapping(config: Any) -> dict[str, Any]:
-    """The nested mapping that ``build`` makes the same of; its functions of plain types."""
-    from flax.traverse_util import unflatten_dict  # here: reward workers import this module, and jax would come along
+    """Return a nested mapping of plain types, from which ``build`` makes the same config."""
+    from flax.traverse_util import unflatten_dict  # here: reward workers import this module and must not import jax
 
     flat = {path: plain(value) or [] if slot else value for path, slot, value in _leaves(config)}
     return unflatten_dict(flat, sep=".")
 
 
 def differences(old: Any, new: Any, *, whole: bool = False) -> dict[str, tuple[Any, Any]]:
-    """``{path: (old, new)}`` of the fields that differ; None where one of the two has no such setting."""
+    """Return ``{path: (old, new)}`` of the fields that differ. A setting that one config lacks is None there."""
     a, b = flatten(old, whole=whole), flatten(new, whole=whole)
     return {path: (a.get(path), b.get(path)) for path in {**a, **b} if a.get(path) != b.get(path)}
