@@ -1,10 +1,10 @@
-"""Conversations: which open rows wait for their environment, what it has said to them, what they come to.
+"""Conversations of the open rows with their environment: turns, replies and the ends of episodes.
 
-    told by a chunk    rows that wait, their tokens --> the newest turn's text --> the environment
-    before the next    its replies --> tokens of answers, and which rows end
+    after a chunk      waiting rows and their tokens --> the text of the newest turn --> the environment
+    before the next    replies of the environment --> answer tokens, and the rows that end
 
-Everything is keyed by a row and by where its turns end, so that a run which is stopped and goes on finds the turns that
-were answered, and asks for the others again.
+A turn is identified by its row and by the position of its end. Therefore a resumed run finds the answered turns and
+asks the environment only for the other turns.
 
 Owns: turns of open rows on the host, when an episode ends. Does not know: processes (environment), caches (turns).
 """
@@ -33,30 +33,37 @@ Row = tuple[int, int, int]  # shard, entry, sample
 
 @dataclasses.dataclass
 class Turn:
-    """Of the policy: its text, where it ends in the completion, and what the environment replies."""
+    """One turn of the policy, with the environment's reply.
+
+    Attributes:
+        text: the decoded text of the turn.
+        end: number of completion tokens up to the end of the turn.
+        reply: the environment's reply.
+    """
 
     text: str
     end: int
     reply: Future[Reply]
-    answer: list[int] = dataclasses.field(default_factory=list)  # token ids; none where the episode ends here
-    verdict: int = 0  # how many these are, or minus the STOP_* of the row; 0 = the reply is not there yet
-    last: int | None = None  # its last token, until there is a verdict
+    answer: list[int] = dataclasses.field(default_factory=list)  # token ids; empty if the episode ends here
+    verdict: int = 0  # number of answer tokens, or minus the row's STOP_*; 0 = not yet known
+    last: int | None = None  # last token of the turn; None if restored with a verdict
 
     @property
     def stop(self) -> int:
-        """Where the policy's next turn begins in the completion."""
+        """Return the position in the completion at which the policy's next turn begins."""
         return self.end + len(self.answer)
 
 
 @dataclasses.dataclass
 class Played:
-    """What the G rows of a group have been through.
+    """The complete conversations of the G rows of a group.
 
     Attributes:
-        messages: each one's, after the prompt.
-        replies: to each one's turns; of one without a whole turn, what the environment began it with.
-        max_turns: of a row's, at most.
-        instances: what reward functions are shown of each row's instance, where one asks for it.
+        messages: the messages of each row after the prompt.
+        replies: the environment's replies to the turns of each row. A row without a complete turn has one reply: the
+            start of its episode if episodes have rewards, otherwise an empty reply.
+        max_turns: the largest number of turns of a row.
+        instances: the public attributes of each row's environment instance, if a reward function asks for them.
     """
 
     messages: list[list[dict[str, str]]]
@@ -65,15 +72,20 @@ class Played:
     instances: list[Future[Reply]] = dataclasses.field(default_factory=list)
 
     def shown(self) -> list[Any]:
-        """Attributes of each row's instance; None where there is none, or it failed. Waits for the environment."""
+        """Wait for the environment and return each row's instance attributes, or None if missing or failed."""
         return [one.result().answer for one in self.instances] or [None] * len(self.messages)
 
     def last_turns(self) -> list[str]:
-        """The policy's, which reward functions score: what an environment said is none of its."""
+        """Return the text of the policy's last turn of each row. Reward functions score these texts."""
         return [messages[-1]["content"] if messages[-1:] else "" for messages in self.messages]
 
     def by_turn(self, given: list[Any]) -> np.ndarray:
-        """[G, max_turns] f64 of what each row was given: a number for each turn, or one, the last's; None is NaN."""
+        """Return the scores by turn, [G, max_turns] f64.
+
+        Args:
+            given: one value per row. A list has a score for each turn. A number is the score of the last turn. None
+                becomes NaN at the last turn.
+        """
         scores = np.zeros((len(given), self.max_turns))
         for row, value, messages in zip(scores, given, self.messages, strict=True):
             turns = max(1, sum(message["role"] == "assistant" for message in messages))
@@ -84,9 +96,9 @@ class Played:
         return scores
 
     def own_scores(self) -> Answer:
-        """As of a reward function: what the environment gives each turn. Waits for it.
+        """Return the environment's own rewards in the form of a reward function's answer. Wait for the environment.
 
-        It says what an episode is worth so far: a turn has what it has added.
+        A reply has the reward of the episode so far. The score of a turn is the difference to the previous reply.
         """
         given: list[Any] = []
         rows = [[reply.result() for reply in row] for row in self.replies]
@@ -100,7 +112,7 @@ class Played:
         return Answer(scores, outcome, reasons, [[]] * len(scores))
 
     def failures_in(self, answer: Answer) -> Answer:
-        """The same of any function, of which rows that the environment failed in have none."""
+        """Return the answer of a reward function, without scores for the rows in which the environment failed."""
         scores, outcome, reasons, masked, *_ = answer
         for i, reply in enumerate(row[-1].result() for row in self.replies):
             if reply.outcome != OUTCOME_SCORE:
@@ -109,7 +121,10 @@ class Played:
         return Answer(scores, outcome, reasons, masked, self.seconds())
 
     def seconds(self) -> np.ndarray:
-        """[G, max_turns] f32 that the environment took to answer each turn, 0 where it answered none. Waits for it."""
+        """Return the seconds [G, max_turns] f32 that the environment took to answer each turn, or 0 without an answer.
+
+        The call waits for the environment.
+        """
         seconds = np.zeros((len(self.replies), self.max_turns), np.float32)
         for row, replies in zip(seconds, self.replies, strict=True):
             row[: len(replies)] = [reply.result().seconds for reply in replies]
@@ -117,11 +132,11 @@ class Played:
 
 
 class Conversations:
-    """Of one sampler's open rows, those of this host.
+    """The conversations of one sampler's open rows on this host.
 
     Args:
         environment: answers turns.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         config: sections ``environments``, ``prompts`` and ``sampling``.
     """
 
@@ -135,18 +150,18 @@ class Conversations:
         )
         self._limits, self._most = config.environments, config.sampling.max_completion_tokens
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
-        self._waiting: set[Row] = set()  # when a chunk last told of it
+        self._waiting: set[Row] = set()  # after the last chunk
         self._waited_s = 0.0
 
     def note(self, told: tuple[jax.Array, ...], prompts: Mapping[tuple[int, int], Any]) -> list[np.ndarray]:
-        """Ask the environment for rows that wait; one that was asked for already is not asked again.
+        """Send the newest turns of waiting rows to the environment. Each turn is sent only once.
 
         Args:
-            told: by ``turns.told``.
+            told: the output of ``turns.told``.
             prompts: ``generator.OpenPrompt`` by shard and entry.
 
         Returns:
-            Stop reasons, lengths and answers heard [M,E,G].
+            Stop reasons, lengths and numbers of received answers, each [M,E,G].
         """
         *of_rows, row_MZ = jax.device_get(told[:-2])
         tokens, logps, lengths, self._waiting = *map(sharding.own_rows, told[-2:]), of_rows[1], set()
@@ -173,7 +188,13 @@ class Conversations:
         return of_rows
 
     def answers(self, sampler: Sampler, check: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
-        """What ``turns.hear`` takes, of rows that wait; waits for the replies, and as it does calls ``check``."""
+        """Wait for the replies to the waiting rows and return them as arguments for ``turns.hear``.
+
+        The function calls ``check`` repeatedly while it waits.
+
+        Returns:
+            Answer tokens [M,E,G,A] i32 and verdicts [M,E,G] i32.
+        """
         shape = sampler.shards, sampler.entries, sampler.group_size
         tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
         own, started = {}, time.monotonic()
@@ -185,25 +206,28 @@ class Conversations:
             if not turn.verdict:
                 self._judge(turn, len(self._rows[row][1]))
             own[row] = turn.verdict, turn.answer
-        for said in hosts.exchange(own):  # a row that is copied over several hosts is one host's to ask for
+        for said in hosts.exchange(own):  # exchanged because only one host asks for a copied row
             for row, (of_row, answer) in said.items():
                 verdict[row], tokens[row][: len(answer)] = of_row, answer
         self._waited_s += time.monotonic() - started
         return sharding.put((tokens, verdict), sharding.leading(sampler.mesh, (tokens, verdict)))
 
     def take_waited_s(self) -> float:
-        """Seconds that ``answers`` has waited since the last call of this, for other hosts' environments too."""
+        """Return the seconds that ``answers`` has waited since the last ``take_waited_s`` call.
+
+        The seconds include the wait for other hosts' environments.
+        """
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
     def _of(self, row: Row) -> tuple[int, list[Turn]]:
-        """A row's episode and turns; it begins where it has none."""
+        """Return the episode and the turns of a row. Begin an episode if the row has none."""
         if row not in self._rows:
             self._rows[row] = self._environment.begin(), []
         return self._rows[row]
 
     def _judge(self, turn: Turn, num_turns: int) -> None:
-        """What becomes of a row after its newest turn."""
+        """Set the verdict of a row's newest turn: the answer tokens, or the reason for the end of the row."""
         reply, limits = turn.reply.result(), self._limits
         if reply.answer is None:
             turn.verdict = -STOP_EOS
@@ -215,22 +239,23 @@ class Conversations:
                 answer = self._encode(reply.answer, turn.last)
                 if not 0 < len(answer) <= most:
                     wrong = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={most}"
-            except ConfigError as error:  # what the tokenizer or the template cannot take
+            except ConfigError as error:  # the tokenizer or the chat template rejects the answer
                 wrong = str(error)
             if wrong:
                 failed = {"answer": None, "outcome": OUTCOME_ERROR, "reason": f"environment: {wrong}"}
                 turn.reply, turn.verdict = _there(dataclasses.replace(reply, **failed)), -STOP_EOS
-            elif turn.end + len(answer) >= self._most:  # no room for a token of the policy's
+            elif turn.end + len(answer) >= self._most:  # no room for another token of the policy
                 turn.verdict = -STOP_LENGTH
             else:
                 turn.answer, turn.verdict = answer, len(answer)
 
     def played(self, where: tuple[int, int], example: Example, completions: list[list[int]]) -> Played:
-        """Of a group whose rows have all stopped.
+        """Return the conversations of a group whose rows have all stopped.
 
         Args:
-            where: shard and entry.
-            completions: token ids of each row's.
+            where: shard and entry of the group.
+            example: the question.
+            completions: token ids of each row's completion.
         """
         messages, replies, instances = [], [], []
         for g, completion in enumerate(completions):
@@ -242,7 +267,7 @@ class Conversations:
                     answered = turn.reply.result().answer
                     is_ids = agents.are_tokens(answered)
                     said += [{"role": "user", "content": self._decode(turn.answer)}] if is_ids else answered
-            if rest := completion[turns[-1].stop if turns else 0 :]:  # a turn that was cut short
+            if rest := completion[turns[-1].stop if turns else 0 :]:  # a truncated turn
                 said.append({"role": "assistant", "content": self._decode(rest)})
             messages.append(said)
             if self._environment.is_shown:
@@ -259,12 +284,12 @@ class Conversations:
         return Played(messages, replies, self._limits.max_turns, instances)
 
     def forget(self, where: tuple[int, int]) -> None:
-        """The group there has left."""
+        """End the episodes of the group at this place, because the group has left the sampler."""
         for row in [row for row in self._rows if row[:2] == where]:
             self._environment.forget(self._rows.pop(row)[0])
 
     def state(self) -> list[Any]:
-        """What ``restore`` takes, plain JSON, of all hosts: turns whose reply has been looked at."""
+        """Return the turns with a verdict of all hosts, as plain JSON for ``restore``."""
 
         def saved(turn: Turn) -> list[Any]:
             reply = dataclasses.astuple(turn.reply.result())
@@ -273,7 +298,7 @@ class Conversations:
         own = [[*row, [saved(turn) for turn in turns if turn.verdict]] for row, (_, turns) in self._rows.items()]
         found: dict[Row, list[Any]] = {}
         for *row, turns in (row for rows in hosts.exchange(own) for row in rows):
-            # One that was restored elsewhere knows less than the host whose row it is.
+            # Keep the longest list, because only the host that owns a row adds turns after a restore.
             found[tuple(row)] = max(found.get(tuple(row), []), turns, key=len)
         return [[*row, turns] for row, turns in sorted(found.items()) if turns]
 
@@ -286,7 +311,7 @@ class Conversations:
 
 
 def _so_far(turns: list[Turn]) -> tuple[list[str], list[str | None], Any]:
-    """Texts of an episode's turns, the answers to them, and its state after them, as ``Environment.ask`` takes them."""
+    """Return an episode's turn texts, the answers and the last state, as arguments for ``Environment.ask``."""
     replies = [turn.reply.result() for turn in turns]
     return [turn.text for turn in turns], [reply.answer for reply in replies], replies[-1].state if replies else None
 
