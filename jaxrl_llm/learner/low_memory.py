@@ -1,10 +1,15 @@
-"""Weights and moments that take less of the device: in bfloat16 or a byte, one for many weights, or in host memory.
+"""Optimizer state and weights that need less device memory.
 
-A step moves a bfloat16 by less than its neighbours lie apart. To the nearest, a weight of 0.02 stays where it is under
-steps of less than 0.00003, and Adam's second moment, of which a step forgets a thousandth, never falls. Rounded up or
-down by chance, they move as in float32 on average.
+    stochastic rounding     bfloat16 weights and moments
+    8-bit moments           one byte for each value, one scale for each row
+    shared moments          one second moment for many weights: AdamW-Subset-Norm and Adafactor
+    offloaded moments       in host memory between steps
 
-Owns: stochastic rounding, moments kept rounded or elsewhere, one for many weights. Does not know: which a run has.
+An optimizer step is often smaller than the distance between neighbouring bfloat16 values. With rounding to the nearest
+value, a weight of 0.02 does not change under steps below 0.00003. Adam's second moment never falls, because a step
+forgets only a thousandth of it. With stochastic rounding (up or down by chance), both move on average as in float32.
+
+Owns: these roundings, moments and memory places. Does not know: which of them a run uses.
 """
 
 from __future__ import annotations
@@ -21,15 +26,15 @@ import optax
 
 from jaxrl_llm.models.files import layout
 
-# Of the two roundings of a step, so that neither repeats the other's chances, nor those of a stream (``runtime.rng``).
+# Key numbers of the two roundings of a step. They differ from each other and from the streams of ``runtime.rng``.
 WEIGHTS, MOMENTS = 1000, 1001
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Float32 to bfloat16: one of the two neighbours of each value, whose mean over ``key`` is the value.
+    """Round float32 to one of the two neighbouring bfloat16 values. The mean over ``key`` is the float32 value.
 
-    A bfloat16 is the upper half of a float32: a random lower half is added, and what is carried is the rounding. Not a
-    number or infinite stays so. Source: Gupta et al. 2015, arXiv:1502.02551, eq. of section 3.
+    A bfloat16 is the upper half of a float32. A random lower half is added, and its carry rounds up. NaN and infinity
+    stay the same. Source: Gupta et al. 2015, arXiv:1502.02551, eq. of section 3.
     """
     chance = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -38,19 +43,19 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _keys(which: int, step: jax.Array) -> Iterator[jax.Array]:
-    """Of the roundings at ``step`` [] i32, one after the other, the same on every mesh."""
+    """Yield one key for each rounding at ``step`` [] i32. The keys are the same on every mesh."""
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), which), step)
     return (jax.random.fold_in(key, call) for call in itertools.count())
 
 
 def _rounding(which: int, step: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """``stochastic_round`` with other chances at each call."""
+    """Return ``stochastic_round`` with a new key at each call."""
     keys = _keys(which, step)
     return lambda x: stochastic_round(x, next(keys))
 
 
 def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
-    """``params`` plus float32 ``updates``, in the dtype of ``params``: bfloat16 by stochastic rounding.
+    """Add float32 ``updates`` to ``params`` and keep the dtype of ``params``. Round bfloat16 stochastically.
 
     Args:
         step: [] i32 number of this optimizer step.
@@ -62,7 +67,7 @@ def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
 
 
 def rounded_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same optimizer with its moments in bfloat16 between steps; it computes in float32."""
+    """Return an optimizer like ``optimizer`` that stores its moments in bfloat16 and computes in float32."""
     moments = functools.partial(optax.tree_utils.tree_map_params, optimizer)
 
     def init(params: Any) -> Any:
@@ -76,10 +81,11 @@ def rounded_moments(optimizer: optax.GradientTransformation) -> optax.GradientTr
 
 
 def own_dims(path: tuple[Any, ...], x: Any) -> tuple[tuple[int, ...], ...]:
-    """A parameter's, or its moment's, dimensions without those that number layers and experts: of one tensor in files.
+    """Return the dimensions of a parameter or moment that form one tensor in files, without layers and experts.
 
-    Two groups are a matrix's, outputs and inputs, with heads folded into one of them; one is a vector's, or a
-    convolution's. Parameters that no file has are one tensor, its last dimension the inputs.
+    A matrix has two groups of dimensions: outputs and inputs. Heads belong to one of the groups. A vector or a
+    convolution has one group. A parameter that no file has is one tensor: with two dimensions it is a matrix, whose
+    last dimension is the inputs.
     """
     name, ndim = jax.tree_util.keystr(path, simple=True, separator="."), len(x.shape)
     groups = tuple((dim,) for dim in range(ndim))
@@ -89,9 +95,9 @@ def own_dims(path: tuple[Any, ...], x: Any) -> tuple[tuple[int, ...], ...]:
 
 
 class ByteMoments(NamedTuple):
-    """Adam's state with codes of a byte for moments, and the largest value of each code's row: [..., 1] f32.
+    """Adam's state with moments as codes of one byte, and a scale for each row: its largest value, [..., 1] f32.
 
-    Moments of small tensors (``LEAST_BYTES``) are float32, and nothing is the largest.
+    Moments of small tensors (``LEAST_BYTES``) stay float32. Their scale is 0 and unused.
     """
 
     adam: optax.ScaleByAdamState
@@ -99,25 +105,28 @@ class ByteMoments(NamedTuple):
     nu_scale: Any
 
 
-# The largest code of a moment, and the power of a code's share of it that is the value's share of its row's largest. A
-# moment of squares spans twice as many powers of ten.
+# Largest code and power of each moment, as in ``to_bytes``. The second moment has twice the power, because squares span
+# twice as many powers of ten.
 FIRST, SECOND = (127, 2), (255, 4)
-# Of a tensor of fewer elements moments are not rounded; a matrix of fewer outputs or inputs is not factored.
+# Smallest number of elements for 8-bit moments; smallest number of outputs and of inputs for factored moments.
 LEAST_BYTES, LEAST_FACTORED = 4096, 64
 
 
 def to_bytes(x: jax.Array, key: jax.Array, kind: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """Float32 [..., D] to codes of a byte and their rows' largest values [..., 1], rounded up or down by chance.
+    """Quantise float32 [..., D] to codes of one byte and scales [..., 1], with stochastic rounding.
 
         x = scale * sign(c) * (|c| / most) ** power
 
-    Codes lie 1.6 % apart at a row's largest value and 16 % at a hundredth of it, of second moments at a ten-thousandth.
-    A second moment above 0 stays above 0, because it divides.
+    Here c is the code, ``(most, power)`` is ``kind`` and scale is the row's largest absolute value. Neighbouring codes
+    differ by 1.6 % at the largest value. They differ by 16 % at 1/100 of the largest value for first moments, and at
+    1/10,000 for second moments. A second moment above 0 stays above 0, because the step divides by its root.
 
-    Source: block-wise quantised Adam, Dettmers et al. 2021, arXiv:2110.02861, section 2. Differs: a block is a row (the
-    last axis of a weight), so that codes are split over devices as weights are; codes are powers, where the paper has a
-    table; rounding is stochastic, without which the second moment would not fall; and moments of the embedding, which
-    the paper's embedding layer keeps in 32 bits, are bytes too.
+    Source: block-wise quantised Adam, Dettmers et al. 2021, arXiv:2110.02861, section 2. Differences:
+
+        block       a row (last axis of a weight), so that codes are sharded as weights are
+        codes       powers; the paper uses a table
+        rounding    stochastic; otherwise the second moment would not fall
+        embedding   8-bit moments too; the paper's embedding layer keeps 32 bits
     """
     most, power = kind
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
@@ -132,17 +141,17 @@ def to_bytes(x: jax.Array, key: jax.Array, kind: tuple[int, int]) -> tuple[jax.A
 
 
 def from_bytes(code: jax.Array, scale: jax.Array, kind: tuple[int, int]) -> jax.Array:
-    """What ``to_bytes`` has written, in float32."""
+    """Return the float32 values of the codes and scales that ``to_bytes`` returned."""
     most, power = kind
     code = code.astype(jnp.float32)
     return scale * jnp.sign(code) * (jnp.abs(code) / most) ** power
 
 
 def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same Adam with its moments in a byte each between steps, those of small tensors as they are.
+    """Return an optimizer like ``adam`` that stores each moment in one byte and computes in float32.
 
-    It computes in float32. Source: bitsandbytes, whose 8-bit optimizers leave tensors of fewer than 4,096 elements in
-    32 bits (``min_8bit_size``).
+    Moments of small tensors stay float32. Source: bitsandbytes, whose 8-bit optimizers keep tensors of fewer than 4,096
+    elements in 32 bits (``min_8bit_size``).
     """
 
     def is_small(path: tuple[Any, ...], x: Any) -> bool:
@@ -160,7 +169,7 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
         codes, scale, nu_codes, nu_scale = packed
         return ByteMoments(state._replace(mu=codes, nu=nu_codes), scale, nu_scale)
 
-    def init(params: Any) -> ByteMoments:  # not packed: XLA would work out, while it compiles, how 0 is rounded
+    def init(params: Any) -> ByteMoments:  # not packed: XLA would round the zeros while it compiles
         state = adam.init(params)
         code = lambda path, x, dtype: jnp.zeros(x.shape, jnp.float32 if is_small(path, x) else dtype)
         codes = lambda tree, dtype: jax.tree_util.tree_map_with_path(functools.partial(code, dtype=dtype), tree)
@@ -180,16 +189,16 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
-    """Adam with one second moment for each row of a matrix, the weights of an output.
+    """Return Adam with one second moment for each row of a matrix. A row holds the weights of one output.
 
         m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) mean_row(g^2)        step = m^ / (sqrt(v^) + eps)
 
-    Vectors, convolutions and the embedding have one for each weight.
+    Vectors, convolutions and the embedding have a second moment for each weight.
 
-    Source: AdamW-Subset-Norm, Nguyen and Nguyen 2024, arXiv:2411.07120, algorithm 1 and appendix on AdamW; which
-    weights have subsets, its released code. Differs: the mean of a subset's squares in place of their sum, so that the
-    rate is as long as Adam's; subsets are rows, where there they have a size of their own or are sums along a matrix's
-    shorter side.
+    Source: AdamW-Subset-Norm, Nguyen and Nguyen 2024, arXiv:2411.07120, algorithm 1 and appendix on AdamW. The choice
+    of weights with subsets follows the released code. Differences: v uses the mean of a subset's squares instead of the
+    sum, so that the same learning rate gives steps as long as Adam's. Subsets are rows. In the paper subsets have their
+    own size, or are sums along a matrix's shorter side.
     """
 
     def inputs(path: tuple[Any, ...], x: Any) -> tuple[int, ...]:
@@ -218,18 +227,21 @@ def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTran
 
 
 def scale_by_factored_rms() -> optax.GradientTransformation:
-    """Adafactor's update of each matrix [O,I] and each vector by itself, clipped to a root mean square of 1.
+    """Return Adafactor's update. Each matrix [O,I] and each vector is clipped to a root mean square of 1.
 
         R = d R + (1 - d) mean_i(g^2 + 1e-30)      C = d C + (1 - d) mean_o(g^2 + 1e-30)      d = 1 - t^-0.8
         u = g / sqrt(R C / mean(R))                step = u / max(1, sqrt(mean(u^2)))
 
-    Source: Adafactor, Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5. Differs: steps are the rate long,
-    not as long as weights are large; matrices of fewer outputs or inputs than ``LEAST_FACTORED`` have a second moment
-    for each weight, as vectors have (optax: than 128).
+    Source: Adafactor, Shazeer and Stern 2018, arXiv:1804.04235, algorithms 4 and 5. Differences: the learning rate
+    alone scales a step, not the size of the weights. Matrices with fewer outputs or inputs than ``LEAST_FACTORED`` have
+    a second moment for each weight, as vectors have (optax: fewer than 128).
     """
 
     def shapes(path: tuple[Any, ...], x: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """As [..., O, I] or [..., n], and its R, C and whole second moment: (1,) is what it has not."""
+        """Return the shape as [..., O, I] or [..., n], and the shapes of R, C and the whole second moment.
+
+        (1,) marks a moment that the parameter does not have.
+        """
         own, none = own_dims(path, x), (1,)
         sizes = [math.prod(x.shape[dim] for dim in group) for group in own]
         stacked = x.shape[: x.ndim - sum(map(len, own))]
@@ -272,7 +284,10 @@ def scale_by_factored_rms() -> optax.GradientTransformation:
 
 
 def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same with its moments in host memory but for the time of a step; numbers and structure stay the same."""
+    """Return an optimizer like ``optimizer`` that keeps its moments in host memory between steps.
+
+    Values and tree structure stay the same.
+    """
 
     optimizer = optax.with_extra_args_support(optimizer)
 
