@@ -1,7 +1,7 @@
-"""Micro-batches: how a drawn batch is cut into pieces of one forward and backward pass each.
+"""Micro-batches: pieces of a drawn batch, each with one forward and backward pass.
 
-Padded, a piece has a fixed number of rows, all of full width. Packed (packed_batches), it has a budget of tokens, and
-how many pieces there are is known when the batch is.
+A padded micro-batch has a fixed number of rows of full width. A packed micro-batch (packed_batches) has a budget of
+tokens, and the number of packed micro-batches depends on the batch.
 
 Letters: M ring shards, b rows per shard, S row width.
 Owns: which rows go together. Does not know: losses, models.
@@ -18,9 +18,9 @@ from jaxrl_llm.types import Experience
 
 
 class MicroBatches(NamedTuple):
-    count: int | jax.Array  # how many there are
-    most: int  # and at most can be
-    at: Callable[[jax.Array], tuple[Experience, Any]]  # the i-th's rows and weights; each has some of every shard
+    count: int | jax.Array  # number of micro-batches
+    most: int  # largest possible count
+    at: Callable[[jax.Array], tuple[Experience, Any]]  # i -> rows and weights of micro-batch i, from every shard
 
 
 def padded(batch: Experience, weight: Any, *, num_rows: int) -> MicroBatches:

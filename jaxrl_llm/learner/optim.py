@@ -1,4 +1,4 @@
-"""The optimizer: AdamW, its subset-norm or Adafactor with a learning-rate schedule and a global-norm clip, from optax.
+"""The optimizer: AdamW, AdamW-Subset-Norm or Adafactor, with a learning-rate schedule and global-norm clipping.
 
 Owns: the transformation and its schedule, the layout of its state. Does not know: losses, batches.
 """
@@ -19,7 +19,7 @@ from jaxrl_llm.runtime import sharding
 
 
 def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Learning rate by optimizer step: linear warm-up from 0, then constant, or down to 0 at ``num_steps``."""
+    """Return the learning-rate schedule: linear warm-up from 0, then constant or decay to 0 at step ``num_steps``."""
     peak, warmup = config.learning_rate, config.warmup_steps
     rest = max(1, num_steps - warmup)
     after = {
@@ -33,13 +33,13 @@ def schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 
 
 def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformation:
-    """What ``name`` says, in float32, behind a global-norm clip (none where ``max_grad_norm`` is 0)."""
+    """Build the optimizer ``config.name``, in float32, after global-norm clipping (off if ``max_grad_norm`` is 0)."""
 
     def clip(gradient: Any, _: Any) -> Any:
         gradient = optax.tree.cast(gradient, jnp.float32)
         if not config.max_grad_norm:
             return gradient
-        # By a factor: a quotient that is used twice, as in optax's, XLA writes out, one more gradient in memory.
+        # Multiply by one factor. Optax uses a quotient twice, and XLA then stores one more gradient in memory.
         scale = jnp.minimum(1.0, config.max_grad_norm / optax.tree.norm(gradient))
         return jax.tree.map(lambda g: g * scale, gradient)
 
@@ -62,10 +62,10 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
 
 
 def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
-    """The same whose Adam forgets its moments, and how many it has seen, before every ``every``-th step.
+    """Return an optimizer like ``optimizer`` whose moments and step count are reset after every ``every`` steps.
 
-    Source: Kimi k1.5, Kimi team 2025, arXiv:2501.12599, which resets the optimizer in each iteration. Differs: counted
-    in steps, so that a step that was skipped puts the resets off.
+    Source: Kimi k1.5, Kimi team 2025, arXiv:2501.12599, which resets the optimizer in each iteration. Differs: steps
+    are counted, so a skipped step delays the next reset.
     """
 
     def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax
 
 
 def forgotten(state: Any, when: Callable[[Any], jax.Array]) -> Any:
-    """An optimizer's state whose Adam, or Adafactor, has seen nothing yet where ``when`` says so of its state."""
+    """Return the optimizer state with Adam's or Adafactor's state set to zero if ``when`` is true for that state."""
     has_moments = lambda x: isinstance(x, optax.ScaleByAdamState | optax.FactoredState)
     fresh = lambda kept: jax.tree.map(lambda x: jnp.where(when(kept), jnp.zeros_like(x), x), kept)
     return jax.tree.map(lambda x: fresh(x) if has_moments(x) else x, state, is_leaf=has_moments)
@@ -84,12 +84,14 @@ def forgotten(state: Any, when: Callable[[Any], jax.Array]) -> Any:
 def abstract_state(
     optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh, *, offload: bool = False
 ) -> Any:
-    """Shapes of the optimizer's state; moments lie where their parameters lie, counters and factored ones everywhere.
+    """Return the shapes and shardings of the optimizer's state.
 
-    So do moments that are shorter, of a row or of a part of adapters, where no dimension that is shorter is split.
+    Moments are sharded as their parameters are. Counters and factored moments are replicated. A shorter moment (one
+    value for a row, or a module of the adapters) is sharded as its parameter if no shorter dimension is split.
+    Otherwise the shorter moment is replicated.
 
     Args:
-        offload: the moments lie in host memory, split as their parameters are.
+        offload: place the moments in host memory, with the same sharding.
     """
     state = jax.eval_shape(optimizer.init, abstract_params)
     whole = sharding.replicated(mesh, 0)

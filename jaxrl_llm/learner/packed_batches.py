@@ -1,7 +1,7 @@
-"""Micro-batches of a budget of tokens, which hold as many rows as fit in their lines side by side (ops.packing).
+"""Packed micro-batches: lines of a fixed number of tokens, filled with rows side by side (ops.packing).
 
 Letters: M ring shards, b rows per shard, S row width, G rows of a unit, X units and K = X*G rows of a line.
-Owns: which rows share a line, which lines a micro-batch. Does not know: losses, models.
+Owns: which rows share a line, which lines share a micro-batch. Does not know: losses, models.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxrl_llm.types import Experience
 def packed(
     batch: Experience, weight: Any, *, num_lines: int, width: int, unit_width: int, group_size: int
 ) -> MicroBatches:
-    """Cut rows [M,b,...] and their weights into pieces of ``num_lines`` lines, each of K rows that fit in it.
+    """Cut rows [M,b,...] and their weights into micro-batches of ``num_lines`` lines, each with places for K rows.
 
-    Units without a trainable row are left out, and so are the completions of rows that are not trainable. Where a line
-    has fewer rows than it has place for, lengths and weights are 0 and no row is trainable.
+    Units without a trainable row are omitted. The completion of a row that is not trainable is omitted too. At a free
+    place of a line, lengths and weights are 0 and ``trainable`` is False.
 
     Args:
-        width: tokens of a line.
-        unit_width: tokens of the largest unit.
+        width: number of tokens in a line.
+        unit_width: number of tokens in the largest possible unit.
         group_size: G.
     """
     M, b = batch.reward.shape
@@ -46,7 +46,7 @@ def packed(
     def at(i):
         unit = jax.lax.dynamic_slice_in_dim(unit_of, i * per_shard, per_shard, axis=1)
         row = unit[..., None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, None, :]
-        row = row.reshape(M, -1)  # [M, lines * K], negative where there is none
+        row = row.reshape(M, -1)  # [M, lines * K], negative at a free place
         is_there = (row >= 0).reshape(-1)
         take = jax.vmap(lambda x, index: x[index])
         taken = jax.tree.map(lambda x: take(x, jnp.maximum(row, 0)), (batch, weight))
