@@ -1,12 +1,17 @@
-"""Publish: the learner's weights become the sampler's, in one compiled cast, reshard, split by layer and transpose.
+"""Publishing: one compiled cast, reshard, split by layer and transpose from the learner's to the sampler's weights.
 
-The learner scans over stacked blocks. The sampler holds every block's weights apart and runs the blocks one after
-another in its program: a scan copies a layer's weights before it multiplies by them, and a decode step is bound by
-the weights it reads. The blocks' matrices lie input first: a CPU multiplies few rows by such where they lie, and lays
-out anew, in every step, what lies as in the learner. The head does: it is the embedding too, where it is tied. A TPU
-would turn queries', keys' and values' matrices back before each chunk of steps: for it they lie as in the learner.
+The learner scans over stacked blocks. The sampler has separate weights for every block and runs the blocks one after
+another without a scan. A scan copies a layer's weights before each matmul, and memory reads of weights limit a decode
+step.
 
-Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: what they are.
+Layout of the matrices in memory:
+
+    blocks          input first: [I,O]. A CPU multiplies a few rows by this layout in place. It would copy the learner's
+                    layout [O,I] in every step.
+    head            as in the learner, because a tied head is also the embedding
+    q, k, v on TPU  as in the learner, because a TPU would otherwise transpose them back before each chunk of steps
+
+Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: what the weights mean.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ from jaxrl_llm.runtime.programs import Program
 
 
 def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    """A parameter, or of the stacked ones that of the i-th layer, as files store it."""
+    """Return a parameter, or layer i of a stacked parameter, in the shape that files store; i = None: not stacked."""
     return x if i is None else x[i].reshape(stored_shape(f"blocks.{name}", x.shape[1:]))
 
 
@@ -39,10 +44,10 @@ def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
 
 
 def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
-    """Parameters with "layers", one dict for each block, in place of the stacked "blocks"; matrices are [I,O].
+    """Return parameters with "layers", one dict for each block, instead of stacked "blocks". Matrices are [I,O].
 
     Args:
-        take: (name, stacked parameter, i) -> the i-th that is stacked; (name, parameter, None) -> one of no layer.
+        take: (name, stacked parameter, i) -> its i-th layer; (name, parameter, None) -> a parameter outside the blocks.
     """
     rest, blocks = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}, params["blocks"]
     layers = tuple(
@@ -53,7 +58,10 @@ def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, i
 
 
 def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
-    """Shapes of the sampler's weights, whole along ``fsdp``: matrices in the compute dtype or rounded, others as is."""
+    """Return abstract weights of the sampler, not split along ``fsdp``.
+
+    Matrices have the compute dtype or are quantised. Other parameters keep their dtype.
+    """
     is_tpu = mesh.devices.flat[0].platform == "tpu"
 
     def take(name: str, x: jax.ShapeDtypeStruct, i: int | None) -> jax.ShapeDtypeStruct:
@@ -62,7 +70,7 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
         path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
         stored = [spec[first] for first, *_ in stored_dims(path, len(spec))]
         lies = layout = NamedSharding(mesh, PartitionSpec(*turned(stored)))
-        if is_tpu and name in ("q", "k", "v"):  # XLA would turn these back, in every chunk of steps
+        if is_tpu and name in ("q", "k", "v"):  # XLA would transpose these back in every chunk of steps
             layout = Format(Layout((1, 0)), lies)
         shape = jax.ShapeDtypeStruct(turned(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
         return quantised.shape(name, shape, lies, model.published)
@@ -72,16 +80,17 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
 
 
 def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]:
-    """From the learner's parameters on its mesh, which are left alone, to the sampler's, of the same devices.
+    """Return programs from the learner's parameters to the sampler's, on the same devices. No argument is donated.
 
-    "publish" of what learns, which takes the parts of ``lora.split``; "publish_base", once, of what adapters are of.
+    "publish" takes the parts of ``lora.split`` and returns the trainable weights. With adapters, "publish_base"
+    converts the frozen base, once for a run.
     """
     sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
     parts = lora.split(model.abstract_params(mesh))
 
     def publish(params: Params) -> Params:
-        # One matrix is gathered after the other, and a TPU's gather has a buffer of its own: if nothing were computed
-        # of it, it would be copied at the program's end, and all weights be there twice.
+        # The barrier makes XLA gather one matrix at a time. A TPU gathers into a separate buffer. Without a computation
+        # on the buffer, XLA would copy it at the end of the program, and all weights would exist twice.
         always = jax.lax.optimization_barrier(jnp.bool_(True))
 
         def take(name: str, x: jax.Array, i: int | None) -> Any:
@@ -95,13 +104,13 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
             return jax.tree.map(functools.partial(put, i is not None), made, *places)
 
         def put(turns: bool, x: jax.Array, lies: jax.ShapeDtypeStruct, to: jax.ShapeDtypeStruct) -> jax.Array:
-            """An array as files store it, where and as the sampler has it; turned where it ``turns``."""
+            """Cast, reshard and lay out an array of a file's shape for the sampler; transpose it if ``turns``."""
             nonlocal always
             turn_of, spec_of = (turn, turned) if turns else (lambda x: x, tuple)
             x = x.astype(to.dtype)
             if lies.sharding == to.sharding:
                 return turn_of(x)
-            # Turned when it is whole: of what is turned before, XLA would turn all layers for each.
+            # Transpose after the gather. If a layer is transposed before, XLA transposes all layers for each layer.
             for layout in (lies.sharding, to.sharding):
                 spec = PartitionSpec(*spec_of(layout.spec))
                 x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
