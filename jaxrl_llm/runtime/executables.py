@@ -1,9 +1,10 @@
-"""Executables: which compiled programs a run takes.
+"""Executables: the compiled programs that a run uses.
 
-Those that ``plan --save`` wrote, in place of compiling; and of two updates the faster one, where it fits the device.
+A run can load the programs that ``plan --save`` wrote instead of compiling them. Of two variants of the update, a run
+uses the faster one if it fits into the device.
 
-Owns: where they lie, by which name, what is said where they are of other devices, settings or code; what fits. Does not
-know: how they are compiled and written (planning).
+Owns: folder and file names of saved programs, the error for other devices, settings or code, the choice of the update.
+Does not know: how programs are compiled and written (``planning``).
 """
 
 from __future__ import annotations
@@ -24,20 +25,27 @@ from jaxrl_llm.runtime.programs import Program, in_use_bytes, memory
 
 
 def saved_in(folder: str, mesh: Mesh) -> pathlib.Path:
-    """Where ``plan --save`` writes programs: in a folder of their versions and devices."""
+    """Return the folder for the programs of ``plan --save``. Its name has the devices and the package versions."""
     packages = {x.name: x.version for x in importlib.metadata.distributions()}
     versions = [f"{name} {packages[name]}" for name in ("jax", "jaxlib", "libtpu") if name in packages]
     return pathlib.Path(folder, f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}")
 
 
 def saved_as(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
-    """The file's name there: a program's is its text's digest."""
+    """Return the file name of a saved program: the digest of its device ids and its text."""
     text = f"{[device.id for device in mesh.devices.flat]} {lowered.as_text()}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[str, jax.stages.Compiled]:
-    """Programs that were saved, as trusted as code; none where ``folder`` is "". ConfigError where one is of others."""
+    """Load the saved programs. Trust the folder as you trust code, because loading can run code from it.
+
+    Returns:
+        The programs by name; none if ``folder`` is "".
+
+    Raises:
+        ConfigError: the folder has no program for these devices, settings and code.
+    """
     if not folder:
         return {}
     loaded, devices, where = {}, mesh.devices.flatten().tolist(), saved_in(folder, mesh)
@@ -52,8 +60,8 @@ def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[s
 
 
 def keeping_update(run: Any) -> Program:
-    """The run's update that keeps the MLPs for the backward pass."""
-    # What "none" keeps beside takes longer to write and read than to compute (BENCHMARKS).
+    """Return the run's update program that keeps the MLP activations for the backward pass."""
+    # Not remat="none": writing and reading its other activations takes longer than recomputing them (BENCHMARKS).
     update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
     return dataclasses.replace(run.learner, update=update).programs()["update"]
 
@@ -61,11 +69,14 @@ def keeping_update(run: Any) -> Program:
 def keep_what_fits(
     run: Any, compiled: dict[str, jax.stages.Compiled], limit: int | None
 ) -> dict[str, jax.stages.Compiled]:
-    """For ``model.remat="auto"``: the run's compiled programs, with the update that keeps the MLPs if it fits.
+    """Choose the update for ``model.remat="auto"``: the update that keeps the MLP activations, if it fits.
 
     Args:
-        compiled: every program of the run, its update recomputing all.
-        limit: bytes of a device; None = not known, and then all is recomputed.
+        compiled: every program of the run; its update recomputes all activations.
+        limit: memory of a device in bytes; None = unknown, and ``compiled`` is returned unchanged.
+
+    Returns:
+        The compiled programs with the chosen update.
     """
     if run.config.model.remat != "auto" or limit is None:
         return compiled
@@ -74,7 +85,7 @@ def keep_what_fits(
     except jax.errors.JaxRuntimeError as error:
         if "Ran out of memory" not in str(error):
             raise
-        return compiled  # the TPU compiler refuses what a chip cannot hold
+        return compiled  # the TPU compiler rejects a program that does not fit into a chip
     memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
     in_use = in_use_bytes(memories, **run.beside)
     return compiled | {"update": update} if in_use["update"] <= limit else compiled

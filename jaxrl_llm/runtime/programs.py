@@ -1,6 +1,6 @@
-"""Programs: functions with the shapes they are compiled for, compiled ahead of time, with their memory known.
+"""Programs: functions with fixed argument shapes, which are compiled ahead of time so that their memory is known.
 
-Owns: lowering, compiling, counting what is compiled later, what is in memory while a program runs. Does not know: what
+Owns: lowering, compiling, the count of later compilations, the memory in use while a program runs. Does not know: what
 the programs compute.
 """
 
@@ -24,30 +24,30 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts
 
-# What to change when a program does not fit its device.
+# Advice for the error if a program does not fit its device.
 MEMORY_SETTINGS = (
     "lower update.micro_batch_size, rollout.slots, replay.capacity, sampling.support_tokens or update.logp_chunk_tokens"
     ", set model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp or mesh.tensor"
 )
 
-# Bytes that are given back: less than them in an iteration costs more time than it frees memory.
+# Bytes of freed memory from which a return to the system is worth its time, once per iteration.
 WORTH_RELEASING = 64 * 2**20
 
-# They run beside the published weights.
+# Programs that run while the published weights are in memory.
 SAMPLING = ("prefill", "reread", "decode", "read_group", "stop_rows", "collect", "choose")
-# They run before the rest of the state exists.
+# Programs that run before the rest of the state exists.
 START_UP = ("init_sampler", "init_ring", "init_state", "eval_init_sampler", "publish_base")
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A function to compile.
+    """A function to compile, with the shapes of its arguments.
 
     Attributes:
         fn: pure function of arrays.
         args: its arguments as ``jax.ShapeDtypeStruct`` with shardings.
-        out_shardings: layout of the result.
-        donate: indices of arguments whose buffers the result takes over.
+        out_shardings: shardings of the result.
+        donate: indices of the arguments whose buffers the result may reuse.
     """
 
     fn: Callable[..., Any]
@@ -56,9 +56,9 @@ class Program:
     donate: tuple[int, ...] = ()
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
-        # The sampler's arguments may lie on a mesh of their own.
+        # The arguments of the sampler's programs may be on another mesh.
         mesh = next((x.sharding.mesh for x in jax.tree.leaves(self.args) if x.sharding), mesh)
-        # jaxlib 0.10 dies in this pass over sums of bfloat16 that a shard_map's gradient has; a CPU adds them without.
+        # In jaxlib 0.10 this pass crashes on the bfloat16 sums in the gradient of a shard_map. A CPU does not need it.
         options = {"xla_disable_hlo_passes": "all-reduce-promotion"} if mesh.devices.flat[0].platform == "cpu" else None
         how = {"out_shardings": self.out_shardings, "donate_argnums": self.donate, "compiler_options": options}
         jitted = jax.jit(self.fn, **how)
@@ -67,9 +67,10 @@ class Program:
 
 
 def run_if(condition: jax.Array, function: Callable[[Any], Any], state: Any) -> Any:
-    """``function(state)`` where the condition holds, else ``state``, in place.
+    """Return ``function(state)`` if the condition is true, else ``state``. The state is updated in place.
 
-    A loop of one turn or none: a branch's results a GPU's program copies, in the branch and after it.
+    This is a while loop with at most one step. On a GPU, ``lax.cond`` would copy its results inside the branch and
+    after it.
     """
     once = lambda carry: (jnp.bool_(False), function(carry[1]))
     return jax.lax.while_loop(lambda carry: carry[0], once, (condition, state))[1]
@@ -77,13 +78,13 @@ def run_if(condition: jax.Array, function: Callable[[Any], Any], state: Any) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of a device's memory in one compiled program, as the compiler counts them."""
+    """Device memory of one compiled program in bytes, as the compiler counts it."""
 
     arguments: int
     outputs: int
     temporary: int
     aliased: int  # arguments whose buffers become outputs
-    on_host: int = 0  # outputs beside them that lie in the host's memory, where the device has one of its own
+    on_host: int = 0  # outputs in host memory, not in ``outputs``; 0 if host and device share memory
 
     @property
     def peak(self) -> int:
@@ -91,11 +92,16 @@ class Memory:
 
 
 def use_cache(folder: str) -> None:
-    """Keep what is compiled from now on in a folder ("" = do not), and take from it what is there.
+    """Set the folder of jax's compilation cache ("" = no cache).
 
-    A program is found by its text, its compiler options, the compiler's version and the device; the environment's
-    JAX_COMPILATION_CACHE_DIR wins over ``folder``. ConfigError where that is a file. Hosts with GPUs compile together
-    what the first alone keeps: where others do not find that, they would wait for it without end, and nothing is kept.
+    A program is found by its text, its compiler options, the version of the compiler and the device. The environment
+    variable JAX_COMPILATION_CACHE_DIR overrides ``folder``.
+
+    Hosts with GPUs compile together, and only the first host writes the cache. If the other hosts could not read the
+    cache, they would wait forever. The cache is therefore disabled if the hosts do not share the folder.
+
+    Raises:
+        ConfigError: the folder is a file.
     """
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         path = pathlib.Path(folder).expanduser()
@@ -111,10 +117,17 @@ def use_cache(folder: str) -> None:
 
 
 def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:
-    """Compile every program; XLA compiles several at once, while the next ones are traced."""
+    """Compile every program. XLA compiles several programs in parallel.
+
+    In a job of one host, later programs are traced while XLA compiles. In a job of several hosts, all programs are
+    traced first, and the hosts compare them.
+
+    Raises:
+        ConfigError: the programs of the hosts differ.
+    """
     with concurrent.futures.ThreadPoolExecutor() as pool:
         lowered = {name: program.lower(mesh) for name, program in programs.items()} if hosts.count() > 1 else {}
-        # Hosts that run other programs would wait for each other without end.
+        # Hosts with different programs would wait for each other forever.
         hosts.agree(**{f"program {name}": program.as_text() for name, program in lowered.items()})
         of = lambda name: lowered[name] if lowered else programs[name].lower(mesh)
         compiling = {name: pool.submit(of(name).compile) for name in programs}
@@ -124,13 +137,13 @@ def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.st
 
 
 def release_freed(freed: int | None = None) -> None:
-    """Give memory that was freed back to the system, where glibc would keep it in its heaps.
+    """Return freed memory to the system, which glibc would otherwise keep in its heaps.
 
-    Compiling leaves gigabytes there, and so do the published weights, whose arrays are small: beside an update, which
-    cannot use them, they are the peak of a run on CPU.
+    Compiling leaves gigabytes in the heaps. The published weights do so too, because their arrays are small. An update
+    cannot use this memory, and on CPU both together are the peak memory of a run.
 
     Args:
-        freed: bytes there may be of it; few are left where they are, for the call takes milliseconds. None = many.
+        freed: estimate of the freed bytes; None = unknown. The call takes milliseconds, so a small number is ignored.
     """
     if freed is not None and freed < WORTH_RELEASING:
         return
@@ -150,9 +163,12 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: int = 0) -> int:
-    """What lives in a device's memory all through an iteration: learner, ring, the last rollouts, what is frozen.
+    """Return the bytes in use on a device during a whole iteration: learner, ring, last rollouts, frozen weights.
 
-    The sampler's slots too where it keeps them, as with lookahead; else they go when their rollouts are collected.
+    Args:
+        keeps_slots: the sampler keeps its decode slots between iterations, as with lookahead, and they count too.
+            Otherwise the slots are freed when their rollouts are collected.
+        frozen: bytes of weights that do not learn.
     """
     names = ("init_ring", "init_state", "join", "publish_base", *(["init_sampler"] if keeps_slots else []))
     whole = sum(memories[name].outputs for name in names if name in memories)
@@ -162,10 +178,11 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen:
 
 
 def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: int = 0) -> dict[str, int]:
-    """A device's memory while each program runs: its own peak, and what lives on beside it (``resident_bytes``).
+    """Return the bytes in use on a device while each program runs, including the resident arrays.
 
     Args:
-        frozen: bytes of weights that do not learn: those of a reference, and those that adapters are of.
+        keeps_slots: as for ``resident_bytes``.
+        frozen: bytes of weights that do not learn: the reference policy and the base weights of adapters.
     """
     resident = resident_bytes(memories, keeps_slots=keeps_slots, frozen=frozen)
 
@@ -181,22 +198,25 @@ def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: i
 
 
 def memory_limit(mesh: Mesh) -> int | None:
-    """Bytes that the smallest of the devices, of any host, has; None where none says so, as CPU devices do not."""
+    """Return the memory limit in bytes of the smallest device of all hosts, or None if unknown, as on CPU."""
     own = [device.memory_stats() for device in mesh.local_devices]
     limits = hosts.exchange([stats["bytes_limit"] for stats in own if stats and "bytes_limit" in stats])
     return min((limit for of_host in limits for limit in of_host), default=None)
 
 
 def host_share(mesh: Mesh) -> int:
-    """Bytes for each device of a CPU: they do not say how much they have, and share their host's."""
+    """Return the bytes for each CPU device. CPU devices do not report a limit and share the memory of their host."""
     return hosts.memory_bytes() // len(mesh.local_devices)
 
 
 def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int, **beside: int) -> None:
-    """Refuse a run that does not fit a device of ``limit`` bytes.
+    """Check that a run fits into a device with ``limit`` bytes of memory.
+
+    Args:
+        beside: keyword arguments of ``in_use_bytes``.
 
     Raises:
-        ConfigError: naming the program, the bytes and the settings that lower them.
+        ConfigError: the run does not fit. The error names the largest program, its bytes and settings that lower them.
     """
     in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()}, **beside)
     name = max(in_use, key=in_use.get)
@@ -208,7 +228,7 @@ def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int, **besi
 
 
 def memory_table(compiled: Mapping[str, jax.stages.Compiled]) -> str:
-    """One line per program, in MiB per device."""
+    """Return a table with one line per program, in MiB per device."""
     lines = ["program           arguments    outputs  temporary    aliased       peak  (MiB per device)"]
     for name, executable in compiled.items():
         m = memory(executable)
@@ -218,7 +238,7 @@ def memory_table(compiled: Mapping[str, jax.stages.Compiled]) -> str:
 
 
 class CompileCounter:
-    """Counts programs XLA compiles once the first iteration is over."""
+    """Counter of the programs that XLA compiles after the first iteration."""
 
     def __init__(self):
         self.count = 0
@@ -229,13 +249,13 @@ class CompileCounter:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
     def after_warmup(self) -> int:
-        """Call once per iteration; the first call ends the warm-up."""
+        """Return the number of programs compiled after the warm-up. Call once per iteration: the first call ends it."""
         if self.warm is None:
             self.warm = self.count
         return self.count - self.warm
 
 
 def peak_memory_bytes(mesh: jax.sharding.Mesh) -> int:
-    """Peak of the fullest device; of this process where devices do not say (CPU)."""
+    """Return the peak memory of the fullest local device, or of this process if devices do not report it (CPU)."""
     peaks = [stats["peak_bytes_in_use"] for d in mesh.local_devices if (stats := d.memory_stats())]
     return max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
