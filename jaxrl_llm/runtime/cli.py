@@ -1,4 +1,4 @@
-"""What every command shares: flags, one-line errors with exit status 2, and a platform that exists.
+"""Common parts of all commands: flags, one-line errors with exit status 2, the choice of an available platform.
 
 Does not know: what the commands do.
 """
@@ -30,15 +30,19 @@ ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kf
 
 
 def run(main: Callable[[], None], *, stops: bool = False, alone: bool = False) -> None:
-    """Parse the flags and call ``main()``, which ``stops`` by itself at SIGTERM and runs ``alone``; never returns.
+    """Parse the flags, call ``main()`` and end the process. This function never returns.
 
-    Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with
-    status 2, a fault of machines (``MachineError``) with status 1. Any other exception is ours and keeps its traceback.
+    Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with status 2. A
+    ``MachineError`` prints one line and exits with status 1. Any other exception is a bug and keeps its traceback.
+
+    Args:
+        stops: ``main`` handles SIGTERM itself.
+        alone: the command must run on one host.
     """
     _choose_platform()
-    # Where a write fails, those beside it find their event loop closed, and say so beside the error that is raised.
+    # When a write fails, parallel writes find their event loop closed. Do not print their errors after the real one.
     sys.unraisablehook = lambda x: "Event loop is closed" in str(x.exc_value) or sys.__unraisablehook__(x)
-    gc.set_threshold(100_000)  # set-up makes millions of objects that stay: looking for others takes 7 % of it
+    gc.set_threshold(100_000)  # start-up makes millions of objects that stay, and collection takes 7 % of it
 
     def command(argv: list[str]) -> None:
         if argv[1:]:
@@ -54,12 +58,12 @@ def run(main: Callable[[], None], *, stops: bool = False, alone: bool = False) -
 
 
 class DiskError(distributed.MachineError):
-    """A disk takes no more."""
+    """Error for a disk that is full or cannot be written."""
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """While entered, what the user can mend is one line on stderr, and ends the process."""
+    """Print an error that the user can correct as one line on stderr, and end the process."""
     try:
         yield
     except (ConfigError, distributed.MachineError, flags.Error) as error:
@@ -69,35 +73,35 @@ def one_line_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: str | os.PathLike) -> Iterator[None]:
-    """While entered, an exception that says that a disk takes no more becomes a ``DiskError`` that names the path."""
+    """Convert an exception from a full or read-only disk into a ``DiskError`` that names the path."""
     try:
         yield
     except (ConfigError, distributed.MachineError):
         raise
     except Exception as error:
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            if os.strerror(code) in str(error):  # by its words: tensorstore and safetensors have errors of their own
+            if os.strerror(code) in str(error):  # by its message: tensorstore and safetensors raise other types
                 raise DiskError(f"{getattr(error, 'filename', None) or folder}: {os.strerror(code)}") from error
         raise
 
 
 def _parse(argv: list[str]) -> list[str]:
-    # A shell leaves --workdir=~/run as it is.
+    # A shell does not expand the "~" in --workdir=~/run.
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     given = sys.argv
     argv, overrides = apart(argv)
     argv, made_with = _take_record(argv)
     try:
-        sys.argv = argv  # where config_flags looks for overrides, of which it does not know all
+        sys.argv = argv  # config_flags looks here for overrides, and does not know all of ours
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
             value = flags.FLAGS[name].value
-            hasattr(value, "to_dict")  # a config file that is not there is missed when looked at
+            hasattr(value, "to_dict")  # access the value: this raises an error if its config file is missing
             is_path = name in ("workdir", "out") and value is not None
             if is_path and (not value.isprintable() or value == "" or "://" in value):
                 raise ConfigError(f"--{name}={value!r} must name a folder, in printable text, and no URL")
     except (Exception, SystemExit) as error:  # a config file may leave the process
-        _check_config_files(argv)  # what went wrong inside one, ml_collections does not say
+        _check_config_files(argv)  # ml_collections does not report the error inside the file
         if isinstance(error, OSError):
             raise ConfigError(error) from error
         raise
@@ -111,13 +115,13 @@ def _parse(argv: list[str]) -> list[str]:
 
 
 def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
-    """Take the ``--config`` that names a run, or its config.json, from a command line, and give the flag its settings.
+    """Remove a ``--config`` that names a run or its config.json from the command line, and set the flag from the run.
 
     Returns:
-        The command line without it, and what the run was made with; None if ``--config`` is a Python file.
+        The remaining command line, and the entry "made_with" of config.json; None if ``--config`` is a Python file.
 
     Raises:
-        ConfigError: there is no record of a run.
+        ConfigError: config.json is missing, or no run has written it.
     """
     for i, word in enumerate(argv):
         name, equals, path = word.partition("=")
@@ -125,20 +129,24 @@ def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
             continue
         path = path if equals else next(iter(argv[i + 1 :]), "")
         file = pathlib.Path(os.path.expanduser(path))
-        if path and os.path.isdir(file):  # False too for a name that no file can have
+        if path and os.path.isdir(file):  # also False for a name that is not valid
             file = file / "config.json"
         if file.suffix != ".json":
             continue
         settings = _read_record(path, file)
         made_with = settings.pop("made_with")
-        build(Config, settings)  # names and types; which settings go together is checked with those that are overridden
+        build(Config, settings)  # check names and types; combinations are checked after the overrides
         flags.FLAGS["config"].value = settings
         return argv[:i] + argv[i + (1 if equals else 2) :], made_with
     return argv, None
 
 
 def _read_record(path: str, file: pathlib.Path) -> dict[str, Any]:
-    """Return what is in the config.json of a run that ``--config=path`` means; else a ``ConfigError``."""
+    """Return the content of the config.json ``file`` that ``--config=path`` refers to.
+
+    Raises:
+        ConfigError: the file cannot be read, or no run has written it.
+    """
     try:
         settings = json.loads(file.read_bytes())
     except OSError as error:
@@ -152,11 +160,14 @@ def _read_record(path: str, file: pathlib.Path) -> dict[str, Any]:
 
 
 def check_files_of(recorded: dict[str, str], settings: Any) -> None:
-    """Raise a ``ConfigError`` naming a function of a recorded run that was in memory alone, or whose file has changed.
+    """Check that the functions of a recorded run are still available in unchanged files.
 
     Args:
-        recorded: digests of the files of the functions, as the record has them.
-        settings: what is to run; a function that is not named there any more is not looked for.
+        recorded: digests of the files of the functions, from the record of the run.
+        settings: the settings of the new run. Only the functions in these settings are checked.
+
+    Raises:
+        ConfigError: a function existed only in the memory of the recorded run, or its file has changed or is missing.
     """
     config = build(Config, settings)
     chosen = {spec: "rewards.functions" for spec in config.rewards.functions}
@@ -195,7 +206,11 @@ def _check_config_files(argv: list[str]) -> None:
 
 
 def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """The command line without its ``--config.a.b=value``, and these, (path, value); else a ``ConfigError``."""
+    """Split a command line into the words without ``--config.a.b=value`` and the (path, value) of these overrides.
+
+    Raises:
+        ConfigError: an override has no path or no value, or ``--config`` is given twice.
+    """
     rest, overrides, words = [], [], iter(argv)
     for word in words:
         found = re.match(r"--?config\.([^=]*)(?:=(.*))?$", word, re.DOTALL)
@@ -212,7 +227,11 @@ def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def _override(overrides: list[tuple[str, str]], argv: list[str]) -> None:
-    """Put settings of the command line into what the file of ``--config`` gives; else a ``ConfigError``."""
+    """Apply the overrides of the command line to the settings of ``--config``.
+
+    Raises:
+        ConfigError: there is no ``--config``, or a setting is unknown or not allowed.
+    """
     known = flags.FLAGS
     if "config" not in known or known["config"].value is None:
         raise ConfigError(f"--config.{overrides[0][0]}: there is no --config=FILE whose settings it could change")
@@ -227,9 +246,9 @@ def _override(overrides: list[tuple[str, str]], argv: list[str]) -> None:
 
 
 def _choose_platform() -> None:
-    """Without an accelerator, CPU: an installed libtpu would otherwise look for its chips and complain."""
+    """Select the CPU if there is no accelerator. An installed libtpu would otherwise print errors about chips."""
     if "JAX_PLATFORMS" in os.environ or any(glob.glob(pattern) for pattern in ACCELERATORS):
         return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for whoever imports jax from now on, child processes included
+    os.environ["JAX_PLATFORMS"] = "cpu"  # for every later import of jax, also in child processes
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")
