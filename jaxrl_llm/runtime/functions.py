@@ -1,7 +1,8 @@
-"""Functions of the user's own, found by name, and waited for where they are asynchronous.
+"""User functions: their import by name, and the event loop for asynchronous functions.
 
-Owns: import of a file or of a package's module, which file it is, the event loop. Does not know: what a function is
-for, jax (the standard library is all that it imports: processes that score rewards must start fast and stay small).
+Owns: the import of a file or of a module of a package, the digest of that file, the event loop. Does not know: the
+purpose of a function, jax. This module imports only the standard library, because processes that score rewards must
+start fast and stay small.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from typing import Any
 
 
 def resolve(spec: str) -> Callable:
-    """The function named by "package.module:function" or "path/to/file.py:function".
+    """Return the function named by "package.module:function" or "path/to/file.py:function".
 
     Raises:
-        ValueError: neither form. TypeError: not callable.
-        BaseException: whatever the import raises.
+        ValueError: the text has neither form.
+        FileNotFoundError: the file does not exist.
+        TypeError: the object is not callable.
+        BaseException: any exception of the import.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
@@ -33,7 +36,7 @@ def resolve(spec: str) -> Callable:
     path = Path(place).expanduser().resolve()
     if place.endswith(".py") and not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    # What it does to the working folder is undone, and what it prints is no result of the command's.
+    # The import may change the working folder: restore it. It may print: its output must not mix with the command's.
     with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
         module = _import_file(path) if place.endswith(".py") else importlib.import_module(place)
         function = getattr(module, name)
@@ -43,8 +46,11 @@ def resolve(spec: str) -> Callable:
 
 
 def named(function: Callable, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the names that are arguments of a function, or of the one that a decorator passes them on to."""
-    with contextlib.suppress(ValueError):  # a function in C that does not say what it takes
+    """Return the names that are parameters of ``function``.
+
+    If a decorator accepts ``**kwargs``, the parameters of the decorated function count too.
+    """
+    with contextlib.suppress(ValueError):  # a C function may have no signature
         own, decorated = (inspect.signature(function, follow_wrapped=x).parameters for x in (False, True))
         passes_on = any(argument.kind is argument.VAR_KEYWORD for argument in own.values())
         return tuple(x for x in names if x in own or (passes_on and x in decorated))
@@ -52,10 +58,10 @@ def named(function: Callable, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def awaited(value: Any) -> Any:
-    """What a user's function returned, or in the end returns where it is asynchronous.
+    """Return ``value``, or its result if ``value`` is awaitable.
 
-    All calls in the main thread have one event loop, which rests between them: a connection that a function keeps
-    belongs to a loop. Another thread, an agent's, has one call and a loop of its own.
+    All calls in the main thread share one event loop, because a connection that a function keeps open belongs to its
+    loop. The loop does not run between calls. A call in another thread, such as an agent's, uses a new loop.
     """
     if not hasattr(value, "__await__"):
         return value
@@ -66,21 +72,24 @@ def awaited(value: Any) -> Any:
 
 @functools.cache
 def _event_loop() -> Any:
-    asyncio = importlib.import_module("asyncio")  # here, for few functions need it
-    return asyncio.Runner(loop_factory=asyncio.new_event_loop)  # not the thread's own, which a function may close
+    asyncio = importlib.import_module("asyncio")  # imported here, because few functions need it
+    return asyncio.Runner(loop_factory=asyncio.new_event_loop)  # a function may close the loop of the thread
 
 
 def digest(path: str | Path) -> str:
-    """Of a file's bytes, short."""
+    """Return a short digest of the bytes of a file."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
 
 
 def digests(specs: Iterable[str]) -> dict[str, str]:
-    """``{spec: digest of its file}`` of specs as for ``resolve``; nothing of this package's own and of other texts."""
+    """Return ``{spec: digest of its file}`` for names as in ``resolve``.
+
+    Functions of this package, other texts and names whose file is not found have no entry.
+    """
     found = {}
     for spec in specs:
         place = spec.rpartition(":")[0]
-        with contextlib.suppress(Exception, SystemExit):  # of one that is not there; whoever calls it says so
+        with contextlib.suppress(Exception, SystemExit):  # a function that is missing: its call reports that
             own = place.endswith(".py") or (place and not place.startswith("jaxrl_llm."))
             path = Path(place).expanduser() if place.endswith(".py") else own and importlib.util.find_spec(place).origin
             found |= {spec: digest(path)} if own and path else {}
@@ -88,12 +97,12 @@ def digests(specs: Iterable[str]) -> dict[str, str]:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file that is on no import path; run once for all its functions."""
+    """Return the module of a file that is not on the import path. The file is run once for all its functions."""
     name = f"user_file:{path}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before it runs: dataclasses look their own module up there
+        sys.modules[name] = module  # before the module runs, because dataclasses look it up
         try:
             spec.loader.exec_module(module)
         except BaseException:

@@ -1,9 +1,10 @@
-"""JSON that other programs read, and files of JSON: questions, answers, documents, what a run writes.
+"""Functions that read and write JSON and JSON Lines: questions, answers, documents, logs of a run, messages.
 
-Python's ``json`` writes and reads NaN and Infinity, which are not JSON. ``written`` writes whatever leaves the process.
-``strict`` reads what a model or a client sends.
+Python's ``json`` writes and reads NaN and Infinity, which are not JSON. ``written`` formats values for other programs.
+``strict`` reads the messages of models and clients.
 
-Owns: which JSON is written and read, what a line of it is, how a bad one is reported. Does not know: what keys mean.
+Owns: the accepted and written form of JSON, the format of a line, the errors for bad lines. Does not know: what keys
+mean.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from typing import Any, BinaryIO
 
 from jaxrl_llm.runtime.nested import ConfigError
 
-MAX_LINE_BYTES = 2**26  # a file without line ends is not read into memory
-MAX_DEPTH = 100  # of lists and objects in a row: columns go on to other processes, by functions that call themselves
+MAX_LINE_BYTES = 2**26  # a file without line ends must not be read into memory
+MAX_DEPTH = 100  # nesting of lists and objects in a row, because recursive functions send columns to other processes
 
 
 class BadRowError(Exception):
-    """Why one row cannot be used."""
+    """Error with the reason why a row cannot be used."""
 
 
 def written(value: Any, **how: Any) -> str:
-    """Return ``value`` as JSON that every reader takes.
+    """Return ``value`` as JSON text that every reader accepts.
 
-    A float that is not finite becomes null. Half a surrogate pair, which UTF-8 cannot hold, is written as an escape.
+    A float that is not finite becomes null. A lone surrogate, which UTF-8 cannot encode, is written as an escape.
 
     Args:
-        how: what ``json.dumps`` takes.
+        how: keyword arguments of ``json.dumps``.
     """
     try:
         text = json.dumps(value, allow_nan=False, **how)
@@ -51,11 +52,11 @@ def finite(value: Any) -> Any:
 
 
 def strict(text: str | bytes) -> Any:
-    """Return the value of a JSON text that every reader of JSON reads alike.
+    """Return the value of a JSON text. Reject texts that JSON readers interpret differently.
 
     Raises:
-        ValueError: not JSON, or NaN, Infinity, a number beyond a float, or a key that an object has twice.
-        RecursionError: nested too deeply.
+        ValueError: the text is not JSON, has NaN, Infinity or a number beyond a float, or repeats a key in an object.
+        RecursionError: the text is nested too deeply.
     """
     return json.loads(text, parse_constant=_refused, parse_float=_float, object_pairs_hook=_distinct)
 
@@ -79,12 +80,16 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _twice(pairs: list[tuple[str, Any]]) -> str:
-    """Return the key that most pairs have."""
+    """Return the most frequent key of the pairs."""
     return collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object of a file that is not of lines; a ``ConfigError`` where there is none."""
+    """Return the JSON object of a file that has one object and not lines of them.
+
+    Raises:
+        ConfigError: the file cannot be read or does not have a JSON object.
+    """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
@@ -97,13 +102,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, Any]]]:
-    """The objects of a file, each with its place, "file:line"; blank lines are passed over.
+    """Return the objects of a JSON Lines file, each with its location "file:line". Blank lines are skipped.
 
     Args:
-        wanted: what a line must be, in an error.
+        wanted: description of a valid line, for the error.
 
     Raises:
-        ConfigError: no such file, no row, or a line that is not a JSON object.
+        ConfigError: the file cannot be read, has no row, or has a line that is not a JSON object.
     """
     rows = []
     try:
@@ -124,7 +129,7 @@ def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, A
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file that a run writes. A last line without a newline was cut by a kill and is left out.
+    """Return the objects of a file that a run writes. An incomplete last line, left by a killed run, is skipped.
 
     Raises:
         ConfigError: a line is not a JSON object.
@@ -142,7 +147,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def is_whole(line: bytes) -> bool:
-    """Whether a line of such a file is one that was written to its end."""
+    """Return whether a line of a file that a run writes is complete: a JSON object with a newline."""
     try:
         return line.endswith(b"\n") and isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
@@ -150,8 +155,13 @@ def is_whole(line: bytes) -> bool:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines of a file that are not blank, numbered from 1; OSError where it cannot be read."""
-    with opened(path) as file:  # bytes, so that text in another encoding is one bad row and not the end
+    """Yield (number, line) of the lines that are not blank. Numbers start at 1.
+
+    Raises:
+        OSError: the file cannot be read.
+        ConfigError: a line is too long.
+    """
+    with opened(path) as file:  # as bytes, so that text in another encoding is only one bad row
         for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > MAX_LINE_BYTES:
                 raise ConfigError(f"{path}:{number}: a line may have {MAX_LINE_BYTES >> 20} MiB, and this has more")
@@ -160,17 +170,21 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A regular file, or OSError."""
+    """Open a regular file for reading bytes.
+
+    Raises:
+        OSError: the file cannot be opened or is not a regular file.
+    """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OSError("it must be a regular file, which can be read again; it is a FIFO or a device")
     return path.open("rb")
 
 
 def parse(line: bytes) -> Any:
-    """The JSON value of a line of a file.
+    """Return the JSON value of a line of a file.
 
     Raises:
-        BadRowError: there is none.
+        BadRowError: the line is not valid JSON in UTF-8.
     """
     try:
         value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
@@ -184,7 +198,7 @@ def parse(line: bytes) -> Any:
         raise BadRowError(f"not UTF-8: {where}; a line must be JSON in UTF-8, not compressed") from error
     except RecursionError as error:
         raise BadRowError("not JSON: nested too deeply") from error
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number with more digits than Python accepts
         raise BadRowError(f"not JSON: {error}") from error
 
 
