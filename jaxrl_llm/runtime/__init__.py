@@ -1,1 +1,1 @@
-"""What runs have in common whatever they compute: meshes, programs, checkpoints, processes, the command line."""
+"""Infrastructure of every run: device meshes, compiled programs, checkpoints, hosts and the command line."""

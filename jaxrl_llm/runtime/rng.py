@@ -1,4 +1,6 @@
-"""Named randomness: every key is ``fold_in(fold_in(root, stream), ids...)``, so no draw depends on another.
+"""Named streams of random numbers: every key is ``fold_in(fold_in(root, stream), ids...)``.
+
+No draw depends on another draw or on the order of the draws.
 
 Owns: the streams. Does not know: what is drawn.
 """
@@ -7,20 +9,20 @@ from __future__ import annotations
 
 import jax
 
-# A stream's number is part of what makes a run reproducible: append, never renumber.
+# Runs are reproducible only if a stream keeps its number: append streams, never renumber them.
 STREAMS = {"sample": 0, "draw": 1, "init": 2, "eval": 3, "lora": 4}
 
 
 def stream(seed: int, name: str) -> jax.Array:
-    """Key of one stream of the run's root seed."""
+    """Return the key of one stream, derived from the run's root seed."""
     return jax.random.fold_in(jax.random.key(seed), STREAMS[name])
 
 
 def token_uniform(key: jax.Array, group_id: jax.Array, sample_index: jax.Array, token_index: jax.Array) -> jax.Array:
-    """One uniform in [0,1) per row, of (stream, prompt, sample, token) alone.
+    """Draw one uniform number in [0,1) per row. It depends only on (stream, prompt, sample, token).
 
     Args:
-        key: a stream's key.
+        key: the key of a stream.
         group_id, sample_index, token_index: [Z] i32.
 
     Returns:

@@ -1,6 +1,6 @@
-"""Stop requests: a signal asks, and the run stops at the next point where it can be saved.
+"""Stop requests: a signal requests a stop, and the run stops at the next point where its state can be saved.
 
-Owns: which signals ask, at which check all hosts stop. Does not know: what is saved.
+Owns: the signals that request a stop, the check at which all hosts stop. Does not know: what is saved.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jaxrl_llm.runtime import hosts
 
 
 class Stopped(Exception):
-    """The run stops here, and its state can be saved."""
+    """Exception that stops a run at a point where its state can be saved."""
 
 
 class StopRequest:
-    """A request to stop, made by SIGTERM, SIGINT or SIGHUP while this context is entered.
+    """Context in which SIGTERM, SIGINT or SIGHUP requests a stop of the run.
 
-    The handler sets ``requested`` to the signal's name, and the run stops at its next ``check``. A SIGINT after a
-    request raises KeyboardInterrupt at once, for a user who does not want to wait. A SIGHUP that the parent ignores, as
-    ``nohup`` does, stays ignored.
+    The handler sets ``requested`` to the name of the signal, and the run stops at its next ``check``. A SIGINT after a
+    request raises KeyboardInterrupt at once, for a user who does not want to wait. If the process was started with
+    SIGHUP ignored, as ``nohup`` does, SIGHUP stays ignored.
 
-    On several hosts jax handles SIGTERM, and all hosts stop at the same check, whichever of them was signalled.
+    On several hosts jax handles SIGTERM. All hosts stop at the same check, even if only one received the signal.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class StopRequest:
         self._checks = itertools.count(1)
 
     def check(self) -> None:
-        """Raise ``Stopped`` if the run is to stop. Every host calls it at the same points."""
+        """Raise ``Stopped`` if a stop was requested. Every host must call this method at the same points."""
         if not hosts.is_alone():
             if multihost_utils.reached_preemption_sync_point(next(self._checks)):
                 self.requested = self.requested or signal.SIGTERM.name
@@ -63,10 +63,11 @@ class StopRequest:
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
-        # Not print: a handler may interrupt one. The note shows that a signal arrived while a program still runs.
+        # Do not use print, because this handler may interrupt a print. The note confirms the signal at once, while a
+        # program may still run.
         note = f"\n{self.requested}: saving, then stopping (Ctrl-C again stops at once)\n"
         with contextlib.suppress(OSError):
-            os.write(2, note.encode())  # standard error; in a notebook sys.stderr is no file
+            os.write(2, note.encode())  # standard error; in a notebook sys.stderr is not a file
         if number == signal.SIGHUP:
             _leave_terminal()
         if not hosts.is_alone():
@@ -74,10 +75,10 @@ class StopRequest:
 
 
 def _leave_terminal() -> None:
-    """Send standard output and error nowhere, unless they are files.
+    """Redirect standard output and error to the null device, unless they are regular files.
 
-    After a SIGHUP the terminal is gone, and so is the reader of a pipe that was started from it. A write to either
-    would raise and end the run before its checkpoint.
+    After a SIGHUP the terminal is gone. The reader of a pipe that was started from the terminal is gone too. A write to
+    the terminal or the pipe would raise an error and end the run before its checkpoint.
     """
     for descriptor in (1, 2):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""Where each chip of a TPU pod stands in the mesh: axes follow the torus that its links make.
+"""Order of the chips of a TPU pod in the mesh. The mesh axes follow the torus of links between the chips.
 
-Slices, which a data center's network joins, are split by ``data`` as far as it goes, then by ``fsdp``.
-Does not know: rules of arrays.
+Slices are connected by the network of the data center. They are distributed over ``data`` as far as possible, and the
+rest over ``fsdp``. Does not know: sharding rules of arrays.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jaxrl_llm.config import ConfigError
 
 
 def arranged(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    """Chips in the shape of the mesh [data, fsdp, expert, context, tensor].
+    """Return the chips as an array with the shape of the mesh [data, fsdp, expert, context, tensor].
 
     Raises:
-        ConfigError: ``data`` and ``fsdp`` do not split the slices.
+        ConfigError: the slices cannot be distributed over ``data`` and ``fsdp``.
     """
     num_slices = len({getattr(device, "slice_index", 0) for device in devices})
     if num_slices == 1:
