@@ -1,25 +1,24 @@
-"""Code as an answer: find the program in a completion and run a question's tests on it. Reward functions:
+"""Code tests: find the program in a completion and run a question's tests on it. Reward functions:
 
-    passed      1 if all tests pass, else 0
-    graded      1 if all tests pass, -0.3 if one fails, -0.6 at another error, -1 if there is no program
-    covered     the same; it masks statements that no test has run, for ``algorithm.reshaping=reward_mask`` (StepCoder)
-    by_turn     by turn: 1 or -1 for the last, whether all tests pass; -0.2 for one before it without code (RLEF)
-    share       the share of tests that pass
-    parses      1 if the text that is taken for the program is Python: for models that do not write Python yet
-    stopped     1 if a limit of the sandbox ended a test, else 0: to be watched, with weight 0
+    passed      1 if all tests pass, else 0 graded      1 if all tests pass, -0.3 if one fails, -0.6 at another error,
+    -1 if there is no program covered     like graded; it masks statements that no test has run, for
+    ``algorithm.reshaping=reward_mask`` by_turn     per turn: 1 or -1 for the last turn (all tests pass or not), -0.2
+    for an earlier turn without code (RLEF) share       the share of tests that pass parses      1 if the extracted
+    program is valid Python: for models that do not write Python yet stopped     1 if a limit of the sandbox ended a
+    test, else 0: a metric, to be used with weight 0
 
-The columns that they take are those of ``prompts.source="code"`` (questions/tasks/code.py). A test passes when it runs
-to its end; a test that raises, leaves early or is ended by a limit has failed. If the sandbox itself fails, nothing is
-known of the completion and the call raises: a failed reward, never a 0.
+They read the columns of ``prompts.source="code"`` (questions/tasks/code.py). A test passes when it runs to its end. A
+test fails if it raises, exits early or reaches a limit. If the sandbox itself fails, the call raises: the reward has
+failed and is never 0.
 
-Tests run in a process of their own with Python's own built-ins and modules (environments/sandbox_tests.py). The names
-under test come from the program: its process receives the arguments of each call and sends back the result, as plain
-values. It never has the tests, the values that they expect, or the report. docs/questions.md says what a program
-can still do.
+Tests run in their own process with Python's own built-ins and modules (environments/sandbox_tests.py). The names under
+test come from the program: its process receives the arguments of each call and returns the result, as plain values. The
+program's process never has the tests, the expected values or the report. docs/questions.md lists what a program can
+still do.
 
-``feedback`` is what a program's author may be told between two tries: how it does on the tests that the question shows,
-in words, and ``answer`` tells it (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback over turns, all
-tests as reward).
+``feedback`` describes in words how the program does on the tests that the question shows. ``answer`` is an environment
+that sends this feedback between two tries (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback over
+turns, all tests as reward).
 
 Owns: which part of a completion is code, verdicts. Does not know: where tests come from, jax.
 """
@@ -38,30 +37,30 @@ from typing import Any
 
 from jaxrl_llm.environments.sandbox import Limits, Result, Sandbox, Tests
 
-# A fence opens at the start of a line, or with the name of a language anywhere in it: "Sure: ```python".
+# An opening fence is at the start of a line, or anywhere in a line if a language follows: "Sure: ```python".
 OPENING = re.compile(
     r"^(?P<indent>[ \t]*)(?:(?P<ticks>```+)[^\n`]*|(?P<tildes>~~~+)[^\n]*)$"
     r"|^(?P<before>[^\n`]*)(?P<behind>```+)\w[\w+#-]*[ \t\r]*$",
     re.MULTILINE,
 )
-# What may close it: a line of fence characters alone, one with further text, or fence characters at a line's end.
+# A closing fence is a line of fence characters, a line that begins with them, or fence characters at a line's end.
 CLOSING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+)(?P<more>[^\n]*)$|(?P<late>```+)[ \t\r]*$", re.MULTILINE)
-MARKER = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])[ \t]+")  # of a list's item, whose width indents what belongs to it
-THOUGHT = "</think>"  # ends what the model thinks, whose beginning may stand in the prompt
-MAX_CLOSINGS = 32  # fences behind the opening one that may close a block
-MAX_TRIES = 64  # readings of a completion's blocks that are parsed
-MAX_PARSED = 50_000  # characters of a reading that is tried
-BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")  # as lines of a function begin, and sentences do not
+MARKER = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])[ \t]+")  # marker of a list item; its width is the item's indentation
+THOUGHT = "</think>"  # ends the model's thought; the thought may begin in the prompt
+MAX_CLOSINGS = 32  # maximum closing fences that are tried per block
+MAX_TRIES = 64  # maximum candidate blocks that are parsed per completion
+MAX_PARSED = 50_000  # maximum characters of a candidate block
+BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")  # lines of a function begin like this, sentences do not
 DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 NEW_LINE = re.compile(r"\r\n|\r|\n")
-OF_SANDBOX = ("isolation", "required")  # settings beside the limits
-TOO_LONG = ("time", "cpu")  # limits
-MAX_FEEDBACK = 1000  # characters of a test
-NAME = "program"  # of the module: what stands under `if __name__ == "__main__"` is not what is tested
+OF_SANDBOX = ("isolation", "required")  # sandbox settings that are not limits
+TOO_LONG = ("time", "cpu")  # limits that mean "too slow"
+MAX_FEEDBACK = 1000  # characters per test
+NAME = "program"  # the module's name, so that code under `if __name__ == "__main__"` does not run
 IS_PYTHON = "import ast, sys\nassert ast.parse(sys.stdin.read()).body"
-# Ends with the lines [first, last] of each statement of which no line ran. Of a statement with a body these are the
-# lines of its head. A statement without code of its own, such as a docstring, is never among them.
+# The value is the lines [first, last] of each statement that did not run. For a statement with a body these are the
+# lines of its head. Statements without code of their own, such as docstrings, are left out.
 UNRUN = """
 import ast, json, sys
 code, ran = json.load(sys.stdin)
@@ -81,16 +80,16 @@ left
 
 
 def passed(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
-    """Return 1.0 if all tests of the question pass, one after the other within one set of limits, else 0.0."""
+    """Return 1.0 if all tests of the question pass, run in sequence within one set of limits, else 0.0."""
     return [float(result.finished) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
 
 
 def graded(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
-    """Return 1.0 if all tests pass; else -1.0 if there is no Python, -0.3 if an assertion failed first, or -0.6.
+    """Return 1.0 if all tests pass; else -1.0 without valid Python, -0.3 if an assertion failed first, or else -0.6.
 
-    Source: the rewards of StepCoder, Dou et al. 2024, arXiv:2402.01391, by a compiler's error, one at run time or a
-        test. Differs: a program that comes to a limit of the sandbox, or leaves early, is an error at run time, which
-        is ours.
+    Source: the rewards of StepCoder, Dou et al. 2024, arXiv:2402.01391, for compile errors, runtime errors and failed
+        tests. Differs: reaching a limit of the sandbox, or exiting early, counts as a runtime error; that is our
+        choice.
     """
     return [score for score, _ in _graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)]
 
@@ -108,10 +107,10 @@ def _graded(
 def by_turn(
     prompts: list, completions: list[str], *, messages: list, tests: list, sandbox: list, **columns
 ) -> list[list[float]]:
-    """Return for each turn: 1.0 or -1.0 for the last, whether all tests pass; -0.2 for one before it that is no Python.
+    """Return the reward of each turn: 1.0 or -1.0 for the last, -0.2 for an earlier turn without valid Python, else 0.
 
-    An episode of T turns that passes is given 1.2 - T / 5 at least, and one that does not -1 at most: set
-    ``rewards.pass_threshold`` between the two, to 0 for up to six turns.
+    The last turn scores 1.0 if all tests pass. A passing episode of T turns scores at least 1.2 - T / 5, and a failing
+    episode at most -1. Set ``rewards.pass_threshold`` between the two, to 0 for up to six turns.
 
     Source: RLEF, Gehring et al. 2024, arXiv:2410.02089, section 2.2.
     """
@@ -125,11 +124,12 @@ def by_turn(
 
 
 def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[dict[str, Any]]:
-    """Return the score of ``graded``, and as ``masked`` the statements of the program that no test has run.
+    """Return the score of ``graded`` and, as ``masked``, the statements of the program that no test has run.
 
-    The program and its tests run once more for this, line by line, each test to its end or its error. If that run comes
-    to a limit, or the first run took too long, nothing is masked. Lines are told apart, not statements: of two
-    statements on one line both ran, or neither. Which lines ran is the word of the program's own process.
+    The program and its tests run a second time with line tracing, each test to its end or its error. If the traced run
+    reaches a limit, or the first run took too long, nothing is masked. The trace has lines, not statements: two
+    statements on one line count as both run or both not run. The program's own process reports the lines, so that they
+    can be forged.
 
     Source: fine-grained optimisation of StepCoder, Dou et al. 2024, arXiv:2402.01391.
     """
@@ -142,7 +142,7 @@ def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list
 
 
 def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], columns: dict[str, Any]) -> list[list[int]]:
-    """Return spans [start, stop) of characters of the completion, whole lines: statements that no test has run."""
+    """Return spans [start, stop) of characters of the completion, whole lines: the statements that no test has run."""
     code, line, start = _placed(completion, columns["prefix"], columns["names"], columns["given"])
     if start < 0:
         return []
@@ -158,9 +158,9 @@ def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], column
 
 
 def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
-    """Return the share of tests that pass, each with processes and limits of its own.
+    """Return the share of tests that pass. Each test has its own processes and limits.
 
-    After a test that takes too long the other tests of its completion are not run, and have failed.
+    After a test that takes too long, the remaining tests of the completion do not run and count as failed.
     """
     several = zip(_results(completions, tests, sandbox, columns, apart=True), tests, strict=True)
     return [sum(result.finished for result in results) / len(every) for results, every in several]
@@ -172,7 +172,7 @@ def stopped(prompts: list, completions: list[str], *, tests: list, sandbox: list
 
 
 def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -> list[float]:
-    """Return 1.0 if the completion has code and it is Python, else 0.0."""
+    """Return 1.0 if the completion contains code and the code is valid Python, else 0.0."""
     scores = []
     for i, completion in enumerate(completions):
         code = program(completion, columns["prefix"][i], columns["names"][i], columns["given"][i])
@@ -184,7 +184,7 @@ def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -
 def _results(
     completions: Sequence[str], tests: list, sandbox: list, columns: dict[str, list], *, apart: bool
 ) -> Iterable[list[Result]]:
-    """Return for each completion the results of its tests, together or apart; none after one that takes too long."""
+    """Yield the results of each completion's tests, run together or apart. A test that takes too long ends the list."""
     for i, completion in enumerate(completions):
         own = {key: values[i] for key, values in columns.items()}
         code = program(completion, own["prefix"], own["names"], own["given"])
@@ -215,20 +215,20 @@ def _judge(code: str, tests: Sequence[str], sandbox: dict[str, Any], columns: di
 
 
 def _whole(prefix: str) -> str:
-    """Return the code without its last lines, if these begin a definition and leave it without a body."""
+    """Return the code without trailing lines that begin a definition but give it no body."""
     while prefix and not _is_whole(prefix):
         prefix = prefix[: prefix.rstrip("\n").rfind("\n") + 1]
     return prefix
 
 
 def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, Any], **columns) -> str:
-    """Return which of the shown tests fail, and how: "" if none does.
+    """Return a description of the shown tests that fail, or "" if none fails.
 
-    Of a test ``assert expression == value`` it is what the expression gave instead; else the error or the limit.
-    After a test that takes too long no other is tried.
+    For a test ``assert expression == value`` it contains the actual value of the expression. For other tests it
+    contains the error or the limit. After a test that takes too long, no further test runs.
 
     Args:
-        shown_tests, sandbox, columns: those of one question of ``prompts.source="code"``.
+        shown_tests, sandbox, columns: columns of one question of ``prompts.source="code"``.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -250,7 +250,7 @@ def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, 
 
 
 def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
-    """Return ``feedback`` on the newest turn's program, None if no test fails.
+    """Return ``feedback`` on the newest turn's program, or None if no test fails.
 
     It is an environment (``environments.factory``).
     """
@@ -259,7 +259,7 @@ def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
 
 
 def _compared(test: str) -> str:
-    """Return the expression of a test that is ``assert expression == value`` alone, else ""."""
+    """Return the left side of a test that consists only of ``assert expression == value``, else ""."""
     body = ast.parse(test).body
     match body:
         case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()]))]:
@@ -273,22 +273,29 @@ def program(completion: str, prefix: str, names: Sequence[str], given: str = "")
 
 
 def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> tuple[str, int, int]:
-    """Return the program in a completion, its first line that is the completion's own, and where that begins in it.
+    """Return the program, its first line that the completion wrote, and where this line begins in the completion.
 
-    The last is -1 if lines have changed places. Lines count from 1.
+    The position is -1 if lines have changed places. Lines count from 1.
 
-    The program is the last block between fences that defines one of ``names``; else the text before the first fence, if
-    that does, or is a body for the prefix: the prompt may have opened the fence. Else it is the last block, and without
-    fences all of the text. What a model thought before ``</think>`` is no answer.
+    These rules select the program; the first match wins:
+
+    1. The last fenced block that defines one of ``names``. If it is not valid Python, valid Python under rule 2 comes
+       first.
+    2. The text before the first fence, if it defines one of ``names`` or is a body for the prefix. The prompt may have
+       opened the fence.
+    3. The last fenced block.
+    4. The whole text, if it has no fences.
+
+    The model's thought before ``</think>`` is never part of the program.
 
     Args:
-        prefix: code that the completion goes on from, "" for none. If the completion defines one of ``names`` itself,
-            it stands behind those lines of the prefix that are whole; else it is the rest of the prefix's last
-            function, to the first line without indent.
-        names: what the tests take from the program.
-        given: the part of the solution that the prompt gives, which the completion goes on from likewise. Before a
-            completion that defines one of ``names`` itself it stands if it is whole: a line of imports, not half a
-            loop.
+        prefix: code that the completion continues, "" for none. If the completion itself defines one of ``names``, the
+            program is the complete lines of the prefix and then the completion. Otherwise the completion is the rest of
+            the prefix's last function, up to the first line without indentation.
+        names: the names that the tests take from the program.
+        given: the part of the solution that the prompt gives; the completion continues it in the same way. If the
+            completion itself defines one of ``names``, this part is kept only if it is complete Python, such as a line
+            of imports, and not half a loop.
     """
     text = _answer(completion)
     fences = _Fences(text)
@@ -323,7 +330,7 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
 
 
 def _answer(completion: str) -> str:
-    """Return the text behind the last ``</think>``, but for one in a block of code that follows the first."""
+    """Return the text after the last ``</think>``. A later ``</think>`` inside a code block does not count."""
     _, mark, text = completion.partition(THOUGHT)
     if not mark:
         return completion
@@ -339,7 +346,8 @@ def _answer(completion: str) -> str:
 class _Block:
     """Code between fences: where it begins and ends in the text, and where its opening fence begins.
 
-    ``indent`` is the indentation of the fence, None if it opens behind other text, as on the line of a list's item.
+    ``indent`` is the indentation of the fence. It is None if the fence follows other text on its line, as in a list
+    item.
     """
 
     start: int
@@ -349,7 +357,7 @@ class _Block:
 
 
 class _Fences:
-    """The fences of one text."""
+    """Fences of one text."""
 
     def __init__(self, text: str):
         self.text = text
@@ -358,11 +366,11 @@ class _Fences:
         self._tries = MAX_TRIES
 
     def blocks(self) -> list[_Block]:
-        """Return each block between fences, in order. A fence at the very end of the text opens none."""
+        """Return each fenced block, in order. A fence at the very end of the text opens no block."""
         blocks, place = [], 0
         while (found := OPENING.search(self.text, place)) and found.end() < len(
             self.text
-        ):  # at the end it holds nothing
+        ):  # no block after the end
             indent = found["indent"]
             marker = MARKER.match(found["before"] or "")
             width = len((indent if indent is not None else marker[0] if marker else "").expandtabs(4))
@@ -372,15 +380,16 @@ class _Fences:
         return blocks
 
     def end_of_block(self, start: int, fence: str, width: int) -> tuple[int, int]:
-        """Return where the code of a block that begins at ``start`` ends, and where the text behind its fence begins.
+        """Return where the code of a block that begins at ``start`` ends, and where the text after its fence begins.
 
-        The first closing fence of CommonMark ends it: a line of the same character, at least as many, indented by at
-        most three columns more than the opening fence. If the code up to there is not Python, it ends at the first
-        place at which it is: a fence in a docstring closes nothing, and a fence at the end of a line of code may.
+        The first closing fence by CommonMark's rules ends the block: a line of the same character, at least as many,
+        indented by at most three columns more than the opening fence. If the code up to there is not valid Python, the
+        block ends at the first candidate that makes it valid. A fence in a docstring therefore closes nothing, and a
+        fence at the end of a line of code can close the block.
 
         Args:
             fence: the opening fence.
-            width: columns that indent it.
+            width: number of columns that indent it.
         """
         strict, loose, readings = None, None, []
         first = bisect.bisect_left(self._places, start)
@@ -408,16 +417,16 @@ class _Fences:
 
 
 def _is_python(code: str) -> bool:
-    """Return whether the text is Python, or would be as the body of a function or without a list's indentation."""
+    """Return whether the text is valid Python, by itself or as an indented body."""
     if not code.strip() or len(code) > MAX_PARSED:
         return False
     return _is_whole(code) or (code.lstrip("\r\n")[:1].isspace() and _is_whole(f"if 1:\n{code}"))
 
 
 def _dedented(code: str, indent: str | None) -> str:
-    """Return the code without the indentation of its fence, as Markdown has it, if it has that; its lines stay.
+    """Return the code without the indentation of its fence, as Markdown defines it. Line numbers do not change.
 
-    If the fence opens behind other text, as on a list item's own line (None), it is the indentation of the first line.
+    If the fence follows other text on its line (None), the indentation of the first line of code is removed.
     """
     indent = re.match(r"(?:[ \t]*\r?\n)*([ \t]*)", code)[1] if indent is None else indent
     has_it = re.match(rf"(?:[ \t]*\r?\n)*{indent}", code)
@@ -425,14 +434,14 @@ def _dedented(code: str, indent: str | None) -> str:
 
 
 def _future_first(code: str) -> tuple[str, str]:
-    """Return its imports from ``__future__``, before which no line may stand, and the rest."""
+    """Return the imports from ``__future__``, which must come first, and the rest of the code."""
     return "".join(one.strip() + "\n" for one in FUTURE.findall(code)), FUTURE.sub("", code)
 
 
 def _is_whole(code: str) -> bool:
     errors = (SyntaxError, ValueError, RecursionError, MemoryError)
     with contextlib.suppress(*errors), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a backslash that should be two
+        warnings.simplefilter("ignore")  # invalid escape sequences warn
         return bool(ast.parse(code))
     return False
 
@@ -455,7 +464,7 @@ def _limits(settings: dict[str, Any]) -> Limits:
     return Limits(**{name: value for name, value in settings.items() if name not in OF_SANDBOX})
 
 
-_SANDBOXES: dict[tuple, Sandbox] = {}  # for the life of the process, with which they end
+_SANDBOXES: dict[tuple, Sandbox] = {}  # they live as long as the process
 
 
 def _sandbox(isolation: str = "", required: bool = False) -> Sandbox:
@@ -465,6 +474,6 @@ def _sandbox(isolation: str = "", required: bool = False) -> Sandbox:
 
 
 def close() -> None:
-    """End this process's sandboxes; the next program starts another."""
+    """End this process's sandboxes. The next program starts a new sandbox."""
     while _SANDBOXES:
         _SANDBOXES.popitem()[1].close()

@@ -1,12 +1,12 @@
-"""A pool of interpreters that run programs nobody has read: behind walls, within limits, ended with all they start.
+"""Pool of interpreters that run untrusted programs in isolation, within limits, and end all their processes.
 
     with Sandbox(Limits(seconds=1.0), num_workers=2) as sandbox:
         result = sandbox.run("print(6 * 7)")        # result.stdout == "42\n"
 
-Each worker is a small interpreter of the standard library (sandbox_worker.py) that forks for each program, which makes
-an execution a matter of a millisecond or two. Threads may share a pool.
+Each worker is a small interpreter with the standard library (sandbox_worker.py). It forks for each program, so that an
+execution takes a millisecond or two. Threads may share a pool.
 
-Owns: workers, their replacement, the limits over all processes of a program. Does not know: what programs are for.
+Owns: workers, their replacement, the limits over all processes of a program. Does not know: the purpose of programs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ import psutil
 from jaxrl_llm.environments import sandbox_walls as walls
 
 MAX_START_S = 60.0
-GRACE_S = 5.0  # beyond its program's limit, for a worker to end it and answer
-FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # at all processes of a program: after how long, and how often then
+GRACE_S = 5.0  # time after the program's limit for a worker to end the program and reply
+FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # delay and interval of the checks of all processes of a program
 ROOT = str(pathlib.Path(__file__).parents[2])
-MARK = "JAXRL_REWARD_WORKER"  # of actor/rewards.py, by which it finds all that its process has started
-# The order of a set is the same in every worker; memory of threads is not kept apart.
+MARK = "JAXRL_REWARD_WORKER"  # actor/rewards.py finds the processes of its workers by this variable
+# A fixed hash seed gives sets the same order in every worker. Threads share one malloc arena.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
 NOT_ENFORCED = {
@@ -51,7 +51,7 @@ NOT_ENFORCED = {
         "processes and memory in all, but for a look 20 times a second",
     ),
 }
-# By what a worker says that it lacks.
+# Key that a worker reports as missing -> what is then not enforced.
 LACKING = {
     "files": "files outside its folder can be read and written; /dev/zero and /dev/shm hold memory beyond memory_mb",
     "calls": "sockets can be opened, processes signalled, every system call made",
@@ -61,24 +61,24 @@ LANDLOCK_ADVICE = ". Allow user namespaces, install bwrap, or set isolation='rli
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed: nothing is known of the program."""
+    """Error of the sandbox itself. Nothing is known about the program."""
 
 
 class SandboxWarning(UserWarning):
-    """A sandbox was opened that does not enforce everything. Filter this category to silence the warning."""
+    """Warning that a sandbox does not enforce everything. Filter this category to silence it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a program may use.
+    """Resources that a program may use.
 
     Attributes:
-        seconds: of the clock; of processor time twice that, in all threads of a process.
-        memory_mb: MiB of address space of each process, and of memory of all of them.
-        processes: processes and threads at once, its own among them.
-        output_kb: KiB each of stdout, stderr and value.
-        disk_mb: MiB of files, of each and in all.
-        open_files: descriptors of a process.
+        seconds: wall-clock time; processor time may be twice that, over all threads of a process.
+        memory_mb: MiB of address space of each process, and of memory of all processes together.
+        processes: processes and threads at once, including the program's first.
+        output_kb: KiB of stdout, of stderr and of value, each.
+        disk_mb: MiB of each file, and of all files together.
+        open_files: file descriptors of a process.
     """
 
     seconds: float = 2.0
@@ -109,17 +109,17 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-    """Code that asks a program for something. It runs in a process that the program does not reach.
+    """Tests of a program. They run in a process that the program cannot reach.
 
     Attributes:
-        tests: pieces of code, run one after the other in one namespace, up to the first that raises.
-        names: names under test, which alone the tests take from the program.
+        tests: pieces of code, run in sequence in one namespace, up to the first that raises.
+        names: names under test, the only ones that the tests take from the program.
         program_setup: code that runs before the program, in its process; an exception in it is ignored.
         setup: pieces of code that run before the tests, in their process.
-        has_classes: whether the question asks for classes. Then operators of the program's objects receive the value
-            that they are applied to; else such an operator fails.
+        has_classes: whether the question asks for classes. If True, operators of the program's objects receive their
+            operand. If False, these operators fail.
         expression: code whose repr becomes ``Result.value`` after the tests, "" for none.
-        traced: note which lines of the program run. A piece that raises then stops no other.
+        traced: record which lines of the program run. A piece that raises then does not stop the others.
     """
 
     tests: tuple[str, ...]
@@ -137,20 +137,21 @@ class Tests:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What became of a program.
+    """Result of running a program.
 
-    With ``Tests``, exception, value and finished are those of the tests.
+    With ``Tests``, exception, value and finished belong to the tests.
 
     Attributes:
-        stdout, stderr: what it printed, cut at the limit; a traceback is in the latter.
-        value: the repr of its last line, if that is an expression and not None.
-        exception: type and text of what it raised, else "".
-        exit_code: 0; 1 after an exception; what it gave to sys.exit; -n if signal n ended it. With ``Tests`` it is -9
+        stdout, stderr: printed text, cut at the limit; stderr includes a traceback.
+        value: the repr of the last line, if the line is an expression and not None.
+        exception: type and text of the exception, else "".
+        exit_code: 0; 1 after an exception; the argument of sys.exit; -n if signal n ended it. With ``Tests`` it is -9
             if the program's process still ran when the tests ended.
-        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" if it came to one, else "".
-        finished: whether it ran to the end of its text: not after an exception, nor if it called an exit.
-        seconds: from the fork until all of it was gone.
-        lines: numbers of the program's lines that ran, with ``Tests.traced``. The program's word.
+        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" if this limit was reached, else
+        "".
+        finished: whether the program ran to the end of its text, without an exception or a call of exit.
+        seconds: time from the fork until all processes had ended.
+        lines: numbers of the program's lines that ran, with ``Tests.traced``. The program's process reports them.
     """
 
     stdout: str
@@ -165,15 +166,15 @@ class Result:
 
 
 class Sandbox(contextlib.AbstractContextManager):
-    """Runs programs in ``num_workers`` interpreters.
+    """Pool of ``num_workers`` interpreters that run programs.
 
     Args:
-        isolation: how to wall in; "" takes the first of ``ISOLATIONS`` that this machine allows.
-        required: refuse where neither namespaces nor bubblewrap can be had; else a warning says what is not enforced.
+        isolation: the method of isolation; "" takes the first of ``ISOLATIONS`` that this machine allows.
+        required: raise if neither namespaces nor bubblewrap works. Otherwise a warning lists what is not enforced.
 
     Raises:
-        SandboxError: ``required`` and there are none; ``isolation`` cannot be had; no interpreter starts; without
-            namespaces, a program could reach other processes, or files although ``isolation`` is "".
+        SandboxError: ``required`` and neither method works; ``isolation`` does not work here; no interpreter starts;
+            without namespaces, a program could reach other processes, or files although ``isolation`` is "".
         ValueError: an unknown ``isolation``, fewer than one worker.
     """
 
@@ -209,7 +210,7 @@ class Sandbox(contextlib.AbstractContextManager):
                 said = f"the sandbox is of {self.isolation}{why}; not enforced: {'; '.join(self.not_enforced)}"
                 warnings.warn(said, SandboxWarning, stacklevel=2)
             self._workers += [_Worker(self.isolation) for _ in range(num_workers - 1)]
-        except (SandboxError, SandboxWarning):  # the latter where a filter makes it an error
+        except (SandboxError, SandboxWarning):  # a filter can turn the warning into an error
             self.close()
             raise
         for worker in self._workers:
@@ -224,17 +225,17 @@ class Sandbox(contextlib.AbstractContextManager):
         limits: Limits | None = None,
         tests: Tests | None = None,
     ) -> Result:
-        """Run a program in a free worker; wait if there is none.
+        """Run a program in a free worker. Wait if no worker is free.
 
-        Without ``tests`` the fields of the result are the word of the program's own process: a program that sets out to
-        can report any value. With ``tests`` another process decides ``finished``, ``exception`` and ``value``.
+        Without ``tests`` the program's own process reports the result, so that a hostile program can report any value.
+        With ``tests`` another process decides ``finished``, ``exception`` and ``value``.
 
         Args:
             name: the module's name (``__name__``) in the program.
-            tests: code that asks the program for something, in a process of its own.
+            tests: tests of the program, which run in their own process.
 
         Raises:
-            SandboxError: the sandbox failed, not the program. The next run has another worker.
+            SandboxError: the sandbox failed, not the program. The next run uses a new worker.
         """
         if self._closed:
             raise SandboxError("the sandbox is closed")
@@ -245,19 +246,19 @@ class Sandbox(contextlib.AbstractContextManager):
             self._free.put(worker)
 
     def _is_open(self, lacks: list[str], *, is_chosen: bool) -> bool:
-        """Return whether a program could reach other processes or files, and nobody has asked for that.
+        """Return whether a program could reach other processes or files although the caller did not accept that.
 
-        Without namespaces the filter of system calls alone keeps processes apart, so it is never done without. Who
-        chooses "rlimits" accepts that files can be read and written.
+        Without namespaces only the filter of system calls separates processes, so that the filter is always needed. A
+        caller that chooses "rlimits" accepts that files can be read and written.
         """
         return self.isolation == "rlimits" and ("calls" in lacks or not is_chosen)
 
     def processes(self) -> list[psutil.Process]:
-        """Those of its workers and of the programs that run now."""
+        """Return the running processes of the workers and of their programs."""
         return [process for worker in self._workers for process in worker.processes()]
 
     def close(self) -> None:
-        """End every worker with what it runs."""
+        """End every worker and the programs in it."""
         self._closed = True
         for worker in self._workers:
             worker.end()
@@ -267,7 +268,7 @@ class Sandbox(contextlib.AbstractContextManager):
 
 
 class _Worker:
-    """An interpreter and the socket to it, and the next one when it fails. Used by one thread at a time."""
+    """Interpreter process and the socket to it. A failed process is replaced. Used by one thread at a time."""
 
     def __init__(self, isolation: str):
         self._isolation, self.process = isolation, None
@@ -321,7 +322,7 @@ class _Worker:
                 texts.append(json.dumps(dataclasses.asdict(tests) | room).encode())
             files = [stack.enter_context(_file(text)) for text in texts]
             if tests:
-                files.append(stack.enter_context(_file(None)))  # for their report
+                files.append(stack.enter_context(_file(None)))  # for the report of the tests
             reply = self._ask(limits, [file.fileno() for file in files])
             if not tests:
                 return Result(**reply)
@@ -333,10 +334,10 @@ class _Worker:
         return Result(**reply | said)
 
     def _ask(self, limits: Limits, descriptors: list[int]) -> dict[str, Any]:
-        """Pass the descriptors on and return the answer.
+        """Pass the descriptors to the worker and return its reply.
 
         Raises:
-            SandboxError: the worker failed; it is ended.
+            SandboxError: the worker failed and was ended.
         """
         message = json.dumps({"limits": dataclasses.asdict(limits)}).encode() + b"\n"
         try:
@@ -353,7 +354,7 @@ class _Worker:
             raise
 
     def _hear(self, deadline: float, limits: Limits | None = None) -> dict[str, Any]:
-        """The next line; meanwhile, with ``limits``, what all processes of the program have together."""
+        """Return the worker's next message. With ``limits``, check the totals over the program's processes meanwhile."""
         poll, is_stopped, wait_s = select.poll(), False, FIRST_LOOK_S
         poll.register(self.socket, select.POLLIN)
         while b"\n" not in self._buffer:
@@ -373,18 +374,18 @@ class _Worker:
         return json.loads(line)
 
     def _reached(self, limits: Limits) -> str:
-        """Return the limit that the processes of the program together exceed, "" for none."""
+        """Return the limit that the processes of the program exceed together, or "" for none."""
         pids = [process.pid for process in self.processes() if process.pid not in self._own_pids]
         statuses = {pid: _about(pid, "status") for pid in pids}
         num_threads = sum(status.get("Threads", 1) for status in statuses.values())
         if num_threads > limits.processes:
             return "processes"
         most = limits.memory_mb * 2**20
-        # The kernel has these at hand. They count a shared page once for each process.
+        # These numbers are cheap to read, but count a shared page once per process.
         if sum(map(_resident, statuses.values())) <= most:
             return ""
-        # While the processes are read one after the other, pages come to be shared, and each process's part shrinks or
-        # grows. The smaller of two readings is at most what the process held between the two rounds.
+        # Sharing changes while the processes are read one after the other, so that the share of each process shrinks or
+        # grows. The smaller of two readings is at most the memory that the process had between the two rounds.
         first = {pid: _proportional(pid, status) for pid, status in statuses.items()}
         memory = sum(min(before, _proportional(pid, statuses[pid])) for pid, before in first.items())
         # The forks of an interpreter still share its pages with the worker.
@@ -397,13 +398,13 @@ class _Worker:
         return []
 
     def end(self) -> None:
-        """Kill it with what it runs."""
+        """Kill the worker and everything that it runs."""
         if self.process is None:
             return
         others = self.processes()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for other in others:  # without namespaces: what has left the group
+        for other in others:  # without namespaces, a process can leave the group
             with contextlib.suppress(psutil.Error):
                 other.kill()
         self.process.wait()
@@ -413,9 +414,9 @@ class _Worker:
 
 @contextlib.contextmanager
 def _file(content: bytes | None) -> Iterator[BinaryIO]:
-    """Open a file in memory. Another process reads this content from its start; if it is None, it may write.
+    """Open a file in memory for another process to read or, if ``content`` is None, to write.
 
-    Nothing can be written to a file with content, because no limit of memory counts what lies in it.
+    A file with content is sealed against writing, because no memory limit counts the content of such a file.
     """
     with open(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b") as file:
         if content is not None:
@@ -427,7 +428,7 @@ def _file(content: bytes | None) -> Iterator[BinaryIO]:
 
 
 def _report_of_tests(file: BinaryIO) -> dict[str, Any]:
-    """Return what the process of the tests wrote: that they did not finish, if it wrote nothing."""
+    """Return the report of the tests' process. An empty report means that the tests did not finish."""
     file.seek(0)
     text = file.read()
     found = json.loads(text) if text else {}
@@ -435,9 +436,9 @@ def _report_of_tests(file: BinaryIO) -> dict[str, Any]:
 
 
 def _about(pid: int, name: str) -> dict[str, int]:
-    """Return the numbers in a file of /proc about a process; {} if the process has ended.
+    """Return the numbers in a process's file in /proc, or {} if the process has ended.
 
-    If the first thread of a process has ended and others go on, the memory stands in the files of the others.
+    If the first thread of a process has ended and others run, only the files of the other threads contain the memory.
     """
     numbers: dict[str, int] = {}
     for folder in itertools.chain([f"/proc/{pid}"], _threads(pid)):
@@ -455,17 +456,17 @@ def _threads(pid: int) -> Iterator[str]:
 
 
 def _resident(status: dict[str, int]) -> int:
-    """Return the bytes of memory of a process that lie in no file on a disk; a shared page counts in full.
+    """Return the bytes of a process's memory that belong to no file on a disk. A shared page counts in full.
 
-    Shared pages belong to files in memory: a program cannot map shared memory without a file.
+    Shared pages belong to files in memory, because a program cannot map shared memory without a file.
     """
     return 1024 * sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
 
 
 def _proportional(pid: int, status: dict[str, int]) -> int:
-    """Return the same bytes as ``_resident``, but a page that n processes share counts as an nth of it.
+    """Return the same memory as ``_resident`` in bytes, but count a page that n processes share as 1/n.
 
-    If the kernel does not say it, each page counts in full.
+    If the kernel does not report shares, each page counts in full.
     """
     rollup = _about(pid, "smaps_rollup")
     if "Pss_Anon" not in rollup:
@@ -474,10 +475,10 @@ def _proportional(pid: int, status: dict[str, int]) -> int:
 
 
 def _bubblewrap() -> list[str]:
-    """The command that encloses what follows it.
+    """Return the command line that isolates the command after it.
 
     Raises:
-        SandboxError: it is not installed.
+        SandboxError: bubblewrap is not installed.
     """
     if (found := shutil.which("bwrap")) is None:
         raise SandboxError("bwrap is not installed")
