@@ -1,15 +1,16 @@
-"""What keeps a program in: namespaces, a root folder of its own, Landlock, no capability, limits of size.
+"""Isolation of programs on Linux: namespaces, a separate root folder, Landlock, no capabilities, resource limits.
 
-All of it is Linux's, through ctypes and the standard library. ``enclose`` is for the process that forks programs, the
-other functions for each program:
+All functions use ctypes and the standard library. ``enclose`` is for the process that forks programs, the other
+functions for each program:
 
-    enclose         user, mount, pid, network, ipc and uts namespaces; a read-only root with Python alone in it
-    mount_tmp       a tmpfs, before the fork; unmount_tmp after the program
-    limit           sizes and numbers; nothing of this and the next can be taken back
-    give_up_rights  no capability; filter_calls: no system call that reaches out (sandbox_filter.py);
-                    keep_out_of_files: where there is no root of its own
+    enclose            user, mount, pid, network, ipc and uts namespaces; a read-only root that contains only Python
+    mount_tmp          mount a tmpfs before the fork; unmount_tmp removes it after the program
+    limit              resource limits; this step and the next ones cannot be undone
+    give_up_rights     drop all capabilities
+    filter_calls       refuse system calls that reach outside (sandbox_filter.py)
+    keep_out_of_files  restrict files with Landlock, if there is no separate root
 
-Where the process is root, what it becomes is nobody (uid 65534), for the kernel counts no processes of root.
+A process that is root becomes nobody (uid 65534), because the kernel does not count the processes of root.
 
 Source: namespaces(7), user_namespaces(7), pid_namespaces(7), pivot_root(2), capabilities(7), seccomp(2),
 landlock(7).
@@ -35,30 +36,30 @@ from jaxrl_llm.environments import sandbox_filter
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 NOBODY = 65534
-SPARE_PROCESSES = 1024  # that others of this user may start while a program runs
+SPARE_PROCESSES = 1024  # number of processes that this user may start elsewhere while a program runs
 NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
 READ_ONLY, NO_SUID, NO_DEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 DETACH = 2
-# Flags of a mount as statvfs has them -> as mount takes them: those that are there must stay.
+# Mount flags in the form of statvfs -> in the form of mount. A remount must keep existing flags.
 KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 DEATH_SIGNAL, DUMPABLE, SECCOMP, DROP_BOUND, CHILD_SUBREAPER, NO_NEW_RIGHTS, AMBIENT = 1, 4, 22, 24, 36, 38, 47
 NO_HUGE_PAGES = 41
 
 # The system calls of Landlock, from the first: create a ruleset, add a rule, restrict this process.
 LANDLOCK = 444
-# What a program may not do with files, by the version of Landlock that knows it: the number of rights.
+# Landlock version -> number of file rights that it can restrict.
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 ALL_FILE_RIGHTS = 16
-NO_TCP = 3  # bind and connect, from version 4 on
-# Abstract sockets and signals to processes outside, from version 6 on. The filter refuses both on every kernel.
+NO_TCP = 3  # restrict bind and connect, from version 4 on
+# Restrict abstract sockets and signals to outside processes, from version 6 on. The filter always refuses both.
 NO_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
 
 def libc(name: str, *arguments) -> int:
-    """A function of the C library.
+    """Call a function of the C library and return its result.
 
     Raises:
-        OSError: it failed, or there is none of this name (ENOSYS).
+        OSError: the call failed, or the library has no function of this name (ENOSYS).
     """
     try:
         function = getattr(LIBC, name)
@@ -82,15 +83,15 @@ def hide() -> None:
 
 
 def become_subreaper() -> None:
-    """Processes whose parent ends become children of this one."""
+    """Make orphaned descendants children of this process."""
     libc("prctl", CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @functools.cache
 def bound_paths() -> list[str]:
-    """Return what a program may read: Python's library and interpreter, the system's libraries, commands and devices.
+    """Return the paths that a program may read: Python, the system's libraries and commands, and some devices.
 
-    /dev/zero is not among the devices: a shared mapping of it holds memory that the kernel shows in no process.
+    /dev/zero is excluded: a shared mapping of it holds memory that the kernel attributes to no process.
     """
     standard = os.path.realpath(os.path.dirname(os.__file__))
     library = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
@@ -106,15 +107,15 @@ def bound_paths() -> list[str]:
 
 
 def enclose() -> None:
-    """Go on in a child within namespaces of its own; the caller's process waits for it, and ends as it does.
+    """Continue in a child process with its own namespaces. The calling process waits and exits with the child's status.
 
-    The child is process 1 of its namespace: no signal of a program reaches it, all of them end with it.
+    The child is process 1 of its namespace. No signal of a program reaches it, and all programs end with it.
 
     Raises:
-        OSError: the system does not allow it; its text names the call. This process cannot be used any more.
+        OSError: the system does not allow it; the message names the call. This process can then no longer be used.
     """
     own = (os.geteuid(), os.getegid())
-    with contextlib.suppress(OSError):  # who is not root, or root of a namespace of others, may not
+    with contextlib.suppress(OSError):  # not permitted unless root, and not in some user namespaces
         os.setgroups([])
     helper, ask = _map_from_outside([(NOBODY, NOBODY), own] if own[0] == 0 else [own])
     try:
@@ -127,11 +128,11 @@ def enclose() -> None:
         raise OSError(status, f"uid_map: {os.strerror(status)}")
     child = os.fork()
     if child:
-        os.closerange(3, 64)  # the connection is the child's
+        os.closerange(3, 64)  # only the child keeps the connection
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     libc("mount", None, "/", None, RECURSIVE | PRIVATE, None)
-    # Opened as who this process was: nobody cannot pass through every folder on the way.
+    # Open the paths before the change of user, because nobody cannot traverse every parent folder.
     sources = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in bound_paths()}
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
@@ -145,7 +146,10 @@ def enclose() -> None:
 
 
 def _map_from_outside(choices: list[tuple[int, int]]) -> tuple[int, int]:
-    """A process that stays outside, and the pipe that tells it to map user and group 0 within to one of ``choices``."""
+    """Fork a helper outside the namespace, which maps user and group 0. Return its process id and its start pipe.
+
+    The helper maps them to the first of ``choices`` that the kernel accepts.
+    """
     asked, ask = os.pipe()
     target = os.getpid()
     helper = os.fork()
@@ -168,7 +172,7 @@ def _map_from_outside(choices: list[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _change_root(sources: dict[str, int]) -> None:
-    root = "/tmp"  # hidden by what is mounted there, in this namespace alone
+    root = "/tmp"  # the new mount hides its content, only in this namespace
     libc("mount", "tmpfs", root, "tmpfs", NO_SUID | NO_DEV, "size=1m,mode=755,uid=0,gid=0")
     for path, source in sources.items():
         target = root + path
@@ -211,9 +215,10 @@ def unmount_tmp() -> None:
 
 
 def limit(limits: dict[str, float], *, is_alone: bool) -> None:
-    """The limits that the kernel keeps, of each process; ``is_alone``: no process of others counts as this user's.
+    """Set the kernel's resource limits of this process.
 
-    Where others count, ``processes`` and some to spare is what they all may come to. None of root's is counted.
+    ``is_alone`` means that no other process counts as this user's. Otherwise the limit of processes is the user's
+    current number of threads, plus ``processes`` and a reserve. The kernel does not count processes of root.
     """
     mib = 2**20
     sizes = {"AS": limits["memory_mb"] * mib, "FSIZE": limits["disk_mb"] * mib, "NOFILE": limits["open_files"]}
@@ -224,8 +229,8 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         size = int(size) if hard == resource.RLIM_INFINITY else min(int(size), hard)
-        resource.setrlimit(number, (size - (name == "CPU"), size))  # a second between SIGXCPU and SIGKILL
-    # The kernel keeps all of a huge page as long as a small part of it is mapped, and counts only that part.
+        resource.setrlimit(number, (size - (name == "CPU"), size))  # one second from SIGXCPU to SIGKILL
+    # Without this, the kernel keeps a whole huge page while a small part is mapped, and counts only that part.
     with contextlib.suppress(OSError):  # a kernel without huge pages
         libc("prctl", NO_HUGE_PAGES, 1, 0, 0, 0)
     if not is_alone and os.getuid():
@@ -233,7 +238,7 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
         most = _threads_of_this_user() + limits["processes"] + SPARE_PROCESSES
         if now[1] == resource.RLIM_INFINITY or most < now[1]:
             resource.setrlimit(resource.RLIMIT_NPROC, (most, now[1]))
-            can = _can_fork()  # not where this user has many processes that are not seen from here, in other containers
+            can = _can_fork()  # fails if this user has many processes in other containers, which are not visible here
             resource.setrlimit(resource.RLIMIT_NPROC, (most, most) if can else now)
 
 
@@ -257,9 +262,9 @@ def _can_fork() -> bool:
 
 
 def keep_out_of_files(folder: str) -> None:
-    """Let a program without namespaces read ``bound_paths`` and write in ``folder`` only, by Landlock.
+    """Restrict a program without namespaces to reading ``bound_paths`` and writing in ``folder``, with Landlock.
 
-    If the kernel's Landlock can, it also refuses TCP, abstract sockets and signals to processes outside.
+    If the kernel's Landlock supports it, TCP, abstract sockets and signals to outside processes are also refused.
 
     Raises:
         OSError: this kernel has no Landlock.
@@ -285,7 +290,7 @@ def keep_out_of_files(folder: str) -> None:
 
 
 def give_up_rights() -> None:
-    """No capability, and none by running another program."""
+    """Drop all capabilities, and prevent gaining any by running another program."""
     for capability in range(64):
         try:
             libc("prctl", DROP_BOUND, capability, 0, 0, 0)
@@ -297,13 +302,14 @@ def give_up_rights() -> None:
 
 
 def filter_calls(*, is_apart: bool) -> None:
-    """Refuse the system calls that reach out of the program (sandbox_filter.py).
+    """Refuse the system calls that reach outside the program (sandbox_filter.py).
 
     Args:
-        is_apart: it sees processes and files of its own alone; else it may signal itself only, and change no modes.
+        is_apart: whether the program sees only its own processes and files. If False, the program may signal only
+            itself and may not change file modes.
 
     Raises:
-        OSError: the machine's system calls are not known, or it has no filters.
+        OSError: the system calls of this machine type are unknown, or the kernel has no filters.
     """
     program = sandbox_filter.filter_program(0 if is_apart else os.getpid())
     buffer = ctypes.create_string_buffer(program)

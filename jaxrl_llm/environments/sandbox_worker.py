@@ -1,23 +1,23 @@
-"""A small clean interpreter that forks for each program and reports how the program ended.
+"""Sandbox worker: a small clean interpreter that forks for each program and reports how the program ended.
 
     parent (sandbox.py)                 this process                        the program
     -------------------                 ------------                        -----------
-    start it, how to wall in    --->    enclose itself, import modules
+    start it, choose isolation  --->    isolate itself, import modules
                                 <---    ready, and what is not enforced
     limits, descriptors         --->    fork                       --->     private /tmp, limits, no rights; run it
-    stop: a limit of all        --->    kill it with all it began
-                                <---    what it printed, how it ended, which limit
+    stop: a total limit         --->    kill it and its processes
+                                <---    printed text, how it ended, which limit
 
 Each direction carries one line of JSON per message. When the connection closes, this process kills the running program
 and ends.
 
-A program's text, its input and its tests arrive as files in memory, whose descriptors come with the message. This
-process passes the descriptors on and reads none of them, because every later program starts as a copy of its memory.
-Tests run in a process of their own (sandbox_tests.py), which is forked first. It alone has the file of the tests and
-the file of their report.
+The program's text, its input and its tests arrive as files in memory, whose descriptors come with the message. This
+process passes the descriptors on and reads none of the files, because every later program starts as a copy of its
+memory. Tests run in a separate process (sandbox_tests.py), which is forked first. Only the process of the tests has the
+file of the tests and the file of their report.
 
-Owns: one program's life. Does not know: which walls there are (sandbox_walls.py), pools, how tests are judged. It
-imports the standard library alone, because every program finds what this process has imported.
+Owns: the life of one program. Does not know: the kinds of isolation (sandbox_walls.py), pools, how tests are judged.
+It imports the standard library only, because every program can reach the modules that this process has imported.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ from jaxrl_llm.environments import sandbox_filter
 from jaxrl_llm.environments import sandbox_tests as tests
 from jaxrl_llm.environments import sandbox_walls as walls
 
-# Imported once, before programs are forked: what programs import most.
+# Modules that programs import most often. They are imported once, before programs are forked.
 MODULES = ("ast", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools")
 MODULES += ("hashlib", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string")
 MODULES += ("textwrap", "typing", "unittest", "cmath", "array", "enum", "abc", "asyncio", "subprocess", "pickle")
 NAME = "<program>"
 BY_SIGNAL = {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "disk"}
-REPORT_BYTES = 2**20  # beside what a program may print
+REPORT_BYTES = 2**20  # size of a report beyond the limit of the program's output
 MAX_DESCRIPTORS = 4  # program, input, tests, report
-END_S = 4.0  # for all of a killed program to be gone; less than the parent waits
+END_S = 4.0  # maximum time until all processes of a killed program have ended; less than the parent waits
 
 
 def main(descriptor: int, isolation: str) -> None:
     """Serve programs from the socket until it closes.
 
     Args:
-        isolation: "namespaces"; "jail", where something else has put this process in namespaces and it is process 1;
-            or "rlimits".
+        isolation: "namespaces"; "jail", if another program has put this process into namespaces as process 1; or
+            "rlimits".
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles signals to the whole group
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # out of memory, the kernel kills this and not the run
+        file.write("1000")  # when memory runs out, the kernel kills this process and not the run
     try:
         if isolation == "jail" and not (os.getpid() == 1 and os.path.ismount("/tmp")):
             raise OSError(errno.EINVAL, "jail: this is not process 1 of its namespace, or has no /tmp of its own")
@@ -86,14 +86,14 @@ def main(descriptor: int, isolation: str) -> None:
     except Exception as error:
         os.write(descriptor, json.dumps({"error": str(error) or type(error).__name__}).encode() + b"\n")
         os._exit(1)
-    sys.executable = os.path.realpath(sys.executable)  # that of a virtual environment is not in here
+    sys.executable = os.path.realpath(sys.executable)  # the virtual environment is not visible here
     sys.path[:] = [path for path in sys.path if path.startswith(os.path.dirname(os.__file__))]
     for name in MODULES:
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.split(".")[0] == "jaxrl_llm"]:
-        del sys.modules[name]  # not for programs; what is needed here is named here
+        del sys.modules[name]  # hide these modules from programs; this module keeps its own references
     with contextlib.suppress(OSError):
-        sandbox_filter.filter_program(0)  # kept for every program
+        sandbox_filter.filter_program(0)  # cached for every program
     gc.collect()
     gc.freeze()
     line = _Lines(descriptor)
@@ -101,14 +101,14 @@ def main(descriptor: int, isolation: str) -> None:
     os.write(descriptor, json.dumps({"ready": True, "lacks": lacks}).encode() + b"\n")
     while (request := line.next()) is not None:
         if "limits" not in request:
-            continue  # a stop that came after the end
+            continue  # a stop message that arrived after the program's end
         reply = json.dumps(_run(request["limits"], isolation, lacks, line)).encode() + b"\n"
         while reply:
             reply = reply[os.write(descriptor, reply) :]
 
 
 class _Lines:
-    """Lines of JSON from a socket, and the descriptors that come with them."""
+    """Lines of JSON from a socket, and the descriptors sent with them."""
 
     def __init__(self, descriptor: int):
         self.descriptor, self._buffer = descriptor, bytearray()
@@ -116,12 +116,12 @@ class _Lines:
         self._passed: list[int] = []
 
     def passed(self) -> list[int]:
-        """Return the descriptors that have come since the last call."""
+        """Return the descriptors that arrived since the last call."""
         passed, self._passed = self._passed, []
         return passed
 
     def next(self) -> dict[str, Any] | None:
-        """Wait for one; None when the connection has closed."""
+        """Wait for the next message and return it, or None when the connection has closed."""
         while b"\n" not in self._buffer:
             try:
                 received, descriptors, _, _ = socket.recv_fds(self._socket, 2**20, MAX_DESCRIPTORS)
@@ -137,12 +137,12 @@ class _Lines:
 
 
 def _run(limits: dict[str, Any], isolation: str, lacks: list[str], line: _Lines) -> dict[str, Any]:
-    """Fork, watch and end one program, with the process of its tests if there are any."""
+    """Fork, watch and end one program, with the process of its tests if any. Return the reply to the parent."""
     room = int(limits["output_kb"] * 1024)
     folder = _open_folder(isolation, limits)
     os.environ.update(HOME=folder, TMPDIR=folder)
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, report
-    mark = os.urandom(16).hex()  # of our own code's reports, so that no program writes one by chance or by guessing
+    mark = os.urandom(16).hex()  # prefix of our own reports, so that no program writes one by chance or by guessing
     program, stdin, *of_tests = line.passed()
     began = time.monotonic()
     enter = functools.partial(_wall_in, limits, isolation, lacks, folder)
@@ -197,7 +197,7 @@ def _close(descriptors: Iterable[int]) -> None:
 
 
 def _fork_tests(of_tests: list[int], enter: Callable[[], None], others: list[int]) -> tuple[int, socket.socket | None]:
-    """Fork the process of the tests; its number and the program's end of the connection to it, or 0 and None.
+    """Fork the process of the tests. Return its process id and the program's end of the connection, or 0 and None.
 
     Raises:
         OSError: no process starts.
@@ -222,7 +222,7 @@ def _fork_program(
     mark: str,
     others: list[int],
 ) -> int:
-    """Fork the program's process and return its number.
+    """Fork the program's process and return its process id.
 
     Raises:
         OSError: no process starts.
@@ -240,7 +240,7 @@ def _fork_program(
 
 
 def _open_folder(isolation: str, limits: dict[str, Any]) -> str:
-    """An empty folder for a program."""
+    """Return an empty folder for a program."""
     if isolation == "namespaces":
         walls.mount_tmp(limits["disk_mb"])
     return "/tmp" if isolation == "namespaces" else tempfile.mkdtemp(prefix="jaxrl_sandbox_")
@@ -249,9 +249,9 @@ def _open_folder(isolation: str, limits: dict[str, Any]) -> str:
 def _clear_folder(isolation: str, folder: str) -> None:
     if isolation == "namespaces":
         walls.unmount_tmp()
-    elif isolation == "jail":  # all that it can have written is there
+    elif isolation == "jail":  # programs can write only to /tmp
         with contextlib.suppress(OSError):
-            os.chmod("/tmp", 0o700)  # whatever the program has made of it
+            os.chmod("/tmp", 0o700)  # the program may have changed the mode
         for name in os.listdir("/tmp"):
             _remove(f"/tmp/{name}")
     else:
@@ -259,7 +259,7 @@ def _clear_folder(isolation: str, folder: str) -> None:
 
 
 def _remove(path: str) -> None:
-    """A file, or a folder of any depth and modes."""
+    """Remove a file, or a folder of any depth and with any modes."""
     with contextlib.suppress(OSError):
         os.remove(path)
     with contextlib.suppress(RecursionError):
@@ -270,7 +270,7 @@ def _remove(path: str) -> None:
 
 
 def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict[int, int], line: _Lines) -> str | None:
-    """Read what the program prints until it ends; which limit it came to, "" for none; None: no parent."""
+    """Read the program's output until it ends. Return the limit that it reached, "" for none, None without a parent."""
     ended = os.pidfd_open(pid)
     poll = select.poll()
     for descriptor in (ended, line.descriptor, *outputs):
@@ -298,33 +298,33 @@ def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict
 
 
 def _end(pid: int, isolation: str) -> int:
-    """Kill the program with all that it started; its exit status, -number where a signal ended it."""
+    """Kill the program and all its processes. Return its exit status, or -n if signal n ended it."""
     status, deadline = None, time.monotonic() + END_S
     if isolation == "rlimits":
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # in one call: processes that fork without end outrun a look at each
-        _wait(pid, 0.05)  # a look at all processes of the machine costs more
+            os.killpg(pid, signal.SIGKILL)  # one call for all: a fork bomb outruns a loop
+        _wait(pid, 0.05)  # cheaper than a search through all processes of the machine
     while time.monotonic() < deadline:
-        try:  # what has lost its parent is a child of this process: without children, nothing is left
+        try:  # orphans become children of this process, so that no children means that everything has ended
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 status = os.waitstatus_to_exitcode(ended[1]) if ended[0] == pid else status
         except ChildProcessError:
             return -signal.SIGKILL if status is None else status
         if isolation == "rlimits":
-            found: set[int] = set()  # has left the group; who is stopped forks no more
+            found: set[int] = set()  # processes that left the group; stop them first, so that they cannot fork
             while (new := set(_descendants()) - found) and time.monotonic() < deadline:
                 _signal(new, signal.SIGSTOP)
                 found |= new
             _signal(found, signal.SIGKILL)
         else:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # all of the namespace but this process
+                os.kill(-1, signal.SIGKILL)  # every process of the namespace except this one
         time.sleep(1e-4)
-    os._exit(1)  # the parent starts another
+    os._exit(1)  # the parent starts a new worker
 
 
 def _wait(pid: int, seconds: float) -> None:
-    """Wait until a child has ended, without reaping it, or for so many seconds."""
+    """Wait until a child has ended, without reaping it, for at most ``seconds``."""
     with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as ended:
         select.select([ended], [], [], seconds)
 
@@ -336,20 +336,20 @@ def _signal(processes: set[int], number: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """Processes that this one, a subreaper, has as children, and theirs."""
+    """Return all descendants of this process, which is a subreaper."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 parents.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
     found = list(parents.get(os.getpid(), ()))
-    for process in found:  # grows as it is gone through
+    for process in found:  # the list grows during the loop
         found += parents.get(process, ())
     return found
 
 
 def _drain(outputs: dict[int, bytearray], rooms: dict[int, int]) -> None:
-    """What is still in the pipes of a program that has ended."""
+    """Read the rest of the output from the pipes of a program that has ended."""
     for descriptor, text in outputs.items():
         os.set_blocking(descriptor, False)
         with contextlib.suppress(BlockingIOError):
@@ -358,13 +358,13 @@ def _drain(outputs: dict[int, bytearray], rooms: dict[int, int]) -> None:
 
 
 def _walls(isolation: str, folder: str) -> dict[str, Callable[[], None]]:
-    """What a program's process does last, by the name of what it keeps it from."""
+    """Return the last isolation steps of a program's process, by the name of the thing that they block."""
     of_files = {"files": functools.partial(walls.keep_out_of_files, folder)} if isolation == "rlimits" else {}
     return of_files | {"calls": functools.partial(walls.filter_calls, is_apart=isolation != "rlimits")}
 
 
 def _missing(isolation: str) -> list[str]:
-    """Those of ``_walls`` that cannot be had here, each tried in a process of its own."""
+    """Return the names of ``_walls`` that do not work on this machine. Each is tried in its own process."""
     missing = []
     for name, wall in _walls(isolation, "/tmp").items():
         if not (pid := os.fork()):
@@ -380,11 +380,11 @@ def _missing(isolation: str) -> list[str]:
 
 
 def _report(text: bytes, mark: str, *, is_judged: bool) -> dict[str, Any]:
-    """Read what the program's process reported. If it ``is_judged`` by tests, only how it began counts.
+    """Read the report of the program's process. If tests judge the program (``is_judged``), only its start counts.
 
-    Our code reports ``began`` before the program's text runs. What follows may be the program's own: a line that is no
-    JSON object is skipped, a field of another type keeps its default, and only a line before ``began`` can say that the
-    sandbox has ``failed``.
+    Our code reports ``began`` before the program's text runs. Later lines may come from the program itself. Therefore
+    lines that are not JSON objects are skipped, and a field of a wrong type keeps its default. Only a line before
+    ``began`` can report that the sandbox has ``failed``.
     """
     said: dict[str, Any] = {
         "began": False,
@@ -414,15 +414,15 @@ def _report(text: bytes, mark: str, *, is_judged: bool) -> dict[str, Any]:
     return said
 
 
-# Below: in the process of the program, or of its tests.
+# The code below runs in the process of the program, or of its tests.
 
 
 class _Report:
-    """Sends to the watching process what becomes of the program.
+    """Sender of reports to the watching process.
 
-    The functions that it calls are bound here, so that a program which replaces ``os.write`` or ``json.dumps`` does not
-    replace these. A program can still look for the mark and write to the descriptor: what a program's process
-    reports is the program's own word.
+    The functions that it calls are bound at creation, so that a program which replaces ``os.write`` or ``json.dumps``
+    does not replace them here. A program can still search for the mark and write to the descriptor. Reports from a
+    program's process therefore cannot be trusted.
     """
 
     def __init__(self, descriptor: int, mark: str):
@@ -435,7 +435,7 @@ class _Report:
 
 
 def _wall_in(limits: dict[str, Any], isolation: str, lacks: list[str], folder: str) -> None:
-    """Limit this process and give up its rights. Nothing of it can be taken back."""
+    """Limit this process and give up its rights. No step can be undone."""
     os.setsid()
     walls.end_with_parent()
     os.chdir(folder)
@@ -447,11 +447,11 @@ def _wall_in(limits: dict[str, Any], isolation: str, lacks: list[str], folder: s
 
 
 def _be_the_tests(file: int, report: int, connection: int, enter: Callable[[], None], inherited: list[int]) -> None:
-    """Wall in, run the tests, write the report, exit."""
+    """Isolate this process, run the tests, write the report, and exit."""
     said: dict[str, Any] = {}
     try:
         _close(inherited)
-        os.dup2(1, 2)  # where nothing is read: a test may print
+        os.dup2(1, 2)  # stdout is /dev/null, and tests may print
         walls.hide()
         enter()
         job = json.loads(_content(file))
@@ -469,7 +469,7 @@ def _be_the_tests(file: int, report: int, connection: int, enter: Callable[[], N
 
 
 def _content(descriptor: int) -> bytes:
-    """Read a file in memory from its start, and close it."""
+    """Return the content of a file in memory, and close the file."""
     with open(descriptor, "rb") as file:
         file.seek(0)
         return file.read()
@@ -478,7 +478,7 @@ def _content(descriptor: int) -> bytes:
 def _be_the_program(
     file: int, connection: int | None, enter: Callable[[], None], report: _Report, inherited: list[int]
 ) -> None:
-    """Wall in, run, report how it ended, exit."""
+    """Isolate this process, run the program, report how it ended, and exit."""
     try:
         _close(inherited)
         tempfile.tempdir = None
@@ -500,14 +500,14 @@ def _be_the_program(
             peer = calls.Peer(connection, connection, guarded=False, has_classes=job["has_classes"])
             tests.attend(job, peer, names, NAME)
             said, status = {}, 0
-        if os.getpid() == owner:  # not a copy that the program forked and that came to its end too
+        if os.getpid() == owner:  # a fork of the program also reaches this line and must not report
             report(**said)
     finally:
         os._exit(status)
 
 
 def _become_module(code: str, name: str) -> dict[str, Any]:
-    """Give this process the streams and the main module of the program; return the names of the module."""
+    """Give this process the standard streams and the main module of the program. Return the names of the module."""
     for number, stream_name in enumerate(("stdin", "stdout", "stderr")):
         raw = io.FileIO(number, "wb" if number else "rb", closefd=False)
         stream = io.BufferedWriter(raw) if number else io.BufferedReader(raw)
@@ -516,14 +516,14 @@ def _become_module(code: str, name: str) -> dict[str, Any]:
         setattr(sys, f"__{stream_name}__", text)
     sys.argv = [NAME]
     module = types.ModuleType(name)
-    builtins.exit = builtins.quit = sys.exit  # as where `site` is imported
+    builtins.exit = builtins.quit = sys.exit  # `site` is not imported and would define these
     sys.modules[name] = sys.modules["__main__"] = module
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
     return vars(module)
 
 
 def _execute(code: str, names: dict[str, Any]) -> tuple[dict[str, Any], int]:
-    """Run the text in these names; return what is to be reported, and the exit status."""
+    """Run the text with these names. Return the report and the exit status."""
     said: dict[str, Any] = {"finished": False, "exception": "", "value": None, "limit": ""}
     status = 0
     try:
@@ -554,10 +554,10 @@ def _execute(code: str, names: dict[str, Any]) -> tuple[dict[str, Any], int]:
 
 
 def _evaluate(code: str, names: dict[str, Any]) -> str | None:
-    """Run it; the repr of its last line if that is an expression with a value, as notebooks show it."""
+    """Run the text. Return the repr of its last line if the line is an expression with a value, as in a notebook."""
     import ast
 
-    show = repr  # not what the program may put there
+    show = repr  # the program may replace builtins.repr
     tree = ast.parse(code, NAME)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, NAME, "exec", dont_inherit=True), names)
