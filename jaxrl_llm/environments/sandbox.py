@@ -354,7 +354,7 @@ class _Worker:
             raise
 
     def _hear(self, deadline: float, limits: Limits | None = None) -> dict[str, Any]:
-        """Return the worker's next message. With ``limits``, check the totals of the program's processes while waiting."""
+        """Return the worker's next message. With ``limits``, check the totals of the program's processes meanwhile."""
         poll, is_stopped, wait_s = select.poll(), False, FIRST_LOOK_S
         poll.register(self.socket, select.POLLIN)
         while b"\n" not in self._buffer:

@@ -1,1 +1,1 @@
-"""Planning: what compiled programs need of chips that are not there: memory, links, seconds, money."""
+"""Planning: memory, link traffic, time and cost of compiled programs on chips that need not be present."""

@@ -1,9 +1,9 @@
-"""Compiled: every program of a run through the compiler of chips that are not there, with all that the compiler says.
+"""Ahead-of-time compilation: compile every program of a run for absent chips and read the compiler's reports.
 
-The compiler writes a program's optimised text and the buffers of its temporary memory into a folder, which is gone
-afterwards; jaxlib's own reader of that text does not know all that a newer libtpu writes.
+The compiler writes a program's optimised text and the buffers of its temporary memory into a temporary folder. These
+files are used because jaxlib's own reader of the text does not understand everything that a newer libtpu writes.
 
-Owns: compiling, what is read of it, the words of "out of memory". Does not know: seconds, chips' rates.
+Owns: compiling, reading the compiler's files, the "out of memory" message. Does not know: seconds, chips' rates.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.executables import saved_as, saved_in
 from jaxrl_llm.runtime.programs import Memory, memory
 
-# Of a buffer in "memory-usage-report": cumulative size; size; offset; number of values; shapes.
+# Line of a buffer in "memory-usage-report": cumulative size; size; offset; number of values; shapes.
 _BUFFER = re.compile(r"^\s*[\d.]+\w+\(\s*\d+%\);\s*([\d.]+)(\w+);\s*(\d+);\s*\d+;\s*(.*)$", re.MULTILINE)
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """Temporary memory of one shape: ``number`` buffers, ``size`` bytes in all."""
+    """Temporary memory of one shape: ``number`` buffers with ``size`` bytes in total."""
 
     shape: str
     number: int
@@ -53,11 +53,11 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One program as the compiler sees it.
+    """Compilation result of one program.
 
     Attributes:
-        refused: the compiler's words, where it found no way to fit; then memory is None. Else "".
-        buffers: what the temporary memory is made of, the largest first.
+        refused: the compiler's message if the program does not fit, else "". If it is set, memory is None.
+        buffers: the contents of the temporary memory, the largest first.
     """
 
     name: str
@@ -70,10 +70,10 @@ class Row:
 
 
 def compile_rows(run: Run, names: Iterable[str] | None = None, *, keep: bool = False) -> Iterator[Row]:
-    """Programs of the run (None = all), compiled; in order, each as soon as it is known.
+    """Compile programs of the run (None = all) and yield each result in order, as soon as it is known.
 
     Args:
-        keep: rows have the executables too.
+        keep: rows also contain the executables.
     """
     programs = run.programs()
     lowered = {name: programs[name].lower(run.mesh) for name in (programs if names is None else names)}
@@ -82,7 +82,7 @@ def compile_rows(run: Run, names: Iterable[str] | None = None, *, keep: bool = F
 
 
 def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool = False) -> Row:
-    """A program of the run; what it does and needs is known of one that the compiler refuses too."""
+    """Compile one program of the run. A program that does not fit still gets its counts and its temporary memory."""
     refused, compiled = "", None
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_plan_") as folder:
         try:
@@ -90,7 +90,7 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
         except jax.errors.JaxRuntimeError as error:
             found = re.search(r"Ran out of memory.*?exceeds available HBM \([^)]*\)", str(error), re.DOTALL)
             if found is None:
-                raise  # ours: a program that this compiler does not take
+                raise  # our own error: the compiler does not accept the program
             refused = found.group()
         text, report = (_newest(folder, f"*after_optimizations{end}.txt") for end in ("", "-memory-usage-report"))
     if compiled is not None:
@@ -113,7 +113,7 @@ def _newest(folder: str, pattern: str) -> str:
 
 
 def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
-    """Write the executables of rows that have them, for ``train`` to take (runtime.executables.load_all)."""
+    """Write the executables of rows that have them. ``train`` loads them (runtime.executables.load_all)."""
     where = saved_in(folder, mesh)
     where.mkdir(parents=True, exist_ok=True)
     for row in rows:
@@ -121,7 +121,10 @@ def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
 
 
 def micro_batches(run: Run) -> int:
-    """Micro-batches of an update whose rows are all of full length, which the packed program does not say."""
+    """Return the micro-batches of an update whose rows all have full length.
+
+    The packed program's text does not contain it.
+    """
     config, update = run.config, run.learner.update
     if not update.num_lines:
         return config.update.batch_size // config.update.micro_batch_size
@@ -134,14 +137,15 @@ def _draws(run: Run) -> int:
 
 
 def attended_share(run: Run, program: str, queries: int, keys: int, block: int) -> float:
-    """Share of [queries, keys] that a Splash kernel computes at the least, on average over the model's layers.
+    """Return the least share of [queries, keys] that a Splash kernel computes, averaged over the model's layers.
 
-    Of packed lines, whose mask the text does not tell, what the tokens of full-length draws see of their own rows.
+    The text of packed lines does not contain their mask. For them it is the share that tokens of full-length draws see
+    in their own rows.
     """
     config, update = run.config, run.learner.update
     P, C = config.prompts.max_tokens, config.sampling.max_completion_tokens
 
-    def seen(tokens: int, window: int) -> float:  # by all tokens of a row
+    def seen(tokens: int, window: int) -> float:  # sum over all tokens of a row
         full = min(tokens, window)
         return full * (full + 1) / 2 + (tokens - full) * window
 
@@ -149,7 +153,7 @@ def attended_share(run: Run, program: str, queries: int, keys: int, block: int) 
         if program != "update" or not update.num_lines:
             return counting.causal_share(queries, keys, block, window)
         prompt, row = (seen(n, window or keys) for n in (P, P + C))
-        draws = _draws(run) / (micro_batches(run) * update.num_lines)  # of a line
+        draws = _draws(run) / (micro_batches(run) * update.num_lines)  # per line
         return draws * (prompt + config.rows_per_draw * (row - prompt)) / (queries * keys)
 
     models = (run.model, run.learner.reference_model)
@@ -157,19 +161,22 @@ def attended_share(run: Run, program: str, queries: int, keys: int, block: int) 
 
 
 def head_share(run: Run, program: str) -> float:
-    """Share of a packed line's places that hold a target: of the head's chunks, so many are computed at the least."""
+    """Return the share of a packed line's positions that have a target.
+
+    At least this share of the head's chunks is computed.
+    """
     config, update = run.config, run.learner.update
     if program != "update" or not update.num_lines:
         return 1.0
-    draws = _draws(run) / (micro_batches(run) * update.num_lines)  # of a line
+    draws = _draws(run) / (micro_batches(run) * update.num_lines)  # per line
     targets = config.rows_per_draw * config.sampling.max_completion_tokens
-    if reads_prompts(config):  # in chunks of their own
+    if reads_prompts(config):  # prompts have their own chunks
         targets = min(targets, config.prompts.max_tokens - 1)
     return min(1.0, draws * targets / config.line_tokens)
 
 
 def live_share(run: Run) -> float:
-    """Share of a cache that decode steps on TPU read on average, from empty to full, in whole blocks."""
+    """Return the share of a cache that decode steps on TPU read in whole blocks, averaged from empty to full."""
     tokens, arch, mesh = run.config.sampling.max_completion_tokens, run.model.arch, run.sampler.mesh
     rows, heads = run.config.num_slots // sharding.num_data_shards(mesh), arch.num_kv_heads // mesh.shape["tensor"]
     token_bytes = heads * arch.head_size * jnp.dtype(run.config.model.compute_dtype).itemsize
@@ -177,10 +184,11 @@ def live_share(run: Run) -> float:
 
 
 def temporaries(report: str) -> tuple[Buffer, ...]:
-    """What the temporary memory of the device is made of, by the first shape that each buffer holds.
+    """Return the contents of the device's temporary memory, by the first shape that each buffer holds.
 
-    The report has a table for each allocation; arguments and results have one line, the temporary memory has many,
-    some of them of the same places at other times: sizes are scaled so that they add up to all of it.
+    The report has one table per allocation. Arguments and results have one line each, so that the longest table is the
+    temporary memory. Its buffers can share addresses at different times. Sizes are scaled so that their sum is its
+    total.
     """
     device = report.partition("Memory Space: default")[2].partition("Memory Space: ")[0]
     lines = max((_BUFFER.findall(table) for table in device.split("cumulative_size")), key=len, default=[])

@@ -1,15 +1,15 @@
-"""Counting: what the text of a compiled program says that one device does: operations, bytes of memory, bytes on links.
+"""Operation counts: FLOPs, memory bytes and link bytes of one device, from the text of a compiled program.
 
-A compiled program is a tree of loops. A region is what lies in one of them (or in none), with the number of times that
-it runs; what counts is added up per region, for a loop's turns follow each other.
+A compiled program is a tree of loops. A region is the code inside one loop, or outside all loops, with the number of
+times that it runs. Counts are summed per region, because the turns of a loop run one after another.
 
-    operations    of matrix multiplications, also those that a TPU's compiler writes as convolutions and a GPU's as
-                  calls of cuBLAS, and of a TPU's kernels of attention and experts, which are custom calls
-    memory        of each instruction that is not in a fusion: what it reads and writes outside the chip's own memory;
-                  of what is sliced or replaced in place, that part alone. Tiles of a layout are counted whole.
-    links         of each collective: what a device sends where devices form a ring, of arrays without their tiles
+    operations    matrix multiplications, including those that a TPU's compiler writes as convolutions and a GPU's as
+                  calls of cuBLAS, and a TPU's kernels of attention and experts, which are custom calls
+    memory        for each instruction outside fusions: bytes read from and written to memory outside the chip; for
+                  slices and in-place updates only the part that changes. Tiles of a layout count in full.
+    links         for each collective: bytes that a device sends in a ring, for arrays without tile padding
 
-Owns: trip counts, these sums. Does not know: how the text is read (hlo), chips, seconds, which program it is.
+Owns: trip counts, these sums. Does not know: how the text is read (hlo), chips, seconds, the program's purpose.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxrl_llm.planning.hlo import COLLECTIVES, Computation, Instruction, Shape,
 
 HOST = 5  # the memory space of the host; 0 is the device's, others are on the chip
 
-# What moves nothing itself.
+# Instructions that move no bytes themselves.
 _FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id"),
     *("opt-barrier", "while", "conditional", "call", "domain", "add-dependency"),
@@ -33,30 +33,30 @@ _FREE = {
 }
 _FREE_CALLS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "GatherScatterIndicesBitpacked", "AsyncCollectiveDone"}
 _SLICES = {"dynamic-slice", "slice", "gather"}
-_LIBRARY = re.compile(r'target="(__cu\w+\$\w+|__triton\w*)')  # of GPUs
+_LIBRARY = re.compile(r'target="(__cu\w+\$\w+|__triton\w*)')  # GPU libraries
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """A collective of more than one device, where it stands in the program."""
+    """Collective over more than one device, at its place in the program."""
 
     kind: str
-    shape: str  # of the largest array that it takes or gives, such as "bf16[128,64]"
-    chips: int  # that take part with each other
-    num_bytes: float  # that each of them sends
-    op_name: str  # of the line of Python that it comes from
+    shape: str  # shape of the largest input or output array, such as "bf16[128,64]"
+    chips: int  # number of chips in one group
+    num_bytes: float  # bytes that each chip sends
+    op_name: str  # name of the line of Python that it comes from
 
 
 @dataclasses.dataclass
 class Region:
-    """What one turn of a loop does, per device, and how many turns there are in the whole program."""
+    """Counts of one turn of a loop, per device, and the number of turns in the whole program."""
 
-    path: str  # the loops it is in
+    path: str  # the loops around it
     turns: float
     flops: float = 0.0
     read_bytes: float = 0.0  # from the device's memory
     written_bytes: float = 0.0
-    host_read_bytes: float = 0.0  # from its host's
+    host_read_bytes: float = 0.0  # from the host's memory
     host_written_bytes: float = 0.0
     sent: list[Sent] = dataclasses.field(default_factory=list)
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)  # by name
@@ -71,7 +71,7 @@ class Region:
 
     @property
     def link_bytes(self) -> Counter[str]:
-        """Bytes that a device sends, by kind of collective."""
+        """Return the bytes that a device sends, by kind of collective."""
         total: Counter[str] = Counter()
         for one in self.sent:
             total[one.kind] += one.num_bytes
@@ -84,11 +84,11 @@ class Region:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Of a program.
+    """Counts of a program.
 
     Attributes:
-        guessed: loops whose turns its text does not say, by the operation they come from, and what was taken.
-        uncounted: custom calls whose operations are not known, with how often each runs.
+        guessed: loops whose trip count the text does not contain, by operation name, with the assumed count.
+        uncounted: custom calls with unknown operations, with the number of times that each runs.
     """
 
     regions: tuple[Region, ...]
@@ -106,7 +106,7 @@ class Counts:
 
     @property
     def sent(self) -> list[tuple[float, Sent]]:
-        """Every collective, with the number of times that it runs."""
+        """Return every collective, with the number of times that it runs."""
         return [(region.turns, one) for region in self.regions for one in region.sent]
 
 
@@ -120,7 +120,7 @@ def _dot(x: Instruction, lhs: Shape) -> float:
 
 
 def _gemm(x: Instruction, lhs: Shape) -> float | None:
-    """Operations of a GPU library's matrix multiplication; None = another call, of which the text does not tell."""
+    """Return the operations of a GPU library's matrix multiplication, or None for another call."""
     over = re.search(r'lhs_contracting_dimensions\\*":\[([^\]]*)\]', x.attributes)
     if over is None:
         return None
@@ -133,7 +133,10 @@ def _numbers(text: str, name: str, default: list[int]) -> list[int]:
 
 
 def _convolution(x: Instruction, lhs: Shape, rhs: Shape) -> float:
-    """Multiplications and additions that meet no padding, which is what makes a convolution of a batched matmul."""
+    """Return the multiplications and additions that do not touch padding.
+
+    Padding must not count, because compilers write batched matrix multiplications as padded convolutions.
+    """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.attributes)
     window = re.search(r"window=\{([^}]*)\}", x.attributes)
     left, right, out = labels.groups()
@@ -155,31 +158,31 @@ def _convolution(x: Instruction, lhs: Shape, rhs: Shape) -> float:
     return 2.0 * batch * features * rhs.dims[right.index("i")] * valid
 
 
-# Matrix multiplications of [queries, keys] by the head's size in a splash attention kernel.
+# Splash attention kernel -> number of matrix multiplications of [queries, keys] by the head size.
 _SPLASH = {"mha_fwd": 2, "mqa_fwd": 2, "dq": 3, "fused": 5, "dkv": 4}
 
 
 def causal_share(queries: int, keys: int, block: int, window: int = 0) -> float:
-    """Share of [queries, keys] that a Splash kernel computes at the least: in blocks, without those that show nothing.
+    """Return the least share of [queries, keys] that a Splash kernel computes in blocks, without fully masked blocks.
 
     Args:
-        queries: the last of the keys' tokens.
-        block: queries of a block, which see the keys up to its last one.
-        window: how many tokens each sees; 0 = all before it.
+        queries: number of queries, the last tokens of the keys.
+        block: queries per block; a block sees the keys up to its last query.
+        window: number of tokens that each query sees; 0 = all before it.
     """
     ends = range(keys - queries + block, keys + 1, block)
     return statistics.fmean(min(end, block + (window or keys) - 1) for end in ends) / keys
 
 
 def _kernel(x: Instruction, operands: list[Shape], attended: Callable[[int, int, int], float]) -> float | None:
-    """Operations of a kernel for TPUs, of attention or of experts; None = another."""
-    if x.name.startswith(("gmm", "tgmm")):  # a row by one expert's matrix; of even loads, so many rows are its own
+    """Return the operations of a TPU kernel for attention or experts, or None for another kernel."""
+    if x.name.startswith(("gmm", "tgmm")):  # each row meets one expert's matrix; even loads are assumed
         matrices = [s.dims for s in operands if len(s.dims) == 2 and s.dtype in ("bf16", "f32")]
         num_parts = re.search(r"experts_in_(\d+)_parts", x.attributes)
         return 2.0 * math.prod(matrices[0]) * x.shapes[0].dims[-1] / (int(num_parts[1]) if num_parts else 1)
     four = [s.dims for s in operands if len(s.dims) == 4 and s.dtype in ("bf16", "f32")]
     if "decode_attention" in x.name and four:
-        # Queries [B, K, R, H] against caches of C tokens [B, K, C, H], or as they lie [B, K, H, C].
+        # Queries [B, K, R, H] against caches of C tokens, [B, K, C, H] or in memory order [B, K, H, C].
         B, K, R, H = x.shapes[0].dims
         cache = max((d for d in four if d[:2] == (B, K)), key=math.prod)
         return 4.0 * R * math.prod(cache)
@@ -198,7 +201,7 @@ def _kernel(x: Instruction, operands: list[Shape], attended: Callable[[int, int,
 
 
 class _Program:
-    """One program's text, and the sums over it."""
+    """Parsed text of one program, and the sums over it."""
 
     def __init__(self, text: str, turns_of: Callable, read_share: Callable, attended: Callable, taken: Callable):
         self.computations = parse(text)
@@ -211,7 +214,7 @@ class _Program:
         self.entry = next(c for c in self.computations.values() if c.is_entry)
 
     def _constant(self, inside: Computation, name: str) -> int | None:
-        """The integer that a value is, where the text says so."""
+        """Return the integer value of an instruction, or None if the text does not contain it."""
         x = inside.instructions.get(name)
         while x is not None:
             if x.op == "constant":
@@ -228,14 +231,14 @@ class _Program:
         return None
 
     def turns(self, inside: Computation, loop: Instruction) -> float:
-        """How often a loop turns: as the compiler says, or from its condition's bound and its counter's start."""
+        """Return the trip count of a loop, from the compiler or from its condition's bound and its counter's start."""
         if known := re.search(r'known_trip_count\\?"?:\{\\?"?n\\?"?:\\?"?(\d+)', loop.attributes):
             return int(known[1])
         condition = self.computations[loop.called("condition")[0]]
         begin = inside.instructions[loop.operands[0]]
         root = condition.instructions[condition.root]
         if root.op == "get-tuple-element":
-            return 1  # of one turn or none: runtime.programs.run_if
+            return 1  # a loop of one turn or none: runtime.programs.run_if
         for x in (root, *(condition.instructions[n] for n in root.operands if root.op == "and")):
             if x.op != "compare" or "direction=LT" not in x.attributes or begin.op != "tuple":
                 continue
@@ -254,7 +257,10 @@ class _Program:
         return self.guessed[name]
 
     def _step(self, loop: Instruction, index: int) -> int:
-        """What a loop's body adds to its counter: more than 1 where the compiler has joined turns."""
+        """Return the amount that a loop's body adds to its counter.
+
+        It is above 1 if the compiler has unrolled the loop.
+        """
         body = self.computations[loop.called("body")[0]]
         root = body.instructions[body.root]
         x = body.instructions[root.operands[index]] if root.op == "tuple" else root
@@ -270,7 +276,10 @@ class _Program:
         return max((n for n in found if n), default=1)
 
     def _read(self, inside: Computation, name: str, whole: float) -> float:
-        """Bytes read of a fusion's parameter, of which there are ``whole``; inf = it may be all the way to its root."""
+        """Return the bytes read of a fusion's parameter with ``whole`` bytes.
+
+        The result is inf if the parameter may pass unchanged to the root.
+        """
         total = math.inf if name == inside.root else 0.0
         for user in inside.users.get(name, ()):
             if user.op in _SLICES and user.operands[0] == name:
@@ -284,14 +293,14 @@ class _Program:
                 for i, operand in enumerate(user.operands):
                     if operand == name and i in callee.parameters:
                         part = self._read(callee, callee.parameters[i].name, whole)
-                        # What comes out as it went in is read by whom it goes to.
+                        # If the parameter passes through unchanged, count the reads of its users.
                         total += part if part < math.inf else self._read(inside, user.name, whole)
             else:
                 return whole
         return total
 
     def _written(self, inside: Computation, name: str, whole: float) -> float:
-        """Bytes written of a fusion's result."""
+        """Return the bytes written of a fusion's result."""
         x = inside.instructions[name]
         while x.op == "bitcast" and x.operands[0] in inside.instructions:
             x = inside.instructions[x.operands[0]]
@@ -305,7 +314,7 @@ class _Program:
         return whole
 
     def _moved(self, inside: Computation, x: Instruction) -> Iterator[tuple[int, float, bool]]:
-        """Of each thing that an instruction reads (False) or writes (True): its memory space, bytes, and which."""
+        """Yield (memory space, bytes, is written) for each array that an instruction reads or writes."""
         inputs = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
         if x.op.endswith("-done") or x.op in _FREE:
             return
@@ -342,18 +351,18 @@ class _Program:
                 yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0), False) for s in shapes)
             written = x.shapes
             if _LIBRARY.search(x.attributes) and len(written) > 1 and written[-1].dtype in ("s8", "u8"):
-                written = written[:-1]  # room to work in, of which the text does not tell how much is used
+                written = written[:-1]  # workspace; the text does not contain how much of it is used
             yield from ((s.space, s.num_bytes, True) for i, s in enumerate(written) if i not in places)
 
     def _collectives(self, x: Instruction) -> set[tuple[str, ...]]:
-        """What an instruction has begun that later ones may go on with: channel, kind and results of each."""
+        """Return the collectives that an instruction has started: channel, kind and results of each."""
         if x.op != "fusion":
             return {_identity(x)} if x.op.removesuffix("-start") in COLLECTIVES and x.op.endswith("-start") else set()
         inner = self.computations[x.called("calls")[0]].instructions.values()
         return {_identity(y) for y in inner if y.op.removesuffix("-start") in COLLECTIVES}
 
     def _going_on(self, inside: Computation, x: Instruction) -> set[tuple[str, ...]]:
-        """What was begun in the fusions whose results a fusion takes."""
+        """Return the collectives that were started in the fusions whose results a fusion takes."""
         found = set()
         for name in x.operands:
             y = inside.instructions.get(name)
@@ -384,10 +393,10 @@ class _Program:
                     self.uncounted[x.name.rstrip(".0123456789")] += region.turns
             kind = x.op.removesuffix("-start")
             if kind in COLLECTIVES:
-                if "all-reduce-scatter" in inside.name:  # how a TPU's compiler writes one
+                if "all-reduce-scatter" in inside.name:  # a TPU's compiler writes a reduce-scatter like this
                     kind = "reduce-scatter"
-                # One that is hidden behind several fusions stands in each of them; channels alone do not tell, for what
-                # one shard_map or one function called often sends may have one channel.
+                # The same collective can appear in several fusions. The channel id does not identify it, because
+                # different calls of one shard_map or function may share a channel.
                 if _identity(x) not in going_on:
                     sent = _sent(kind, x, self.num_devices, [s for each in shapes for s in each])
                     region.sent += [sent] if sent.chips > 1 else []
@@ -405,7 +414,7 @@ class _Program:
             elif x.op == "conditional":
                 regions, branches, turns = self.regions, [], region.turns * (share := self.taken(x.op_name))
                 for callee in x.called("branch_computations", "true_computation", "false_computation"):
-                    self.regions = [Region(region.path, turns)]  # and those of loops in it
+                    self.regions = [Region(region.path, turns)]  # loops inside it append theirs
                     self._count(self.regions[0], self.computations[callee], fused=False)
                     branches.append(self.regions)
                 whole = lambda its: [sum(r.turns * getattr(r, name) for r in its) for name in ("flops", "hbm_bytes")]
@@ -434,14 +443,14 @@ def _identity(x: Instruction) -> tuple[str, ...]:
 
 
 def _group_size(attributes: str, num_devices: int) -> int:
-    """Devices that a collective joins; the text has three ways to say it."""
+    """Return the number of devices that a collective joins. The text has several formats for it."""
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return found[1].count(",") + 1
     if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", attributes):
         return int(found[2])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        of_axis = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])  # whole, or a part of it
+        of_axis = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])  # a whole axis or a part
         return math.prod(int(part or sizes[axis]) for axis, part in of_axis)
     if found := re.search(r"source_target_pairs=\{(\{.*?\})\}", attributes):
         return found[1].count("{")
@@ -449,9 +458,9 @@ def _group_size(attributes: str, num_devices: int) -> int:
 
 
 def _sent(kind: str, x: Instruction, num_devices: int, inputs: list[Shape]) -> Sent:
-    """Bytes that each device sends in a collective, by the ring algorithm: of the arrays, not of their tiles."""
+    """Return a collective with the bytes that each device sends by the ring algorithm. Tile padding is not counted."""
     group = _group_size(x.attributes, num_devices)
-    # An all-gather's input is one device's part, which it passes on to all others.
+    # An all-gather's input is one device's part, which is passed on to all other devices.
     share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group, "collective-permute": 1}
     num_bytes = sum(s.dense_bytes for s in inputs) * share.get(kind, (group - 1) / group)
     largest = max((*x.shapes, *inputs), key=lambda s: s.dense_bytes)
@@ -466,14 +475,14 @@ def count(
     attended: Callable[[int, int, int], float] = causal_share,
     taken: Callable[[str], float] = lambda name: 1.0,
 ) -> Counts:
-    """What a device does in one call of a program.
+    """Return the counts of one device in one call of a program.
 
     Args:
         text: optimised HLO, ``compiled.as_text()``.
-        turns_of: turns of a loop for which the text has no bound, by the name of the operation it comes from.
-        read_share: how much a custom call reads, on average, of the operands that it updates in place, by its name.
-        attended: share of [queries, keys] that a Splash kernel computes, by the two and the queries of a block.
-        taken: how often, on average, a branch goes the dearest of its ways, by the name of what it comes from.
+        turns_of: operation name of a loop -> its trip count, used if the text has no bound.
+        read_share: name of a custom call -> average share that it reads of the operands that it updates in place.
+        attended: (queries, keys, queries per block) -> share of [queries, keys] that a Splash kernel computes.
+        taken: operation name of a conditional -> average share of calls that take its most expensive branch.
     """
     program = _Program(text, turns_of, read_share, attended, taken)
     region = Region("", 1)

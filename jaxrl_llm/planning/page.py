@@ -1,6 +1,6 @@
-"""The plan's page: memory of each program and the split of an iteration as pictures, then all numbers as tables.
+"""Plan page: memory of each program and the time of an iteration as pictures, then all numbers as tables.
 
-Owns: what is on the page. Does not know: how it looks (reports.page), where the numbers come from.
+Owns: the content of the page. Does not know: its style (reports.page), where the numbers come from.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write(path: pathlib.Path, found: dict[str, Any]) -> pathlib.Path:
 
 
 def _bars(title: str, unit: str, bars: dict[str, dict[str, float]], series: list[str], limit: float | None) -> str:
-    """Horizontal bars, one a name, each a stack of the series."""
+    """Return horizontal stacked bars, one per name, with one colour per series."""
     names = list(bars)
 
     def draw(axes: Any) -> None:

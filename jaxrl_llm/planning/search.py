@@ -1,9 +1,9 @@
-"""Search: the layouts of a run (mesh, micro-batch, remat) that fit a slice, the fastest first.
+"""Layout search: find the layouts of a run (mesh, micro-batch, remat) that fit a slice, the fastest first.
 
-Layouts whose arrays alone do not fit are left out before anything is compiled, the others are put in the order of an
-estimate by the model's algebra, and of the first of them the programs that matter are compiled.
+Layouts whose arrays alone do not fit are removed before anything is compiled. The other layouts are sorted by an
+estimate from the model's algebra. For the first of them, the important programs are compiled.
 
-Owns: which layouts there are, the estimate. Does not know: how a program is compiled or its time found.
+Owns: which layouts exist, the estimate. Does not know: how a program is compiled or timed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxrl_llm.run import Run, assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import in_use_bytes
 
-# Of these the sampler's are the same for all micro-batches and remats of a mesh.
+# Programs to compile. The sampler's programs are the same for all micro-batches and remats of a mesh.
 SAMPLER = ("init_sampler", "publish", "publish_base", "prefill", "decode", "collect")
 LEARNER = ("init_ring", "init_state", "annotate", "update")
 
@@ -45,7 +45,7 @@ class Layout:
 
 
 def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator[MeshConfig]:
-    """Those whose axes the model can use: experts to split, heads to exchange for parts of rows."""
+    """Yield the meshes whose axes the model can use: it must divide its experts, heads and key-value heads evenly."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for fsdp, expert, context, tensor in itertools.product(divisors, repeat=4):
         used = fsdp * expert * context * tensor
@@ -57,7 +57,7 @@ def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator
 
 
 def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
-    """All of a mesh; many do not divide the run's numbers."""
+    """Yield all layouts of a mesh. Many do not divide the run's numbers."""
     batch = config.update.batch_size
     packed = config.update.micro_batch_tokens > 0
     sizes = [config.update.micro_batch_size] if packed else [n for n in range(1, batch + 1) if batch % n == 0]
@@ -65,7 +65,7 @@ def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
 
 
 def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
-    """Seconds of an iteration by the algebra of weights and activations; it puts layouts in an order."""
+    """Return estimated seconds of an iteration, by the algebra of weights and activations. It only ranks layouts."""
     update, mesh = config.update, config.mesh
     chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     repeated = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0) / 6.0
@@ -75,7 +75,7 @@ def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
     of_device = size * (arch.num_params - of_experts + of_experts / mesh.expert)
     rows = update.updates_per_iteration * update.batch_size
     tokens, micros = rows * config.row_tokens / (chips / mesh.tensor), rows // update.micro_batch_size
-    # Weights are gathered twice, gradients added up in float32; publishing gathers once.
+    # Weights are gathered twice, gradients are reduced in float32, and publishing gathers once.
     sent = of_device / mesh.tensor * (1 + 4 * micros) * (mesh.fsdp * mesh.context > 1)
     tensor = mesh.sampler_tensor or mesh.tensor
     weights, slots = of_device / tensor, config.num_slots / (chips / tensor)
@@ -83,7 +83,7 @@ def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
     for count, passes, parts in ((tokens, 2, mesh.tensor), (slots * steps, 1, tensor)):
         activations = passes * size * count * arch.num_layers
         sent += activations * arch.width * (4 * (parts > 1) + 2 * (mesh.expert - 1))
-        if passes == 2:  # of a learner's rows alone parts lie elsewhere
+        if passes == 2:  # only the learner splits rows over the context axis
             sent += activations * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_size * (mesh.context > 1)
     cache = slots * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * size
     read = steps * (weights + cache * arch.num_layers / tensor / 2) + 6 * of_device / mesh.tensor * micros
@@ -91,8 +91,9 @@ def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
 
 
 def kept_for_backward(config: Config, arch: Architecture) -> float:
-    """Bytes that a device keeps of a micro-batch at the least, of completions alone: of each layer its input, and what
-    ``model.remat`` says of its MLP.
+    """Return the least bytes per device that a micro-batch keeps for the backward pass, counting completions only.
+
+    These are each layer's input and the MLP values that ``model.remat`` keeps.
     """
     mesh, size = config.mesh, 2 if config.model.compute_dtype == "bfloat16" else 4
     of_rows = config.update.micro_batch_size * config.sampling.max_completion_tokens
@@ -102,7 +103,7 @@ def kept_for_backward(config: Config, arch: Architecture) -> float:
 
 
 def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> tuple[list[Layout], int]:
-    """Layouts whose numbers divide and whose arrays fit, by their estimate; and how many divide but do not fit."""
+    """Return the layouts that divide and whose arrays fit, by estimate, and the number that divide but do not fit."""
     found, too_large, refused = [], 0, None
     for axes in meshes(config.mesh, model.arch, len(devices)):
         mesh, there = sharding.make_mesh(axes, devices), None
@@ -123,13 +124,13 @@ def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> 
             else:
                 found.append((estimate(of, model.arch, chip), learning, layout))
     if refused and not found and not too_large:
-        raise refused  # on every mesh
-    # Of those that take as long, the one that needs less.
+        raise refused  # every mesh was refused
+    # Among equal estimates, the layout that needs less memory comes first.
     return [layout for *_, layout in sorted(found, key=lambda each: each[:2])], too_large
 
 
 def arrays(run: Run) -> tuple[int, int]:
-    """Bytes of a device that are there while the sampler runs, and while the learner does."""
+    """Return the bytes of a device's arrays while the sampler runs, and while the learner runs."""
     sampling, learning = (sum(verdict.kept(run, sampling=half).values()) for half in (True, False))
     return sampling, learning
 
@@ -140,10 +141,10 @@ def assembled(config: Config, model: Model, devices: list[Any]) -> Run:
 
 
 def search(config: Config, model: Model, devices: list[Any], chip: Chip, *, most: int, shown: int = 5) -> int:
-    """Compile the first ``most`` layouts, print the fastest that fit.
+    """Compile the first ``most`` layouts and print the fastest that fit.
 
     Returns:
-        Exit status: 0 when one fits, else 1.
+        Exit status: 0 if a layout fits, else 1.
 
     Raises:
         ConfigError: no layout divides the run's numbers.
