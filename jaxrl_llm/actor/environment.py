@@ -1,8 +1,9 @@
-"""Environments that answer the policy's turns, in processes of their own with deadlines, as rewards have them.
+"""Worker processes in which environments answer the policy's turns, with a deadline for each call.
 
-An episode stays with one process, which has its state; where that dies, the next plays it again (environment_worker).
+Each episode is assigned to one worker process, which keeps the episode's state. If the process dies, its successor
+replays the episode (``environment_worker``).
 
-Owns: the processes, deadlines, what a reply is. Does not know: tokens, rows, when a turn ends.
+Owns: the processes, deadlines, the form of a reply. Does not know: tokens, rows, when a turn ends.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.runtime.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
-BEGUN_AT_ONCE = 64  # of the questions before a run
+BEGUN_AT_ONCE = 64  # questions whose episodes are begun concurrently before a run
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """To a turn.
+    """The environment's reply to one turn, or to the request that begins an episode.
 
     Attributes:
-        answer: messages, of tools or the user, or token ids where an agent speaks so; None ends the episode. Where it
-            begins, an agent's messages, or the text that follows the prompt.
-        reward: of the episode so far; None where the environment has none.
+        answer: messages with role "tool" or "user", or token ids if an agent sends token ids. None ends the episode.
+            When the episode begins: an agent's first request, or the text that follows the prompt.
+        reward: reward of the episode so far; None if the environment has no reward.
         outcome: OUTCOME_*.
-        reason: what went wrong, "" where nothing did.
-        state: of a class that can be saved, after this turn; plain JSON.
-        tools: of an agent that begins.
-        seconds: that the environment took; the mean over its turns if the episode had to be played again.
+        reason: error message, "" without an error.
+        state: state of the instance after this turn, in plain JSON, if the class can be saved; else None.
+        tools: tools of an agent's first request, when the episode begins.
+        seconds: time that the environment took. If the episode was replayed, the mean over the replayed turns.
     """
 
     answer: Any
@@ -51,16 +52,16 @@ class Reply:
 
 
 class Environment(contextlib.AbstractContextManager):
-    """Answers turns of episodes.
+    """Client of the worker processes that answer the turns of episodes.
 
     Attributes:
-        role: whose messages its answers are, a "tool"'s or the "user"'s; an agent's may be either's.
-        is_agent: it is a program that asks for turns over the OpenAI API (agents).
+        role: role of the answers' messages: "tool" for a class, "user" for a function. Agents answer with both roles.
+        is_agent: the environment is a program that requests turns over the OpenAI API (``agents``).
         has_reward: its episodes have a reward.
-        is_shown: a reward function names ``environments``.
+        is_shown: a reward function has the parameter ``environments``.
 
     Raises:
-        ConfigError: it cannot be found, or does not take the examples' columns, before any process starts.
+        ConfigError: the environment cannot be imported, or does not take the examples' columns. No process is started.
     """
 
     def __init__(self, config: Config, examples: Sequence[Example] = ()):
@@ -79,22 +80,23 @@ class Environment(contextlib.AbstractContextManager):
         how = [self._config.factory], self._printer, "environment_worker"
         self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._workers]
-        self._over: list[list[str]] = [[] for _ in self._workers]  # episodes that its process need not keep
-        self._kept: list[set[str]] = [set() for _ in self._workers]  # episodes that it has
+        self._over: list[list[str]] = [[] for _ in self._workers]  # ended episodes that the process may drop
+        self._kept: list[set[str]] = [set() for _ in self._workers]  # episodes that the process holds
 
     def begin(self) -> int:
-        """A new episode's name; of all who ask this environment none has it twice."""
+        """Return the number of a new episode. This environment never returns the same number twice."""
         return next(self._episodes)
 
     def ask(
         self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[Any], state: Any = None, **how
     ) -> Future[Reply]:
-        """The reply to the newest of an episode's turns; without any, how it begins. Returns at once.
+        """Request the reply to the newest turn of an episode, without waiting for the reply.
 
         Args:
-            answers: to the turns before.
-            state: that of the reply before, where it has one.
-            how: what else ``environment_worker.act`` takes.
+            turns: texts of the policy's turns, oldest first. Without any turn, the episode begins.
+            answers: answers to the turns before the newest.
+            state: state of the previous reply, if that reply has a state.
+            how: further keyword arguments of ``environment_worker.act``.
         """
         place = episode % len(self._workers)
         columns = example.columns
@@ -106,13 +108,13 @@ class Environment(contextlib.AbstractContextManager):
         return self._threads[place].submit(self._ask, place, example, given, **how)
 
     def shown(self, *given: Any) -> Future[Reply]:
-        """As for ``ask``, after all of the turns: its reply's ``answer`` is what the instance's attributes are."""
+        """Request the public attributes of an episode's instance after all turns; they are the reply's ``answer``."""
         return self.ask(*given, is_over=True)
 
     def forget(self, episode: int) -> None:
-        """The episode has ended: its process need not keep it once it has answered what was asked before."""
+        """Let the process drop an ended episode after the process has answered all earlier requests."""
         place = episode % len(self._workers)
-        self._threads[place].submit(lambda: self._over[place].append(str(episode)))  # to the list of then
+        self._threads[place].submit(lambda: self._over[place].append(str(episode)))  # `_ask` replaces the list
 
     def _ask(self, place: int, example: Example, given: tuple[Any, ...], **how: bool) -> Reply:
         over, self._over[place] = self._over[place], []
@@ -128,7 +130,7 @@ class Environment(contextlib.AbstractContextManager):
             kept.difference_update(over)
             played_again = len(answers) if state_before is None and key not in kept else 0
             timeout_s = self._config.timeout_s * (1 + played_again)
-            if key in kept and "drawn" in how:  # the process has the tokens of the turns before
+            if key in kept and "drawn" in how:  # the process already has the tokens of the earlier turns
                 how["drawn"] = how["drawn"][-1:]
             call = self._config.factory, over, *given, how
             started = time.monotonic()
@@ -140,7 +142,7 @@ class Environment(contextlib.AbstractContextManager):
             else:
                 kept.discard(key)
         except Exception as error:
-            kept.clear()  # its process is another one now
+            kept.clear()  # the new process holds no episode
             (outcome, wrong), answer, reward, state, tools, seconds = failed(error), None, None, None, None, 0.0
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
         return Reply(answer, reward, outcome, reason, state, tools, seconds)
@@ -152,11 +154,11 @@ class Environment(contextlib.AbstractContextManager):
         end(self._workers)
         for thread in self._threads:
             thread.shutdown()
-        put_away(self._workers, self._printer)  # with what a thread has started meanwhile
+        put_away(self._workers, self._printer)  # a thread may have started a process after the first `end`
 
 
 def _is_reply(answer: Any) -> bool:
-    """Whether an answer has the form of ``environment_worker.act``."""
+    """Return whether an answer has the form that ``environment_worker.act`` returns."""
     match answer:
         case [_, reward, wrong, _, _]:
             return (reward is None or is_number(reward)) and (wrong is None or isinstance(wrong, str))
@@ -165,9 +167,11 @@ def _is_reply(answer: Any) -> bool:
 
 @contextlib.contextmanager
 def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Iterator[Environment | None]:
-    """The environment of a config, until the end of its context; None where there is none.
+    """Open the environment of a config as a context manager, which yields None if the config has no environment.
 
-    ConfigError also where the model's template has no place for its answers, or needs more room than they may take.
+    Raises:
+        ConfigError: see ``Environment``. Or the chat template cannot encode messages of the environment's role, or the
+            tokens that the template puts around an answer exceed ``environments.max_answer_tokens``.
     """
     if not config.environments.factory:
         yield None
@@ -184,18 +188,25 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
 def shown(
     config: Config, tokenizer: Any, *sets: Sequence[Example]
 ) -> tuple[PromptsConfig, list[list[Example]], list[str]]:
-    """Sets of questions as the policy is to see them where ``environments.factory`` is a class or an agent.
+    """Begin an episode of every question, and return the questions with the prompts that the policy will see.
 
-    The chat template is told a class's tools, where it has a place for them and ``prompts.chat_template_kwargs`` tells
-    it no others, and those of an agent that asks with the same ones at every question; and what ``reset`` returns
-    follows the prompt, as TRL has it. What an agent asks for first is the prompt.
+    A class: the text that ``reset`` returns is appended to the prompt, as in TRL. The chat template receives the
+    class's tools, if the template supports tools and ``prompts.chat_template_kwargs`` does not set "tools".
+
+    An agent: its first request is the prompt. The chat template receives the agent's tools under the same conditions,
+    if the agent requests with the same tools at every question.
+
+    A function: the questions are returned unchanged.
+
+    Args:
+        sets: sets of questions, such as training and held-out questions.
 
     Returns:
-        (the section ``prompts``, the sets, one message per question that cannot be begun).
+        (section ``prompts``, the sets, one message per question whose episode failed to begin).
 
     Raises:
-        ConfigError: a tool has no type or docstring for what it takes; with ``prompts.bad_row="error"`` a question that
-            cannot be begun.
+        ConfigError: a tool's parameter has no type or no docstring. Or an episode failed to begin and
+            ``prompts.bad_row`` is "error".
     """
     prompts, bad, told = config.prompts, [], []
     kept: list[list[tuple[Example, Reply]]] = []
@@ -209,7 +220,7 @@ def shown(
         ask = lambda example, episode: (example, episode, environment.ask(episode, example, (), ()))
         for questions in sets:
             kept.append([])
-            # So many are alive at once, and no more.
+            # In batches, because every open episode holds an instance or a thread.
             parts = (questions[i : i + BEGUN_AT_ONCE] for i in range(0, len(questions), BEGUN_AT_ONCE))
             begun = ([ask(example, environment.begin()) for example in part] for part in parts)
             for example, episode, reply in itertools.chain.from_iterable(begun):
@@ -232,7 +243,7 @@ def shown(
 
 
 def has_place_for_tools(tokenizer: Any, encoding: dict[str, Any]) -> bool:
-    """Whether the chat template, which is told what ``encoding`` has, takes tools besides."""
+    """Return whether the chat template accepts tools in addition to the arguments in ``encoding``."""
     told = {**encoding["chat_template_kwargs"], "tools": []}
     try:
         tokenizer.encode_prompt([{"role": "user", "content": "a"}], **encoding | {"chat_template_kwargs": told})
@@ -242,14 +253,16 @@ def has_place_for_tools(tokenizer: Any, encoding: dict[str, Any]) -> bool:
 
 
 def ids_of(ids: list[int], vocab_size: int) -> list[int]:
-    """An agent's token ids; ConfigError where one is none of the model's."""
+    """Return an agent's token ids. Raise ConfigError if an id is outside the model's vocabulary."""
     if not all(0 <= x < vocab_size for x in ids):
         raise ConfigError(f"an agent's token_ids must be from 0 to {vocab_size - 1}, and are {min(ids)} to {max(ids)}")
     return ids
 
 
 def _begun(example: Example, reply: Reply, told: list[Any], system_prompt: str) -> Example:
-    """The question with what ``reset`` returned after its last message; of an agent what it has asked with.
+    """Return the question with the prompt that the episode began with.
+
+    The text that ``reset`` returned is appended to the last message. An agent's first request replaces the prompt.
 
     Args:
         told, system_prompt: see ``agents.prompt_of``.
@@ -267,7 +280,7 @@ def _begun(example: Example, reply: Reply, told: list[Any], system_prompt: str) 
 
 
 def _takes_prompt(found: Any) -> bool:
-    """Whether it is a class whose ``reset`` takes the prompt too, by name or as one of any, as TRL gives it."""
+    """Return whether ``found`` is a class whose ``reset`` has a parameter ``prompt`` or ``**kwargs``, as in TRL."""
     if not isinstance(found, type):
         return False
     takes = inspect.signature(found.reset).parameters
@@ -275,13 +288,17 @@ def _takes_prompt(found: Any) -> bool:
 
 
 def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
-    """``prompts.chat_template_kwargs`` with the JSON schemas of its tools, by their types and docstrings."""
-    from transformers.utils import get_json_schema  # here, for it is slow to import
+    """Return ``prompts.chat_template_kwargs`` with the JSON schemas of the environment's tools under "tools".
+
+    The schemas come from the methods' type hints and docstrings. If the chat template does not support tools, the
+    arguments are returned unchanged.
+    """
+    from transformers.utils import get_json_schema  # here, because the import is slow
 
     told = config.prompts.chat_template_kwargs
     if not has_place_for_tools(tokenizer, config.prompts.encoding):
         return told
-    own = object.__new__(environment)  # its methods are bound: no `self` among what they take
+    own = object.__new__(environment)  # bound methods, because a schema must not have the parameter `self`
     try:
         schemas = [get_json_schema(getattr(own, name)) for name in environment_worker.tools_of(environment)]
     except Exception as error:
@@ -291,7 +308,11 @@ def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
 
 
 def _checked(spec: str, examples: Sequence[Example]) -> Any:
-    """The class or function of ``environments.factory``: it imports, and takes every column that an example has."""
+    """Return the class or function of ``environments.factory`` after checking its interface.
+
+    Raises:
+        ConfigError: it cannot be imported, lacks a required method or tool, or does not take every example's columns.
+    """
     said = f"environments.factory={spec!r:.200}"
     found = imported(spec, said)
     is_class = isinstance(found, type)

@@ -1,17 +1,25 @@
-"""The process that environments run in: it answers the policy's turns.
+"""The worker process in which environments answer the policy's turns.
 
-An environment is a class with the interface of TRL's: a constructor without arguments, ``reset(**columns)``, public
-methods with a docstring, which are the tools that the policy calls, and ``get_reward()`` if its episodes have a reward
-of their own. A turn calls tools as Qwen and Hermes do, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, or
-as other families do (tool_calls). The turn is answered by what the tools return. A turn without a call is the last. Or
-an environment is a function ``(prompt, turns, **columns) -> str | None``. It takes the texts of all turns so far and
-returns its answer to the newest, None after the last. Or it is an agent (agents), which asks the policy for its turns.
+An environment has one of three forms:
 
-An episode lives here from its first turn on. A process that has it not, for it is new or another began it, plays it
-again from what the policy said, and compares its answers; or, of a class with ``state()`` and ``restore(state)``, goes
-on from what it was after the turn before: a new instance is given that in place of ``reset``.
+    class      Interface of TRL: a constructor without arguments, ``reset(**columns)``, and tools, which are the public
+               methods with a docstring. ``get_reward()`` is optional and returns the episode's reward so far. The
+               tools' results answer a turn. A turn without a tool call ends the episode.
+    function   ``(prompt, turns, **columns) -> str | None``. It receives the texts of all turns so far, and returns the
+               answer to the newest turn. None ends the episode.
+    agent      A program that requests the policy's turns (``agents``).
 
-Owns: episodes, which tools there are, how a call of one is read. Does not know: deadlines, tokens, jax.
+A turn calls tools in the form of Qwen and Hermes, ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``, or in
+another form of ``tool_calls``.
+
+The process keeps an episode from its first turn on. A process without the episode, because the process is new or
+another process began the episode, rebuilds the episode in one of two ways:
+
+    replay     A new instance answers the policy's earlier turns. It must give the same answers.
+    restore    A class with ``state()`` and ``restore(state)``: a new instance receives the state after the previous
+               turn, and ``reset`` is not called.
+
+Owns: episodes, the tools of a class, their execution. Does not know: deadlines, tokens, jax.
 """
 
 from __future__ import annotations
@@ -30,46 +38,50 @@ from jaxrl_llm.actor.reward_worker import message
 from jaxrl_llm.runtime import json_lines
 from jaxrl_llm.runtime.functions import awaited
 
-NO_TOOLS = ("reset", "get_reward")  # public methods that are the environment's own
-SAVING = ("state", "restore")  # likewise, where it has both
+NO_TOOLS = ("reset", "get_reward")  # public methods that the policy must not call
+SAVING = ("state", "restore")  # the policy must not call these either, if the class has both
 MAX_ANSWER_CHARS = 2**20
 
 _episodes: dict[str, Episode | agents.Episode] = {}
-_failed: set[str] = set()  # tools that have raised
+_failed: set[str] = set()  # tools that have raised; each is reported on stderr once
 
 
 def tools_of(environment: type) -> list[str]:
-    """Names of the methods that the policy may call."""
+    """Return the names of the methods that the policy may call."""
     hidden = (*NO_TOOLS, *(SAVING if is_saved(environment) else ()))
     public = (name for name in dir(environment) if not name.startswith("_") and name not in hidden)
     return [name for name in public if callable(x := getattr(environment, name)) and getattr(x, "__doc__", None)]
 
 
 def is_saved(environment: type) -> bool:
-    """Whether its episodes can be gone on with from a state."""
+    """Return whether a class can continue an episode from a saved state."""
     return all(callable(getattr(environment, name, None)) for name in SAVING)
 
 
 @functools.cache
 def _kinds_of(environment: type) -> dict[str, tool_calls.Kinds]:
-    """Of what its tools take, as far as they say it."""
+    """Return which parameters of each tool accept a string or null, according to their type hints."""
     found = {}
     for name in tools_of(environment):
-        with contextlib.suppress(Exception):  # hints may name what is not there
+        with contextlib.suppress(Exception):  # a hint may be a name that is not defined
             found[name] = {x: _kinds(hint) for x, hint in typing.get_type_hints(getattr(environment, name)).items()}
     return found
 
 
 def _kinds(hint: Any) -> set[str]:
-    """Which of a text and null a type hint has."""
+    """Return the subset of {"string", "null"} that a type hint accepts."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
         return set().union(*map(_kinds, typing.get_args(hint)))
-    is_text = hint is str or isinstance(hint, str)  # the latter of a Literal
+    is_text = hint is str or isinstance(hint, str)  # an argument of a Literal is a string itself
     return {"string"} if is_text else {"null"} if hint in (None, type(None)) else set()
 
 
 class Episode:
-    """An instance of the user's class, and how many turns it has answered; one that has answered some is restored."""
+    """Episode of an environment class: an instance of the class, its tools and the number of answered turns.
+
+    Args:
+        num_turns: answered turns. Above 0, the instance is restored from ``state``; else it is reset with ``columns``.
+    """
 
     def __init__(self, environment: type, columns: dict[str, Any], num_turns: int = 0, state: Any = None):
         self.own, self.num_turns = environment(), num_turns
@@ -80,7 +92,7 @@ class Episode:
             self.opening = _said(awaited(self.own.reset(**columns)), "reset")
 
     def state(self) -> Any:
-        """What ``restore`` takes, as JSON has it; None of a class that cannot be saved."""
+        """Return the argument of ``restore`` as plain JSON, None if the class cannot be saved."""
         if not is_saved(type(self.own)):
             return None
         try:
@@ -89,9 +101,9 @@ class Episode:
             raise TypeError(f"state returned what JSON has not: {error}") from error
 
     def answer(self, turn: str) -> list[dict[str, str]] | None:
-        """What the tools that a turn calls return, a message each; None where it calls none.
+        """Return one message for each tool call of a turn, None if the turn has no call.
 
-        What a tool raises, and what is wrong with a call, is told to the policy: it may do better.
+        If a call is invalid or its tool raises, the message is the error, so that the policy can correct the call.
         """
         self.num_turns += 1
         results = [result for call in tool_calls.calls_of(turn) for result in self._results(call)]
@@ -114,7 +126,7 @@ class Episode:
         try:
             result = awaited(self.tools[name](**given))
         except Exception as error:
-            if error.__traceback__.tb_next and name not in _failed:  # the tool's doing, and not what it was given
+            if error.__traceback__.tb_next and name not in _failed:  # raised inside the tool, not by wrong arguments
                 _failed.add(name)
                 said = f"warning: the tool {name} raised {message(error)}"
                 print(f"{said}; the policy is told so, every time, and you this once", file=sys.stderr)
@@ -122,19 +134,19 @@ class Episode:
         return _text(result, f"the tool {name}") or ""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing. Only an agent's episode has pending requests to close."""
 
     def shown(self) -> dict[str, Any]:
-        """Public attributes and properties of the instance, as far as JSON has their values."""
+        """Return the public attributes and properties of the instance whose values are JSON."""
         state = {}
-        for name in dir(self.own):  # of its class too
+        for name in dir(self.own):  # `dir` also lists attributes of the class
             if not name.startswith("_"):
-                with contextlib.suppress(Exception):  # a property may raise, and not all is JSON
+                with contextlib.suppress(Exception):  # a property may raise, and a value may not be JSON
                     state[name] = json.loads(json.dumps(getattr(self.own, name)))
         return state
 
     def reward(self) -> float | None:
-        """Of the episode so far; None where its class has none."""
+        """Return the reward of the episode so far, None if the class has no ``get_reward``."""
         if not callable(getattr(self.own, "get_reward", None)):
             return None
         reward, reasons = awaited(self.own.get_reward()), []
@@ -159,23 +171,27 @@ def act(
     told: Sequence[Any] = (),
     system_prompt: str = "",
 ) -> list[Any]:
-    """The answer to the newest turn; where it is over, what the instance shows.
+    """Answer the newest turn of an episode. If ``is_over``, return the public attributes of its instance instead.
 
     Args:
-        over: keys of episodes that have ended.
-        key: of the episode.
-        turns: what the policy has said, oldest first; without any, the episode begins, and the answer is what ``reset``
-            returns.
-        answers: to all of them but the newest; where it is over, to that too.
-        state: after the turns that have been answered, where the class gives one.
-        drawn: token ids and log-probs of the turns, for an agent (agents.Episode). Those of the newest turn suffice if
-            this process has the episode.
-        sizes: of each turn, for an agent.
-        told, system_prompt: an agent's tools that the chat template has been told of, and ``prompts.system_prompt``.
+        environment: class, function or agent.
+        over: keys of ended episodes, which this process drops.
+        key: key of the episode.
+        turns: texts of the policy's turns, oldest first. Without any turn, the episode begins.
+        answers: answers to all turns but the newest. If ``is_over``, to all turns.
+        state: state after the answered turns, if the class can be saved.
+        drawn: token ids and log-probs of the turns, for an agent (``agents.Episode``). If this process has the episode,
+            the newest turn suffices.
+        sizes: (tokens before the turn, tokens of the turn) of each turn, for an agent.
+        told: the agent's tools that the chat template receives.
+        system_prompt: ``prompts.system_prompt``, for an agent.
 
     Returns:
-        [messages, token ids or None, reward or None, what went wrong or None, state, an agent's tools where it begins];
-        in place of messages attributes where it is over, and where it begins what ``reset`` returns.
+        [answer, reward or None, error message or None, state or None, tools or None].
+
+        The answer is messages, an agent's token ids, or None at the end of the episode. When the episode begins, it is
+        the text that ``reset`` returned, or an agent's first request. If ``is_over``, it is the attributes by name.
+        The tools are those of an agent's first request.
     """
     for ended in over:
         _forget(ended)
@@ -206,7 +222,7 @@ def act(
         reply = episode.answer(turns[-1]) if turns else episode.opening
         tools_of_agent = episode.tools if is_agent and not turns else None
         return [reply, episode.reward(), None, episode.state(), tools_of_agent]
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # SystemExit too: an environment must not end this process
         _forget(key)
         return [None, None, message(error), None, None]
 
@@ -217,11 +233,11 @@ def _forget(key: str) -> None:
 
 
 def _told(error: Exception) -> str:
-    return _text(f"error: {type(error).__name__}: {error}"[:300], "an error")  # which may quote the policy
+    return _text(f"error: {type(error).__name__}: {error}"[:300], "an error")  # an error may quote the policy's text
 
 
 def _said(value: Any, whose: str) -> str | None:
-    """``_text`` of what must be one already; what a tool returns may be anything that has one."""
+    """Return ``_text`` of a value that must be a string or None. (A tool may return any value.)"""
     if not isinstance(value, str | None):
         raise TypeError(f"{whose} returned {type(value).__name__}, not text or None")
     return _text(value, whose)
@@ -234,7 +250,7 @@ def _text(value: Any, whose: str) -> str | None:
         raise TypeError(f"{whose} returned {type(value).__name__}, not text")
     if len(text := str(value)) > MAX_ANSWER_CHARS:
         raise ValueError(f"{whose} returned {len(text)} characters, more than {MAX_ANSWER_CHARS}")
-    return text.encode("utf-8", "replace").decode()  # no halves of surrogate pairs
+    return text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode lone surrogates; they become "?"
 
 
 main = functools.partial(reward_worker.main, call=act)

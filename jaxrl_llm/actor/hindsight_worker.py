@@ -1,6 +1,6 @@
-"""The process that a function of hindsight runs in: answers go in, lines come out.
+"""The worker process in which a hindsight function makes lines of external rollouts from the run's own completions.
 
-Owns: its call. Does not know: deadlines, what is in a line, jax.
+Owns: the call of the function. Does not know: deadlines, the content of a line, jax.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxrl_llm.runtime.functions import awaited
 
 
 def call(function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str]) -> tuple[list[str], str]:
-    """Lines as JSON, and what went wrong, "" where nothing did."""
+    """Call ``function`` on the completions of one prompt. Return its lines as JSON, and an error message or ""."""
     try:
         given = {name: [deepcopy(value) for _ in completions] for name, value in columns.items()}
         made = function([deepcopy(prompt) for _ in completions], completions, **given)
         return [json.dumps(line) for line in awaited(made)], ""
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # SystemExit too: a user's function must not end this process
         return [], reward_worker.message(error)
 
 
