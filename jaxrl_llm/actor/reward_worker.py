@@ -3,17 +3,18 @@
     parent (rewards.py)                        this process
     -------------------                        ------------
     start with the specs             ---->     import every function
-    hand out calls, one at a time    <----     READY
+    send calls, one at a time        <----     READY
     start the clock; mark and call   ---->     reader thread --queue--> main thread runs the function
                                      <----     the same mark, and the answer: plain numbers and text
 
-Calls are pickled, what comes back is a line of JSON. The parent draws a mark for each call, and takes no line with
-another mark for the answer. The reader thread sees the socket close when the parent is
-gone, however it went, and ends the process, even one that hangs in a function, and what it has started. Functions
-run in the main thread, where those that use signals work.
+Calls are pickled. An answer is one line of JSON. The parent draws a random mark for each call, and rejects an answer
+with another mark.
 
-Owns: import and call of a function, what counts as a score, what one call leaves to the next. Does not know:
-deadlines, weights, jax (the standard library is all that it imports: a worker must start fast and stay small).
+When the parent ends, for any reason, its socket closes. The reader thread then kills this process and its child
+processes, even if a function hangs. Functions run in the main thread, because Python handles signals only there.
+
+Owns: import and call of a function, which values are scores, the reset of process state between calls. Does not know:
+deadlines, weights, jax. (A worker must start fast and stay small, so it imports only the standard library.)
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from typing import Any
 from jaxrl_llm.actor.text_spans import unpacked
 from jaxrl_llm.runtime.functions import awaited, resolve
 
-__builtins__ = dict(vars(builtins))  # our own: a function that takes `float` for itself must not change a score
+__builtins__ = dict(vars(builtins))  # own copy: a user function that replaces `builtins.float` must not change scores
 
 READY = "ready"
 MAX_SCORE = 1e12  # gradients grow with scores, and the sum of their squares is a float32
@@ -52,28 +53,31 @@ TEXTS = (str, bytes, bytearray, memoryview)
 def call(
     function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str], **by_completion: list[Any]
 ) -> tuple[list[float | list[float] | None], list[str], list[list[list[int]]]]:
-    """``function`` on the completions of one prompt, as TRL and Tunix call it.
+    """Call a reward function on the completions of one prompt, with the arguments that TRL and Tunix use.
+
+    Args:
+        by_completion: further arguments with one value per completion: ``messages`` and ``environments``.
 
     Returns:
-        One score per completion, or of one whose ``messages`` it was given one for each turn of the policy's; None
-        where there is none; a message for each reason; and the spans of each completion that the function masks.
+        (scores, error messages, spans). A score is a number, or with ``messages`` a list with a number for each turn of
+        the policy, or None if the function returned no valid score. The spans are the masked parts of each completion.
     """
     num = len(completions)
     if "environments" in by_completion:
         by_completion["environments"] = [x and SimpleNamespace(**x) for x in by_completion["environments"]]
     try:
         returned = function(
-            prompts=[deepcopy(prompt) for _ in completions],  # what is done to one is not done to others
+            prompts=[deepcopy(prompt) for _ in completions],  # a function may modify its arguments
             completions=completions,
             **{key: [deepcopy(value) for _ in completions] for key, value in columns.items()} | by_completion,
         )
         returned = awaited(returned)
         if isinstance(returned, (*TEXTS, Mapping, Set)):
             raise TypeError(f"returned {type(returned).__name__}, not a list of scores")
-        values = list(islice(returned, num + 1))  # of a generator that may not end
+        values = list(islice(returned, num + 1))  # a generator may never end
         if len(values) != num:
             raise ValueError(f"returned {length_hint(returned, len(values))} scores for {num} completions")
-    except BaseException as error:  # SystemExit too: a function that exits must not take the process along
+    except BaseException as error:  # SystemExit too: a function must not end this process
         return [None] * num, [message(error)], [[]] * num
     scores, reasons, spans = [], [], []
     for value, said in zip(values, by_completion.get("messages", [None] * num), strict=True):
@@ -91,10 +95,10 @@ def call(
 
 
 def number(value: Any, reasons: list[str]) -> float | None:
-    """What a user's function gave for a score; None, and one reason more, where it is none."""
+    """Convert a value that a user's function returned to a score. If it is invalid, append a reason and return None."""
     score, given = nan, type(value).__name__
     with contextlib.suppress(BaseException):
-        # float() takes some of what is no number: "1", an array of one, numpy's complex.
+        # float() also accepts values that are not numbers: "1", an array of one element, numpy's complex.
         if isinstance(value, Real) or not (isinstance(value, (*TEXTS, Complex)) or getattr(value, "ndim", 0)):
             score = given = float(value)
     if abs(score) <= MAX_SCORE:  # false for NaN
@@ -104,10 +108,15 @@ def number(value: Any, reasons: list[str]) -> float | None:
 
 
 def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
-    """Serve calls ``(mark, (spec, *given, more))`` until the socket closes, by ``call(function, *given, **more)``."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles signals to the whole group
+    """Serve calls ``(mark, (spec, *given, more))`` with ``call(function, *given, **more)`` until the socket closes.
+
+    Args:
+        descriptor: file descriptor of the socket to the parent.
+        specs: functions to import at the start.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent ends its workers itself
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError):  # Linux alone has it: out of memory, it kills us and not the run
+    with contextlib.suppress(OSError):  # Linux only: if memory runs out, the kernel kills this worker before the run
         Path("/proc/self/oom_score_adj").write_text("1000")
     os.set_inheritable(descriptor, False)  # a child of a function must not keep the connection open
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))
@@ -125,12 +134,12 @@ def main(descriptor: int, specs: list[str], call: Callable = call) -> None:
         os.chdir(folder)
         answer = call(functions[spec], *given, **more)
         if os.getpid() != process:
-            os._exit(0)  # a copy that the function forked and that came back from it
+            os._exit(0)  # a process that the function forked, and that returned from the function
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.setrecursionlimit(depth)
         for number, name in enumerate(("stdin", "stdout", "stderr")):
             os.dup2(kept[number], number)
-            if getattr(getattr(sys, name), "closed", False):  # a function may have put there what has no such
+            if getattr(getattr(sys, name), "closed", False):  # a function may have replaced it by any object
                 setattr(sys, name, os.fdopen(number, "rww"[number], buffering=1, closefd=False))
         print(dumps([mark, answer]), file=answers, flush=True)
 
@@ -141,23 +150,23 @@ def _read(descriptor: int, calls: queue.SimpleQueue) -> None:
             while True:
                 calls.put(load(reader))
     except BaseException as error:
-        if not isinstance(error, (EOFError, OSError)):  # not that the parent is gone, but a call that cannot be read
+        if not isinstance(error, (EOFError, OSError)):  # the parent is alive, but its call cannot be unpickled
             traceback.print_exc()
     finally:
-        os.killpg(0, signal.SIGKILL)  # this process, and what it has started
+        os.killpg(0, signal.SIGKILL)  # this process and its child processes
 
 
 def message(error: BaseException) -> str:
-    """One line: type, text, and where it was raised."""
+    """Return an exception as one line: its type, its text, and the file and line that raised it."""
     text = "its text cannot be had"
     with contextlib.suppress(BaseException):
         text = str(error)[:MAX_MESSAGE_CHARS]
     text = _line(f"{type(error).__name__}: {text}").removesuffix(":")
-    own = ("<", __file__.removesuffix("_worker.py"))  # what is frozen, this file, rewards.py
+    own = ("<", __file__.removesuffix("_worker.py"))  # skip frames of frozen modules, this file and rewards.py
     frames = [frame for frame in traceback.extract_tb(error.__traceback__, -20) if not frame.filename.startswith(own)]
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
 
 def _line(text: str) -> str:
-    """The beginning of a text, as one line without what a terminal obeys."""
+    """Return the beginning of a text as one line. Non-printable characters become spaces."""
     return " ".join("".join(c if c.isprintable() else " " for c in text[:MAX_MESSAGE_CHARS]).split())

@@ -1,20 +1,20 @@
-"""Scores of completions, from functions that run in a pool of processes of their own.
+"""Scores of completions by reward functions, which run in a pool of worker processes.
 
     caller              threads, one for each worker              workers (reward_worker.py)
     ------              ----------------------------              --------------------------
-    submit --queue-->   hand a call to a worker that is free ---> run the function
-                        check what comes back                <--- answer
-                        past the deadline, or the socket closed: kill the worker with all that it started, start another
+    submit --queue-->   send a call to a free worker         ---> run the function
+                        check the answer                     <--- answer
+                        deadline passed or socket closed: kill the worker and its child processes, start another
     collect <--------   scores, outcomes, reasons
 
-Workers are plain subprocesses, not multiprocessing's: those would import the caller's main module, and jax
-with it. Nothing waits for one without a deadline, whatever the user's code does to its own process.
+Workers are plain subprocesses. Workers of multiprocessing would import the caller's main module, and jax with it.
+Every wait for a worker has a deadline, so that a user's function cannot block the run.
 
-Each call carries a mark that cannot be guessed, and its answer must carry the same mark. A line that anything else
-writes to the socket fails one call at most, and never passes for the answer to another.
+Each call carries a random mark, and its answer must carry the same mark. If other code writes a line to the socket, at
+most one call fails. The line is never taken for the answer to another call.
 
-Owns: which functions score, their deadlines and outcomes, the weighted sum. Does not know: what is scored,
-what becomes of a failure (train).
+Owns: which functions score, their deadlines and outcomes, the weighted sum. Does not know: the completions' meaning,
+how training handles a failure (train).
 """
 
 from __future__ import annotations
@@ -48,64 +48,70 @@ from jaxrl_llm.runtime.nested import visible
 from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
 
 MATH_SCORER = "jaxrl_llm.questions.tasks.math_answers:reward"
-CHECK_S = 1.0  # between two looks at whether the run is to stop
+CHECK_S = 1.0  # seconds between two checks whether the run must stop
 MAX_START_S = 300.0
 MAX_ANSWER_BYTES = 2**26
-MORE = ("messages", "environments")  # what a function is given if it names it
-MARK = "JAXRL_REWARD_WORKER"  # in the environment of a worker and of what it starts, wherever that goes: which it is
+MORE = ("messages", "environments")  # optional parameters of a reward function
+MARK = "JAXRL_REWARD_WORKER"  # environment variable that identifies a worker; its child processes inherit it
 
 
 class StrayLine(Exception):
-    """A worker wrote something else than the answer to its call."""
+    """A worker wrote a line that is not the answer to its call."""
 
 
 class NoWorker(OSError):
-    """No process that can answer calls starts."""
+    """No worker process could be started."""
 
 
 class Answer(NamedTuple):
-    """Of one call."""
+    """Scores that one reward function gave the completions of one prompt."""
 
-    scores: np.ndarray  # [completions, turns] f64, NaN where there is none
+    scores: np.ndarray  # [completions, turns] f64, NaN = no score
     outcome: np.ndarray  # [completions] ``types.OUTCOME_*``
-    reasons: list[str]  # what went wrong
-    masked: list[list[int]]  # of each completion the places of its tokens that are masked
+    reasons: list[str]  # error messages
+    masked: list[list[int]]  # positions of the masked tokens of each completion
     seconds: np.ndarray | None = (
-        None  # [completions, turns] f32 that an environment took to answer; None = there is none
+        None  # [completions, turns] f32, time that an environment took to answer; None without an environment
     )
 
 
-Ticket = list[Future[Answer]]  # of the completions of one prompt, for each function. Opaque to callers.
+Ticket = list[Future[Answer]]  # pending answers for one prompt, one per function; opaque to callers
 
 
 class RewardPool(contextlib.AbstractContextManager):
-    """Runs reward functions ``reward(prompts, completions, **columns) -> list[float]`` on groups of completions.
+    """Pool of worker processes that run reward functions on groups of completions.
 
-    One that names ``messages`` gets those too: of each completion all after the prompt, ``{"role", "content"}``, and
-    may return a list for it, a score for each turn of the policy's, which add up; a number is the last turn's. Where an
-    environment answers, completions are the policy's last turns; one that names ``environments`` gets what the public
-    attributes of each completion's instance were in the end (``None`` where there is none).
+    A reward function has the signature ``reward(prompts, completions, **columns) -> list[float]``. One call scores all
+    completions of one prompt with one function. ``prompts`` and every column of the example are repeated to the length
+    of ``completions``. If an environment answers the policy, ``completions`` are the policy's last turns.
 
-    One call scores the completions of one prompt with one function: ``prompts`` and every column of the
-    example come repeated to the length of ``completions``. A completion's outcome is the worst of its functions':
+    Optional parameters of a reward function:
 
-        score    every function gave a number of at most 1e12 in size
-        timeout  a function took longer than ``timeout_s`` (all completions of that call)
-        error    a function raised or returned the wrong number of scores, or its process died (all completions
-                 of that call), or it returned no such number (that completion)
+        messages      The messages ``{"role", "content"}`` after the prompt, for each completion. The function may then
+                      return a list for a completion: one score for each turn of the policy. The scores are summed. A
+                      single number is the score of the last turn.
+        environments  The final public attributes of each completion's environment instance, ``None`` without one.
 
-    A function with the attribute ``one_by_one = True`` scores each completion without looking at the others. It has one
-    call for each completion, and a completion that fails fails alone. All completions of a prompt have ``timeout_s``
-    together (see ``_one_by_one``).
+    The outcome of a completion is the worst outcome over its functions:
 
-    A failed completion has total NaN, never 0. What functions print goes to stderr, the first 64 KiB of a call.
+        score    Every function returned a number of magnitude at most 1e12.
+        timeout  A function took longer than ``timeout_s``. All completions of the call time out.
+        error    A function raised, returned the wrong number of scores, or its process died: all completions of the
+                 call. Or a function returned an invalid score: that completion.
+
+    A function with the attribute ``one_by_one = True`` scores each completion independently. It has one call per
+    completion, so that a failure affects one completion only. All completions of a prompt share ``timeout_s`` (see
+    ``_one_by_one``).
+
+    The total of a failed completion is NaN, never 0. The output of a function goes to stderr, up to 64 KiB per call.
 
     Args:
-        task_scorer: the spec that "task" stands for; "" when the task has none.
-        examples: what is known of what will be scored.
+        task_scorer: the spec that "task" stands for; "" if the task has no scorer.
+        examples: questions whose columns the functions must take.
+        check: called while ``collect`` waits; raises ``Stopped`` if the run must stop.
 
     Raises:
-        ConfigError: a function that cannot be found or does not take the examples' columns, before any process starts.
+        ConfigError: a function cannot be imported or does not take the examples' columns. No process is started.
     """
 
     def __init__(
@@ -128,10 +134,12 @@ class RewardPool(contextlib.AbstractContextManager):
         self._threads = ThreadPoolExecutor(config.num_workers, "rewards")
 
     def submit(self, example: Example, completions: Sequence[str], played: Any = None, tokens_in: Any = None) -> Ticket:
-        """Queue the completions of one prompt, and what an environment made of them; returns at once.
+        """Queue the completions of one prompt for scoring, without waiting for the scores.
 
         Args:
-            tokens_in: (number of a completion, spans of its text) -> places of its tokens there; None = nobody asks.
+            played: the group's ``conversation.Played`` if an environment answered; else None.
+            tokens_in: (index of a completion, spans of its text) -> positions of the tokens in the spans. None = the
+                spans that functions mask are ignored.
         """
         if self._closed:
             raise RuntimeError("the reward pool is closed")
@@ -139,12 +147,12 @@ class RewardPool(contextlib.AbstractContextManager):
         return [self._threads.submit(self._score, *names, *given) for names in self._functions]
 
     def collect(self, tickets: Sequence[Ticket | None]) -> Rewards:
-        """Wait for the tickets; their scores one after the other, in the order given.
+        """Wait for the tickets, and return their scores concatenated in the order of the tickets.
 
-        A ticket is None where another host has it: all hosts come to the same scores.
+        A ticket that belongs to another host is None here. All hosts return the same scores.
 
         Raises:
-            Stopped: (``check``) the run is to stop before they are there.
+            Stopped: ``check`` found that the run must stop.
         """
         own = [call for ticket in tickets if ticket for call in ticket]
         while True:
@@ -159,12 +167,12 @@ class RewardPool(contextlib.AbstractContextManager):
         answers = hosts.complete(answers)
         by_turn = np.concatenate([[x.scores for x in of] for of in answers], axis=1)  # [functions, completions, turns]
         outcome = np.concatenate([[x.outcome for x in of] for of in answers], axis=1)
-        seconds = [of[0].seconds for of in answers]  # any function's: an episode has been played once
+        seconds = [of[0].seconds for of in answers]  # the same for every function: an episode is played once
         parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
         errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer.reasons)
         self._say(list(errors))
         return Rewards(
-            total=(weights @ parts).astype(np.float32),  # NaN where any part is
+            total=(weights @ parts).astype(np.float32),  # NaN if any part is NaN
             parts=dict(zip(self._config.functions, parts.astype(np.float32), strict=True)),
             outcome=outcome.max(axis=0).astype(np.int8),
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
@@ -174,18 +182,18 @@ class RewardPool(contextlib.AbstractContextManager):
         )
 
     def _say(self, errors: list[str]) -> None:
-        """The first failures of a run in words, on stderr; all of them are counted."""
+        """Print the first failures of a run on stderr, at most ``MAX_ERRORS_KEPT`` over the whole run."""
         new, self._said = errors[: MAX_ERRORS_KEPT - self._said], min(MAX_ERRORS_KEPT, self._said + len(errors))
         if new and hosts.is_first():
             say("".join(f"warning: a reward failed: {visible(reason)}\n" for reason in new))
 
     def close(self) -> None:
-        """End every worker, whatever it is doing, and all that it started."""
+        """Kill every worker, busy or not, and its child processes."""
         if self._closed:
             return
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        while len(self._free) < len(self._workers):  # a thread waits for an answer, or starts another process
+        while len(self._free) < len(self._workers):  # a busy thread may start another process after `end`
             end(self._workers)
         self._threads.shutdown()
         put_away(self._workers, self._printer)
@@ -193,7 +201,7 @@ class RewardPool(contextlib.AbstractContextManager):
     def __exit__(self, *_) -> None:
         self.close()
 
-    # Below: in other threads.
+    # The methods below run in the threads of the pool.
 
     def _score(self, name: str, spec: str, example: Example, texts: list[str], played: Any, tokens_in: Any) -> Answer:
         if name == "environment":
@@ -221,16 +229,16 @@ class RewardPool(contextlib.AbstractContextManager):
         return played.failures_in(answer) if played else answer
 
     def _together(self, worker: Worker, of: tuple[Any, ...], texts: list[str], more: dict[str, list]) -> _Scored:
-        """Score all completions of a prompt in one call, which they fail together."""
+        """Score all completions of a prompt in one call. If the call fails, all completions fail."""
         scored = _Scored.without(len(texts))
         self._try(worker, of, texts, more, [*range(len(texts))], self._config.timeout_s, scored)
         return scored
 
     def _one_by_one(self, worker: Worker, of: tuple[Any, ...], texts: list[str], more: dict[str, list]) -> _Scored:
-        """Score the completions of a prompt in a call each. They have ``timeout_s`` together.
+        """Score the completions of a prompt in one call per completion. All calls together may take ``timeout_s``.
 
-        Each of the n completions that are left may take 1/n of the time that is left. So one that hangs leaves time
-        for all others. Those that took too long are tried once more, if they can have more time than before.
+        If n completions remain, the next may take 1/n of the remaining time. A completion that hangs therefore leaves
+        time for all others. Completions that timed out are tried once more, if they can get more time than before.
         """
         scored = _Scored.without(len(texts))
         left_s, tried_s = self._config.timeout_s, [0.0] * len(texts)
@@ -258,9 +266,10 @@ class RewardPool(contextlib.AbstractContextManager):
         timeout_s: float,
         scored: _Scored,
     ) -> float:
-        """Write what a call for the completions at ``places`` answers into ``scored``; return the seconds it took.
+        """Score the completions at ``places`` in one call, and write the results into ``scored``.
 
-        The start of a process is not part of these seconds.
+        Returns:
+            Seconds that the call took, without the start of a process, at most ``timeout_s``.
         """
         own = {name: [values[i] for i in places] for name, values in more.items()}
         if self._closed:
@@ -281,12 +290,12 @@ class RewardPool(contextlib.AbstractContextManager):
 
 
 class _Scored(NamedTuple):
-    """What a function gave the completions of a prompt so far."""
+    """Results of one function for the completions of a prompt, filled in call by call."""
 
     values: list[Any]  # a number, a number for each turn, or None
-    spans: list[list[list[int]]]  # of characters that the function masks
-    failures: list[int]  # the outcome of a completion without a number
-    reasons: dict[int, list[str]]  # by the first completion of a call
+    spans: list[list[list[int]]]  # [start, stop) in characters, that the function masks
+    failures: list[int]  # the outcome of the completion if it has no number
+    reasons: dict[int, list[str]]  # error messages, by the first completion of a call
 
     @classmethod
     def without(cls, num: int) -> _Scored:
@@ -294,7 +303,7 @@ class _Scored(NamedTuple):
 
 
 def _are_scores(answer: Any, num: int) -> bool:
-    """Whether an answer has the form of ``reward_worker.call``: numbers within the limits, messages and spans."""
+    """Return whether an answer has the form that ``reward_worker.call`` returns, with scores within the limits."""
     match answer:
         case [list(values), list(reasons), list(spans)] if len(values) == len(spans) == num:
             numbers = [x for value in values for x in (value if isinstance(value, list) else [value])]
@@ -309,7 +318,7 @@ def _are_scores(answer: Any, num: int) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of an answer can be a score."""
+    """Return whether a value of an answer is a number within the limits of a score."""
     return type(value) in (int, float) and abs(value) <= reward_worker.MAX_SCORE  # false for NaN
 
 
@@ -324,9 +333,12 @@ def failed(error: Exception) -> tuple[int, str]:
 
 
 class Worker:
-    """A process and the socket to it, and the next one when it fails. Used by one thread at a time.
+    """A worker process with its socket. A failed process is replaced. One thread at a time may use a worker.
 
-    ``serves``: module of this package whose ``main`` it runs.
+    Args:
+        specs: functions that the process imports.
+        printer: receives the output of the process.
+        serves: module of this package whose ``main`` the process runs.
     """
 
     def __init__(self, specs: list[str], printer: Printer, serves: str = "reward_worker"):
@@ -344,19 +356,21 @@ class Worker:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
                 stdin=subprocess.DEVNULL,
-                stdout=self._printer.descriptor,  # not the run's own
+                stdout=self._printer.descriptor,  # users' functions must not write to the run's stdout
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C does not reach it
+                start_new_session=True,  # Ctrl-C in the terminal must not signal the worker
                 # A function that uses jax must not take the accelerator from the run.
                 env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self.mark},
             )
 
     def ready(self) -> None:
-        """Wait for a process that can take a call; replace one that died, or wrote a line unasked, since the last call.
+        """Wait until the process can take a call.
+
+        A process that has died or written to the socket since the last call is replaced first.
 
         Raises:
-            NoWorker: no such process starts.
+            NoWorker: no process could be started.
         """
         try:
             if self.process.poll() is not None or (self._is_ready and self._has_written()):
@@ -372,7 +386,7 @@ class Worker:
             raise NoWorker(f"no process starts: {failed(error)[1]}") from error
 
     def _has_written(self) -> bool:
-        """Whether the process has written something, or closed the connection."""
+        """Return whether the process has written to the socket or closed the socket."""
         self.socket.setblocking(False)
         try:
             self.socket.recv(1, socket.MSG_PEEK)
@@ -383,11 +397,12 @@ class Worker:
         return True
 
     def ask(self, call: tuple[Any, ...], timeout_s: float, is_answer: Callable[[Any], bool]) -> Any:
-        """Return what the process answers to a call. When the call fails, another process is started.
+        """Return the process's answer to a call. If the call fails, another process is started.
 
         Raises:
-            TimeoutError: no answer in time.
-            StrayLine: a line without the call's mark came, or its answer is not what ``is_answer`` accepts.
+            TimeoutError: no answer within ``timeout_s``.
+            StrayLine: the process wrote a line without the call's mark, or ``is_answer`` rejects the answer.
+            EOFError, OSError: the process died.
         """
         mark = secrets.token_hex(16)
         payload = pickle.dumps((mark, call))
@@ -403,11 +418,11 @@ class Worker:
             raise
 
     def _replace(self) -> None:
-        with contextlib.suppress(OSError):  # the next call says that none starts
+        with contextlib.suppress(OSError):  # the next call raises NoWorker
             self._start()
 
     def _line(self, timeout_s: float, payload: bytes = b"") -> Any:
-        """Send the payload; return the line of JSON that comes back."""
+        """Send the payload, and return the parsed line of JSON that the process writes."""
         line, deadline = bytearray(), time.monotonic() + timeout_s
         try:
             self.socket.settimeout(timeout_s)
@@ -424,18 +439,18 @@ class Worker:
             raise TimeoutError(f"no answer after {timeout_s:.3g} s") from None
         try:
             return json.loads(line)
-        except (ValueError, RecursionError):  # not JSON, two lines, or brackets without end
+        except (ValueError, RecursionError):  # not JSON, two lines, or brackets nested too deep
             raise StrayLine("its process wrote a line that is not one line of JSON") from None
 
 
 def end(workers: Sequence[Worker]) -> None:
-    """Kill processes with all that they started."""
+    """Kill the workers' processes and all of their child processes."""
     processes, marks = [worker.process for worker in workers], {worker.mark for worker in workers}
     for process in processes:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    for _ in range(100):  # for what has left its group, until there is none: it may start others meanwhile
+    for _ in range(100):  # children outside the process group, until none is left: they may start others meanwhile
         left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK) in marks]
         if not left:
             break
@@ -448,7 +463,7 @@ def end(workers: Sequence[Worker]) -> None:
 
 
 def put_away(workers: Sequence[Worker], printer: Printer) -> None:
-    """Kill processes for good, and with them what they print to."""
+    """Kill the workers' processes, and close their sockets and their printer."""
     end(workers)
     for worker in workers:
         worker.socket.close()
@@ -456,7 +471,11 @@ def put_away(workers: Sequence[Worker], printer: Printer) -> None:
 
 
 def imported(spec: str, said: str) -> Any:
-    """What a user's spec names; ConfigError, which begins as ``said``, where it cannot be had."""
+    """Import the function or class that a user's spec names.
+
+    Raises:
+        ConfigError: it cannot be imported. The message begins with ``said``.
+    """
     try:
         return reward_worker.resolve(spec)
     except (ConfigError, KeyboardInterrupt):
@@ -466,9 +485,12 @@ def imported(spec: str, said: str) -> Any:
 
 
 def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, tuple[str, ...], bool]:
-    """Return the spec that ``name`` stands for, which of MORE it takes, and whether it scores completions one by one.
+    """Return the spec of a reward function, its optional parameters (MORE), and whether it scores one by one.
 
-    The spec can be imported and names a function that takes every column of the examples. "environment" has no spec.
+    The spec of "environment" is "", because no function is called.
+
+    Raises:
+        ConfigError: the function cannot be imported, or does not take every column of the examples.
     """
     if name == "environment":
         return "", (), False
