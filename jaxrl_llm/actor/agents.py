@@ -1,17 +1,19 @@
-"""Agents: programs that ask a model over the OpenAI API, and are answered by the policy that is trained.
+"""Agents: programs that call a model over the OpenAI API. The policy in training answers their requests.
 
     the agent's thread                                   the episode
     first request         messages (and tools)  ----->   the question's prompt
-                          <-- the policy's turn ------    what was drawn, as text, or as calls of tools
-    next request          what is new in it     ----->   the answer to that turn
+                          <-- the policy's turn ------    the sampled text, or tool calls
+    next request          its new messages      ----->   the answer to that turn
     the agent returns     its reward            ----->   the episode ends
 
-Or in token ids, of both (POST /inference/v1/generate, as vLLM has it, for clients that render messages themselves).
+Clients that render messages themselves can exchange token ids instead (POST /inference/v1/generate, as in vLLM).
 
-An agent is a function ``(base_url, prompt, **columns)``, as ``environments.factory`` names it; ``base_url`` is of a
-server on this machine that knows one episode. The row has the tokens that were drawn: what the agent sends back of its
-turns is compared with what it was given, and is not encoded again. A request that does not go on from there, for the
-agent has shortened or rewritten the conversation or holds two at once, ends the episode as failed.
+An agent is a function ``(base_url, prompt, **columns)``, which ``environments.factory`` names. ``base_url`` is the
+address of a server on this machine, and is different for every episode.
+
+The rollout keeps the sampled tokens. When the agent sends earlier turns back, they are compared with the turns that it
+received, and are not encoded again. Every request must continue the conversation so far. If the agent shortens or
+rewrites the conversation, or holds two conversations at once, the episode ends as failed.
 
 Owns: an agent's thread, which requests are answered. Does not know: deadlines (environment), tokens.
 """
@@ -33,32 +35,38 @@ from jaxrl_llm.actor.reward_worker import number
 from jaxrl_llm.runtime.functions import awaited
 from jaxrl_llm.runtime.json_server import Events, Exchange, Refused, Server
 
-ROLES = ("user", "tool")  # who may speak between two turns of the policy's
+ROLES = ("user", "tool")  # roles of the messages between two turns of the policy
 NOT_ITS = "is not an agent's to say: the run's sampling settings hold for its turns"
-# What requests may say besides, and none hears: by name the values, () any.
+# Further fields that a request may have and that have no effect: allowed values by name, () = any value.
 CHAT: dict[str, tuple[Any, ...]] = {"model": (), "tool_choice": ("auto",)}
-TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}  # a turn ends as the run has it
-ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # whether it is of token ids
-SPARE_THREADS = 8  # of the server, for requests of episodes that are over and for lists of models
+TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}  # the run's settings decide where a turn ends
+ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # True = requests in token ids
+SPARE_THREADS = 8  # server threads for requests of ended episodes and for lists of models
 
 
 def is_agent(found: Any) -> bool:
-    """Whether what ``environments.factory`` names is an agent: a function that takes ``base_url``."""
-    with contextlib.suppress(TypeError, ValueError):  # one in C that does not say what it takes
+    """Return whether ``found`` is an agent: a function with the parameter ``base_url``."""
+    with contextlib.suppress(TypeError, ValueError):  # a function in C may have no signature
         return not isinstance(found, type) and "base_url" in inspect.signature(found).parameters
     return False
 
 
 def are_tokens(said: Any) -> bool:
-    """Whether a prompt or an answer is token ids, not text or messages."""
+    """Return whether a prompt or an answer is a list of token ids, and not text or messages."""
     return isinstance(said, list) and bool(said) and all(type(x) is int for x in said)
 
 
 def prompt_of(opening: Any, asked: list[Any], told: list[Any], system_prompt: str) -> Any:
-    """The prompt of what an agent begins with: where the chat template is not told of its tools, which are ``told``,
-    the system's message tells of those that it has ``asked`` with.
+    """Return the prompt of an agent's first request.
 
-    That is the agent's own, or else ``system_prompt``, which has no place before it any more.
+    If the chat template receives other tools than the agent's, the agent's tools are listed in the system message. This
+    is the agent's own system message if it has one, else a new one with ``system_prompt``.
+
+    Args:
+        opening: messages or token ids of the first request.
+        asked: tools of the first request.
+        told: tools that the chat template receives.
+        system_prompt: ``prompts.system_prompt``.
     """
     if asked == told:
         return opening
@@ -68,12 +76,12 @@ def prompt_of(opening: Any, asked: list[Any], told: list[Any], system_prompt: st
 
 
 def prompt_shown(prompt: Any, decode: Callable[[list[int]], str]) -> Any:
-    """A question's prompt as people read it: text or messages."""
+    """Return a prompt as text or messages, so that people can read it. Token ids are decoded."""
     return decode(prompt) if are_tokens(prompt) else prompt
 
 
 class _Request:
-    """Of an agent's that waits for its answer; ``said`` are messages or token ids."""
+    """A request of an agent that waits for its answer. Its attribute ``said`` is messages or token ids."""
 
     def __init__(self, body: dict[str, Any], is_tokens: bool):
         self.is_tokens, body = is_tokens, dict(body)
@@ -89,18 +97,21 @@ class _Request:
         self.is_streamed, options = bool(heard.get("stream")), heard.get("stream_options") or {}
         self.wants_usage = bool(options.get("include_usage"))
         openai_api.pass_over(body, TOKENS if is_tokens else CHAT, NOT_ITS)
-        self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (message, usage); None: the episode is over
+        self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (message, usage); None = the episode is over
 
 
 class Episode:
-    """An agent at work, from its first request on, with as much of ``environment_worker.Episode`` as turns ask for.
+    """Episode of a running agent, with the interface of ``environment_worker.Episode``.
+
+    The constructor starts the agent and waits for its first request.
 
     Attributes:
-        opening: messages of its first request, or token ids.
-        tools: of its first request.
-        num_turns: of the policy's that it has been given.
-        drawn: by the number of a turn its token ids and log-probs, to be set if the agent asks for token ids.
-        sizes: tokens before each of them and its own, to be set; where they are not, it is told of no usage.
+        opening: messages or token ids of the first request.
+        tools: tools of the first request.
+        num_turns: turns of the policy that the agent has received.
+        drawn: token ids and log-probs of a turn, by its number. The caller sets them if the agent uses token ids.
+        sizes: (tokens before the turn, tokens of the turn) of each turn. The caller sets them. Without them, answers
+            have no ``usage``.
     """
 
     def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):
@@ -108,7 +119,7 @@ class Episode:
         self.drawn: Mapping[int, Any] = {}
         self.sizes: Sequence[Any] = ()
         self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
-        self._name = secrets.token_hex(16)  # part of its address: nobody else's requests come here
+        self._name = secrets.token_hex(16)  # random part of the address, so that other programs cannot guess it
         server = _server()
         server.open(self._name, self._events)
         address = f"http://127.0.0.1:{server.server_port}/{self._name}/v1"
@@ -124,14 +135,15 @@ class Episode:
     def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
         try:
             self._events.put((awaited(play(base_url=address, **columns)), None))
-        except BaseException as error:  # SystemExit too
+        except BaseException as error:  # SystemExit too: the episode must receive every exception
             self._events.put((None, error))
 
     def answer(self, turn: str) -> list[dict[str, str]] | list[int] | None:
-        """What the agent says to a turn, messages or token ids; None where it has returned.
+        """Send a turn to the agent, and return its answer: messages or token ids, None if the agent has returned.
 
         Raises:
-            ValueError: its next request does not go on from this turn. Whatever the agent raises.
+            ValueError: the agent's next request does not continue the conversation after this turn.
+            BaseException: the agent raised it.
         """
         before = self._request
         if before.is_tokens:
@@ -166,17 +178,17 @@ class Episode:
             raise ValueError(f"the agent returned {reward!r:.100}, which is no reward")
 
     def reward(self) -> float | None:
-        """What the agent has returned, 0.0 before that; None where it returned None."""
+        """Return the agent's return value, 0.0 while the agent runs, None if it returned None."""
         return self._reward
 
     def state(self) -> None:
-        """None: a thread cannot be saved. It plays again what the policy has said."""
+        """Return None, because a thread cannot be saved. A new process replays the policy's turns instead."""
 
     def shown(self) -> None:
-        """An agent shows nothing."""
+        """Return None, because an agent has no instance with attributes."""
 
     def close(self) -> None:
-        """The episode is over: what the agent still asks for is refused."""
+        """End the episode. The agent's pending and later requests are refused."""
         _server().episodes.pop(self._name, None)
         waiting = [self._request]
         while not self._events.empty():
@@ -187,16 +199,16 @@ class Episode:
 
 
 def _same(one: list[dict[str, str]], other: list[dict[str, str]]) -> bool:
-    """Whether messages are the same, but for what stands around their texts: agents strip what they are told."""
+    """Return whether two lists of messages are equal up to whitespace around the texts, which agents often strip."""
     plain = lambda messages: [(message["role"], message["content"].strip()) for message in messages]
     return plain(one) == plain(other)
 
 
 class _Server(Server):
-    """The server of this process, on the loopback interface, for all of its episodes.
+    """HTTP server of this process on the loopback interface, for the requests of all episodes.
 
     Attributes:
-        episodes: events of each episode by its name, which is part of its address.
+        episodes: event queue of each episode, by the episode's name. The name is part of the address.
     """
 
     def __init__(self) -> None:
@@ -205,7 +217,7 @@ class _Server(Server):
         self.activate()
 
     def open(self, name: str, events: queue.SimpleQueue) -> None:
-        """Let an episode's requests come in. Each may hold a thread until its turn has been sampled."""
+        """Accept the requests of an episode. A request holds a thread until the policy's turn has been sampled."""
         self.episodes[name] = events
         self.add_threads(len(self.episodes) + SPARE_THREADS)
 
@@ -237,7 +249,7 @@ def _server() -> _Server:
 
 
 def _answer_to(request: _Request, message: dict[str, Any], usage: dict[str, int] | None) -> dict[str, Any] | Events:
-    """Return a turn of the policy as the agent has asked for it: whole, in token ids, or as events."""
+    """Return a turn of the policy in the form that the agent requested: one object, token ids, or streamed events."""
     why = "tool_calls" if message.get("tool_calls") else "stop"
     base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
     choice = {"index": 0, "finish_reason": why, "logprobs": None}

@@ -1,25 +1,29 @@
-"""External rollouts: groups of answers by others, from files or from runs beside this one, on their way to the ring.
+"""External rollouts: groups of answers that this run did not sample, from files, other runs or hindsight functions.
 
-A line of a file of ``external.paths`` is a group:
+Each line of a file in ``external.paths`` is a group:
 
     {"prompt": "...", "completions": ["...", [3, 1, 4]], "rewards": [1.0, 0.0], ...}
 
-    prompt         text or messages (or the latter as ``messages``)
-    completions    at most rollout.group_size: texts, which get an end, or token ids of this model, taken as they are
-    rewards        a number for each, or null: that completion is not trained on. Without them rewards.functions score,
-                   with the row's other columns, as they do for the run's own rollouts.
-    prompt_ids     may be there: what the prompt must be in this run's tokens, so that a run with another tokenizer or
-                   chat template is noticed
+    prompt         text or messages; ``messages`` is another name for a prompt of messages
+    completions    at most rollout.group_size: texts, to which the end token is appended, or token ids of this model,
+                   which are used unchanged
+    rewards        optional: a number for each completion; completions with null are not trained on. Without this field,
+                   rewards.functions score the completions with the other columns of the line.
+    prompt_ids     optional: the prompt's token ids, which must equal the ids that this run computes. The field detects
+                   a run with another tokenizer or chat template.
 
-Where they come from, in which order: ``actor.sources``.
+``actor.sources`` defines the sources of groups and their order.
 
-They become ordinary rows: the program ``join`` gives them the log-probs of the current weights, so that they count as
-drawn by this run's policy just now, and from there on credit, ring and update know no difference. With less than two
-rewards a group teaches nothing where credit compares siblings: an expert's demonstration needs a worse answer beside
-it, an advantage with another baseline, or "imitation" among ``algorithm.cross_entropies``.
+The program ``join`` computes the log-probs of external rows under the current weights, as if the current policy had
+sampled the rows. Credit, ring and update then treat all rows alike. An advantage that compares siblings needs at least
+two rewards in a group. An expert's demonstration therefore needs one of these:
 
-Source: SAPO, arXiv:2509.08721. Differs: of a run's unread groups the newest are taken, not a sample of those that are
-untied (``replay.skip_tied`` leaves the tied ones undrawn); rewards may be taken over.
+    - a worse answer in the same group
+    - an advantage with another baseline
+    - "imitation" in ``algorithm.cross_entropies``
+
+Source: SAPO, arXiv:2509.08721. Differs: the newest unread groups of a run are taken, instead of a sample of the untied
+groups (``replay.skip_tied`` keeps tied groups from being drawn). Rewards of another run can be reused.
 
 Owns: which lines are groups, their rows. Does not know: the ring, how rewards are scored.
 Letters: J groups an iteration, G rows of a group, S row width.
@@ -61,7 +65,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Group:
-    """Answers to one prompt. ``rewards`` are NaN where there is none; where it is None, ``ticket`` is for them."""
+    """Answers to one prompt.
+
+    Attributes:
+        example: the question.
+        prompt: token ids.
+        completions: token ids of each completion.
+        stop_reasons: STOP_* of each completion.
+        rewards: reward of each completion, NaN = no reward. None = reward functions score the group.
+        ticket: pending scores, if ``rewards`` is None and this host scores the group.
+    """
 
     example: Example
     prompt: list[int]
@@ -69,18 +82,19 @@ class Group:
     stop_reasons: list[int]
     rewards: list[float] | None
     ticket: Any = None
-    played: Any = None  # no environment has answered: they are scored as ``FinishedGroup`` of such a run are
+    played: Any = None  # always None; scoring reads this attribute of ``FinishedGroup`` too
 
 
 class External:
-    """The groups of ``external.paths``, and where reading them stands.
+    """Reader of the groups in ``external.paths``, with its reading position.
 
     Args:
-        train, held_out: the run's questions, of type EncodedExample. No group is about a held-out one, unless the run
-            trains on that one anyway.
+        train, held_out: the run's questions (EncodedExample). Groups about held-out questions are skipped, unless the
+            question is also a training question.
 
     Raises:
-        ConfigError: a path is neither file nor folder, or a line of a file is no group: its file, line and field.
+        ConfigError: a path is not a file, folder or function. Or a line of a file is not a group; the message has the
+            file, line and field.
     """
 
     def __init__(self, run: Run, tokenizer: Any, train: Sequence[Any] = (), held_out: Sequence[Any] = ()):
@@ -91,14 +105,14 @@ class External:
         self._sources = {path: source_of(path, reader) for path in run.config.external.paths}
 
     def next_groups(self, iteration: int, score: Callable[[Group], Any]) -> Guests | None:
-        """The next J groups, from each source in turn; fewer where runs have not written as many.
+        """Return the next J groups, taken from the sources in turn. The groups are fewer if the sources have fewer.
 
         Args:
-            iteration: names the groups: their ids are below 0 and unique over the run.
-            score: called with each group that brings no rewards; returns its ticket.
+            iteration: number of the iteration. Group ids derive from it; they are negative and unique over the run.
+            score: called with each group without rewards; returns the group's ticket.
 
         Returns:
-            None where the run wants none.
+            The groups, or None if ``external.groups_per_iteration`` is 0.
         """
         num_groups = self._run.config.external.groups_per_iteration
         if not num_groups:
@@ -125,7 +139,7 @@ class External:
         return Guests(sharding.put(rows, layout), groups, self._run, skipped, failed)
 
     def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
-        """Tell what the run itself has sampled to who makes something of it."""
+        """Pass the groups that this run has sampled to the hindsight functions."""
         for source in self._sources.values():
             if isinstance(source, Hindsight):
                 source.hear(sampled, decode)
@@ -136,7 +150,7 @@ class External:
                 source.close()
 
     def state(self) -> dict[str, Any]:
-        """What ``restore`` needs to go on from here; plain JSON."""
+        """Return the reading positions as plain JSON, the argument of ``restore``."""
         return {path: source.state() for path, source in self._sources.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -146,14 +160,14 @@ class External:
 
 @dataclasses.dataclass
 class Guests:
-    """The groups of one iteration.
+    """External groups of one iteration.
 
     Attributes:
-        rows: [J*G, S] on the device; completions of no token where a group, or a completion of one, is missing.
-        groups: J of them.
-        skipped_lines: of runs and functions, so far; of files, those about held-out questions.
-        failed_calls: of functions, so far.
-        rewards: of the J*G rows, once ``score`` has collected them.
+        rows: [J*G, S] on the device. The completion of a missing row or group has no tokens.
+        groups: J groups, None = missing.
+        skipped_lines: number of skipped lines so far. In files, only lines about held-out questions are skipped.
+        failed_calls: number of failed calls of hindsight functions so far.
+        rewards: rewards of the J*G rows after ``score``; else None.
     """
 
     rows: Rollout
@@ -169,12 +183,12 @@ class Guests:
         questions: Sequence[int],
         question_id: Callable[[list[int]], int],
     ) -> tuple[Rewards, list[int]]:
-        """Rewards and questions of the run's own groups with those of the guests, in the order of program ``join``.
+        """Return rewards and question ids of own and external groups together, in the row order of program ``join``.
 
         Args:
-            rewards: of the own rows.
-            questions: ids of the own groups'.
-            question_id: of a prompt's token ids.
+            rewards: rewards of the run's own rows.
+            questions: question ids of the run's own groups.
+            question_id: maps a prompt's token ids to its question id.
         """
         about = [question_id(group.prompt) if group else -1 for group in self.groups]
         both = lambda own, theirs: _beside(own, theirs, self.run.learner.annotation.num_parts)
@@ -188,7 +202,7 @@ class Guests:
         return joined, both(questions, about).tolist()
 
     def values(self) -> dict[str, float]:
-        """Figures for the metrics."""
+        """Return the metrics of external rollouts."""
         came = [group for group in self.groups if group]
         scored = self.rewards.total[self.rewards.outcome == OUTCOME_SCORE]
         return {
@@ -200,7 +214,11 @@ class Guests:
         }
 
     def score(self, collect: Callable[[list[Any]], Rewards]) -> None:
-        """Wait for the scores of tickets, which ``collect`` gives; once."""
+        """Set ``rewards``: wait for the pending scores, and fill in the given rewards. Later calls do nothing.
+
+        Args:
+            collect: waits for tickets and returns their scores.
+        """
         if self.rewards is not None:
             return
         shape = len(self.groups), self.run.config.rollout.group_size
@@ -227,7 +245,12 @@ class Guests:
 
 
 def shared_groups(sampled: Sampled, lookup: Callable[[int], Any]) -> list[dict[str, Any]]:
-    """The run's own groups that stay as lines that another run reads; ``lookup``: the tokenised prompt of an id."""
+    """Return the run's own kept groups as lines that another run can read.
+
+    Args:
+        sampled: groups of one iteration.
+        lookup: returns the tokenised prompt of a group id.
+    """
     lines, own = [], sampled.completions()
     totals = sampled.rewards.total.reshape(len(sampled.kept), -1).tolist()
     for j, (group, total) in enumerate(zip(sampled.groups, totals, strict=True)):
@@ -243,17 +266,19 @@ def shared_groups(sampled: Sampled, lookup: Callable[[int], Any]) -> list[dict[s
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """What makes a group of a line."""
+    """Parser of lines into groups."""
 
     config: Config
     tokenizer: Any
     vocab_size: int
-    held_out: frozenset[tuple[int, ...]] = frozenset()  # token ids of prompts
+    held_out: frozenset[tuple[int, ...]] = frozenset()  # token ids of held-out prompts
 
     def group(self, line: bytes, origin: str) -> Group:
-        """
+        """Parse a line as a group.
+
         Raises:
-            BadRowError: the line is no group of this run; HeldOutError where its question is held out.
+            BadRowError: the line is not a group that this run can use.
+            HeldOutError: the question is held out.
         """
         row = parse(line)
         own = {}
@@ -282,7 +307,7 @@ class _Reader:
 
     def _completions(self, given: Any) -> list[list[int]]:
         algorithm, size = self.config.algorithm, self.config.rollout.group_size
-        # One alone has no advantage where siblings are compared, and can be imitated all the same.
+        # A single completion has no advantage if siblings are compared, but it can be imitated.
         least = 1 if algorithm.imitates or not algorithm.advantage.needs.siblings else 2
         if not isinstance(given, list) or not least <= len(given) <= size:
             raise BadRowError(
@@ -318,7 +343,10 @@ class _Reader:
         return [math.nan if r is None else float(r) for r in given]
 
     def _stop_reason(self, ids: list[int]) -> int:
-        """Why it ends where it ends; nobody says, but without an end or a stop string it was cut."""
+        """Return the stop reason of a completion, inferred because lines do not contain it.
+
+        A completion without an end token or a stop string counts as cut at the length limit.
+        """
         if ids[-1] in self.tokenizer.eos_ids:
             return STOP_EOS
         stops = self.config.sampling.stop_strings
@@ -330,7 +358,10 @@ class _Reader:
 
 
 def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> Rollout:
-    """Rows of the groups, numpy, but for what the weights say of them; see ``Guests``."""
+    """Return the rows of the groups in numpy (see ``Guests``), without log-probs and policy versions.
+
+    The program ``join`` computes both.
+    """
     num_rows, size = len(groups) * config.rollout.group_size, config.rollout.group_size
     tokens = np.zeros((num_rows, config.row_tokens), np.int32)
     prompt_length = np.ones(num_rows, np.int32)
@@ -351,6 +382,6 @@ def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> R
 
 
 def _beside(own: Any, theirs: Any, num_parts: int) -> np.ndarray:
-    """Numbers of own rows, or groups, and of others', beside each other part by part as program ``join`` has them."""
+    """Concatenate own and external values within each of ``num_parts`` parts, as program ``join`` does with rows."""
     parts = [np.asarray(x).reshape(num_parts, -1) for x in (own, theirs)]
     return np.concatenate(parts, axis=1).reshape(-1)

@@ -1,6 +1,6 @@
-"""Parts of the OpenAI API that our two servers share: the agents' (actor.agents) and serve's (serving.http).
+"""Parts of the OpenAI API that two servers share: the server for agents (actor.agents) and serve (serving.http).
 
-Owns: which values of a request ask for nothing, and common parts of answers. Does not know: routes, models, HTTP.
+Owns: which values of a request have no effect, and common parts of answers. Does not know: routes, models, HTTP.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 from jaxrl_llm.runtime.json_server import Refused
 
-# What a request may say that asks for nothing: by name the values, () any. Null asks for nothing, whatever its name.
-# A server that hears one of these takes it out of a request first.
+# Fields of a request that have no effect with these values: allowed values by name, () = any value. Null is allowed for
+# every field. A server that implements one of these fields removes it from the request first.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"n": (1,), "best_of": (1,), "top_p": (1,), "top_k": (0, -1), "min_p": (0,)}
 NEUTRAL |= {"repetition_penalty": (1,), "length_penalty": (1,), "presence_penalty": (0,), "frequency_penalty": (0,)}
 NEUTRAL |= {"min_tokens": (0,), "ignore_eos": (False,), "use_beam_search": (False,), "stop": ([],), "seed": ()}
@@ -20,18 +20,21 @@ NEUTRAL |= {"response_format": ({"type": "text"},), "modalities": (["text"],), "
 NEUTRAL |= {"service_tier": ("auto", "default"), "store": (False,), "skip_special_tokens": (True,)}
 NEUTRAL |= {"spaces_between_special_tokens": (), "include_stop_str_in_output": (False,), "metadata": (), "user": ()}
 NEUTRAL |= {"safety_identifier": (), "prompt_cache_key": (), "cache_salt": (), "priority": ()}
-# Where the answer is token ids: it has them all with their log-probs, and no text.
+# The same for requests whose answer is token ids: the answer always has all ids and log-probs, and no text.
 OF_TOKENS: dict[str, tuple[Any, ...]] = {"logprobs": (), "skip_special_tokens": (), "detokenize": ()}
 OF_TOKENS |= {"include_stop_str_in_output": (), "routed_experts_prompt_start": ()}
 
 
 def pass_over(asked: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]], why: str = "is not known here") -> None:
-    """Refused where one of these asks for something.
+    """Check that the remaining fields of a request have no effect.
 
     Args:
-        asked: by name, what a server has not heard of a request.
-        more: what asks for nothing besides ``NEUTRAL``, or in its place.
-        why: what is said of a name in neither.
+        asked: fields of the request that the server does not implement, by name.
+        more: values without effect, by name; they extend and override ``NEUTRAL``.
+        why: error message for an unknown field, after its name.
+
+    Raises:
+        Refused: a field is unknown, or its value would have an effect (400).
     """
     neutral = {**NEUTRAL, **more}
     for name, value in asked.items():
@@ -44,7 +47,7 @@ def pass_over(asked: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]], why
 
 
 def token_choice(ids: Sequence[int], logps: Sequence[float], why: str) -> dict[str, Any]:
-    """The answer to a request of tokens: vLLM's, and log-probs under each token's id."""
+    """Return the choice of an answer in token ids, in vLLM's format, with a log-prob for each token id."""
     content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in zip(ids, logps, strict=True)]
     return {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": why}
 

@@ -1,17 +1,18 @@
-"""Where the answers of others come from: files, other runs, and what the run's own answers would have been right for.
+"""Sources of external rollouts: files, other runs, and hindsight functions.
 
-    a file            its groups in order, again and again; it is checked as a whole before the run
-    a run's workdir   of what it has written since the iteration before, the newest groups; others are passed over
-    a function        hindsight: a line for each group that it makes of those which the last iteration has sampled
+    a file            its groups in order, repeated without end; the whole file is checked before the run
+    a run's workdir   the newest groups that the run has written since the previous iteration; the others are skipped
+    a function        hindsight: new groups that the function makes of the groups of the previous iteration
 
-What is about a held-out question of this run is left out of all of them, and counted.
+Groups about a held-out question of this run are skipped and counted in all sources.
 
-Such a function, "package.module:function" or "FILE.py:function", has the arguments of a reward function (prompts,
-completions and columns, of one question) and returns a list of lines as files have them (``actor.guests``). It runs in
-a process of its own (``hindsight_worker``) and has ``rewards.timeout_s`` for each question. Where it fails, of that
-question there are none: counted, and said the first time.
+A hindsight function is given as "package.module:function" or "FILE.py:function". It has the parameters of a reward
+function (prompts, completions and columns of one question), and returns a list of lines in the format of
+``actor.guests``. For example, it changes the question so that the run's wrong answer becomes right. The function runs
+in its own process (``hindsight_worker``), with ``rewards.timeout_s`` for each question. If it fails, that question has
+no lines. Failures are counted, and the first one is printed.
 
-Owns: which lines come next, where reading stands. Does not know: what is in a line, rows.
+Owns: which line comes next, the reading position. Does not know: the content of a line, rows.
 """
 
 from __future__ import annotations
@@ -38,11 +39,18 @@ if TYPE_CHECKING:
 
 
 class HeldOutError(BadRowError):
-    """The line is about a question that the run holds out."""
+    """A line whose question is held out in this run."""
 
 
 def source_of(path: str, reader: Any) -> File | Feed | Hindsight:
-    """Of a path; ``reader.group(line, origin)`` makes a group of a line, or raises BadRowError."""
+    """Return the source that an entry of ``external.paths`` names.
+
+    Args:
+        reader: its method ``group(line, origin)`` parses a line as a group, or raises BadRowError.
+
+    Raises:
+        ConfigError: the path is not a file, folder or function, or a line of the file is not a group.
+    """
     where = pathlib.Path(path).expanduser()
     if os.path.exists(where):
         return (Feed if where.is_dir() else File)(where, reader)
@@ -55,7 +63,10 @@ def source_of(path: str, reader: Any) -> File | Feed | Hindsight:
 
 
 class File:
-    """The groups of a file in its order, again and again; a warning counts those that are left out (``skipped``)."""
+    """The groups of a file in file order, repeated without end.
+
+    Groups about held-out questions are left out. ``skipped`` is their number, and a warning reports it.
+    """
 
     failed = 0
 
@@ -78,12 +89,12 @@ class File:
             print(f"warning: {left_out}", file=sys.stderr)
 
     def look(self) -> None:
-        """Nothing is new."""
+        """Do nothing, because the file was read at the start."""
 
     def take(self) -> Group:
         group = self._groups[self._position % len(self._groups)]
         self._position += 1
-        return dataclasses.replace(group)  # its ticket is of one visit
+        return dataclasses.replace(group)  # a copy, because the file's next pass needs a new ticket
 
     def state(self) -> dict[str, int]:
         return {"position": self._position}
@@ -93,11 +104,11 @@ class File:
 
 
 class Lines:
-    """Lines that are taken once, the last first.
+    """Source whose lines are taken once, the last line first.
 
     Attributes:
-        skipped: lines that were no group, so far.
-        failed: questions on which a function has failed, so far.
+        skipped: number of lines so far that were not groups of this run.
+        failed: number of questions so far on which a hindsight function failed.
     """
 
     def __init__(self, name: str, reader: Any):
@@ -105,7 +116,7 @@ class Lines:
         self.skipped = self.failed = 0
 
     def take(self) -> Group | None:
-        """The next; None where there is none."""
+        """Return the next group, None if no line is left."""
         while self._lines:
             try:
                 return self._reader.group(self._lines.pop(), self._name)
@@ -115,22 +126,26 @@ class Lines:
 
 
 class Feed(Lines):
-    """What a run writes while this one reads. A file that is shorter than it was is one that a resumed run repeats."""
+    """Source of the groups that another run writes while this run reads.
+
+    A file that has become shorter belongs to a resumed run, which writes groups that were already read. Nothing is read
+    until the file is longer than before.
+    """
 
     def __init__(self, folder: pathlib.Path, reader: Any):
         self._path, self._offset = folder / SHARED_FILE, 0
         super().__init__(str(self._path), reader)
 
     def look(self) -> None:
-        """Read what is new; what was left of the last time is passed over."""
+        """Read the new lines. Unused lines of the previous call are dropped."""
         self._lines = []
         new = b""
         if hosts.is_first() and self._path.exists():
             with self._path.open("rb") as file:
                 file.seek(self._offset)
                 new = file.read()
-        if new := hosts.exchange(new)[0]:  # hosts may see the file grow at other times
-            whole = new[: new.rfind(b"\n") + 1]  # the rest of a line may still be on its way
+        if new := hosts.exchange(new)[0]:  # the first host decides, because hosts may see different file lengths
+            whole = new[: new.rfind(b"\n") + 1]  # the last line may not be fully written yet
             self._offset += len(whole)
             self._lines = whole.splitlines()
 
@@ -142,7 +157,10 @@ class Feed(Lines):
 
 
 class Hindsight(Lines):
-    """What a function makes of the run's own groups, one of each by turns, in the next iteration; the rest is left."""
+    """Source of the lines that a hindsight function makes of the run's own groups.
+
+    The next iteration takes the lines of the groups in turn: the first line of each group, then the second of each.
+    """
 
     def __init__(self, name: str, reader: Any):
         super().__init__(name, reader)
@@ -150,7 +168,7 @@ class Hindsight(Lines):
         self._timeout_s, self._printer, self._worker = reader.config.rewards.timeout_s, None, None
 
     def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
-        """Make lines of what has been sampled; what was left of the last time is passed over."""
+        """Call the function on the groups that were sampled. Unused lines of the previous call are dropped."""
         own, made = sampled.completions(), []
         size = len(sampled.rewards.outcome) // len(sampled.groups)
         for first, group in zip(range(0, len(sampled.groups) * size, size), sampled.groups, strict=True):
@@ -165,7 +183,7 @@ class Hindsight(Lines):
         self.failed += sum(map(bool, reasons))
 
     def _made_of(self, example: Any, texts: list[str]) -> tuple[list[bytes], str]:
-        """Lines, and what went wrong, "" where nothing did."""
+        """Return the lines that the function makes of one group, and an error message or ""."""
         if self._worker is None:
             self._printer = Printer()
             self._worker = Worker([self._name], self._printer, "hindsight_worker")
@@ -177,12 +195,12 @@ class Hindsight(Lines):
         return [line.encode() for line in made], reason and f"{example.origin}: {visible(reason)}"
 
     def close(self) -> None:
-        """End the process, whatever the function is doing."""
+        """Kill the process, even if the function is running."""
         if self._worker:
             put_away([self._worker], self._printer)
 
     def look(self) -> None:
-        """What is there was heard."""
+        """Do nothing, because ``hear`` has made the lines."""
 
     def state(self) -> dict[str, Any]:
         return {"lines": [x.decode() for x in self._lines], "skipped": self.skipped, "failed": self.failed}
@@ -193,7 +211,7 @@ class Hindsight(Lines):
 
 
 def _are_lines(answer: Any) -> bool:
-    """Whether an answer has the form of ``hindsight_worker.call``."""
+    """Return whether an answer has the form that ``hindsight_worker.call`` returns."""
     match answer:
         case [list(lines), str()]:
             return all(isinstance(line, str) for line in lines)

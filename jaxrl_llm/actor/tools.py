@@ -1,6 +1,6 @@
-"""Calls of tools between the OpenAI API's messages and the text of models.
+"""Conversion of tool calls between messages of the OpenAI API and the text of models.
 
-Owns: how messages with calls become texts, and texts messages. Does not know: where a call begins and ends
+Owns: messages with tool calls to texts, and texts to messages. Does not know: where a call begins and ends
 (``tool_calls``), routes, chat templates.
 """
 
@@ -17,7 +17,7 @@ from jaxrl_llm.runtime import json_lines
 
 
 def functions_of(tools: Any) -> list[dict[str, Any]]:
-    """What a request's ``tools`` are; ValueError where they are none."""
+    """Return the ``tools`` of a request unchanged. Raise ValueError if they are not a list of functions."""
     for tool in tools if isinstance(tools, list) else [tools]:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         is_one = isinstance(function, dict) and isinstance(function.get("name"), str)
@@ -29,12 +29,15 @@ def functions_of(tools: Any) -> list[dict[str, Any]]:
 
 
 def _json(value: Any) -> str:
-    """Return JSON as models write it: characters as they are, halves of surrogate pairs as escapes."""
+    """Return JSON as models write it. Characters outside ASCII are not escaped, except lone surrogates."""
     return json_lines.written(value, ensure_ascii=False)
 
 
 def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Messages whose first one, the system's, tells of tools: for a chat template without a place for them."""
+    """Return the messages with the tools in the system message, for a chat template that does not support tools.
+
+    Without a system message, a new one is inserted.
+    """
     lines = "\n".join(_json(tool["function"]) for tool in tools)
     text = f"You may call these functions, which are given as JSON:\n<tools>\n{lines}\n</tools>\nTo call one write "
     text += '<tool_call>{"name": NAME, "arguments": {..}}</tool_call> and nothing after it.'
@@ -43,16 +46,17 @@ def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[di
 
 
 def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
-    """A request's messages as roles and texts; calls that the assistant made are in its text.
+    """Return a request's messages as roles and texts. The assistant's tool calls become part of its text.
 
-    A content that is a list of parts is their texts, a line break between.
+    A content that is a list of parts becomes the texts of the parts, joined by line breaks.
 
     Args:
-        apart: calls stay beside the text, as chat templates take them: arguments by name, and ids that are texts, in
-            tools' answers too. Those of others are in it.
+        apart: keep the calls in ``tool_calls``, in the form that chat templates take, if all arguments of the message
+            are objects. Ids of calls and of tool results are kept if they are strings. Calls with other arguments
+            become text.
 
     Raises:
-        ValueError: there is none, or one is no message, or has a part that is no text.
+        ValueError: there is no message, an item is not a message, or a part is not text.
     """
     said = []
     for message in messages if isinstance(messages, list) and messages else [messages]:
@@ -80,7 +84,7 @@ def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
 
 
 def _texts(key: str, given: dict[str, Any]) -> dict[str, str]:
-    """The key with what is given for it, where that is a text."""
+    """Return ``{key: value}`` if the key's value is a string, else {}."""
     return {key: given[key]} if isinstance(given.get(key), str) else {}
 
 
@@ -91,7 +95,10 @@ def _text_of_part(part: Any) -> str:
 
 
 def _kinds_of(function: dict[str, Any]) -> Kinds:
-    """By the JSON schema of a request's function, of which nothing but its name is sure to be there."""
+    """Return the JSON types of each parameter of a request's function.
+
+    Only the function's name has been checked, so that every part of its schema may be missing or malformed.
+    """
 
     def kinds(schema: Any) -> list[str]:
         if not isinstance(schema, dict):
@@ -108,19 +115,19 @@ def _kinds_of(function: dict[str, Any]) -> Kinds:
 def _function(function: dict[str, Any]) -> dict[str, Any]:
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # text that is no JSON stays text
+        with contextlib.suppress(ValueError, RecursionError):  # arguments that are not JSON stay a string
             arguments = json_lines.strict(arguments)
     return {"name": function["name"], "arguments": arguments}
 
 
 class Message:
-    """The assistant's message of a turn whose text comes in pieces. Any split gives the same content and calls.
+    """Assistant message of a turn whose text comes in pieces. Any split gives the same content and calls.
 
     Args:
-        tools: those of the request, as ``functions_of`` returns them. Without any, a call is text.
+        tools: tools of the request, as ``functions_of`` returns them. Without tools, calls are text.
 
     Attributes:
-        tool_calls: after ``finish``, in the API's form. If one of the calls cannot be parsed, all of them are text.
+        tool_calls: calls in the form of the API, after ``finish``. If any call cannot be parsed, all calls are text.
     """
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
@@ -129,7 +136,7 @@ class Message:
         self._reader = tool_calls.Reader() if tools else None
 
     def feed(self, piece: str) -> str:
-        """Return the content that can be shown after one more piece of text."""
+        """Append a piece of text, and return the new content that is certain."""
         return piece if self._reader is None else self._reader.feed(piece)
 
     def finish(self) -> str:
@@ -152,15 +159,15 @@ class Message:
 
 
 def message_of(turn: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the assistant's message of a whole turn, with its calls apart if the request had tools."""
+    """Return the assistant message of a whole turn. If the request had tools, calls are in ``tool_calls``."""
     content, calls = calls_in(turn, tools)
     return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def calls_in(turn: str, tools: Sequence[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:
-    """Return the text beside the calls of a turn, None if there is only space, and the calls.
+    """Return the text outside the tool calls of a turn, and the calls. The text is None if it is only whitespace.
 
-    If a call cannot be parsed, or without ``tools``, the whole turn is text.
+    If any call cannot be parsed, or ``tools`` is empty, the whole turn is text.
     """
     message = Message(tools)
     content = message.feed(turn)
