@@ -1,39 +1,39 @@
-"""Text of a row of tokens that grows, at a cost that is linear in its tokens.
+"""Incremental decoding: the text of a growing row of tokens, at a cost that is linear in the number of tokens.
 
-A token may be a part of a character, and a tokenizer may drop the space at the beginning of a text. So the text of a
-row is not the texts of its tokens one after the other. It is the texts of its parts if the row is split at a *cut*: a
-place between two tokens, across which no character reaches. The functions decode from a cut a few tokens back, not the
+The text of a row is not the concatenation of its tokens' texts. A token may be a part of a character, and a tokenizer
+may drop the space at the beginning of a text. The text is the concatenation only if the row is split at a *cut*: a
+position between two tokens that no character spans. The functions decode from a cut a few tokens back, and not the
 whole row.
 
     decode      token ids -> text, ``Tokenizer.decode``
-    byte_ids    tokens of one byte, <0x00> to <0xFF>, of SentencePiece's byte fallback. A run of these is decoded as a
-                whole: if one of its bytes makes it invalid, each byte becomes a replacement character.
+    byte_ids    tokens of one byte, <0x00> to <0xFF>, of SentencePiece's byte fallback. A run of byte tokens is decoded
+                as a whole. If one byte makes the run invalid, each byte becomes a replacement character.
 
-Owns: where a row can be cut, and what of its text later tokens do not change. Does not know: tokenizers, stop strings.
+Owns: where a row can be cut, which part of its text is final. Does not know: tokenizers, stop strings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-REPLACEMENT = "\ufffd"  # in the place of bytes that are no character, or not yet
-CHARACTER_TOKENS = 4  # a character has at most so many bytes
-WINDOW = 32  # tokens that are decoded with the new ones
+REPLACEMENT = "\ufffd"  # stands for bytes that are not a character, or not yet a complete one
+CHARACTER_TOKENS = 4  # a UTF-8 character has at most 4 bytes, and so at most 4 tokens
+WINDOW = 32  # earlier tokens that are decoded again together with new tokens
 
 Decode = Callable[[list[int]], str]
 
 
 class GrowingText:
-    """The text of tokens that come in pieces. The pieces of text together are the text of all tokens."""
+    """Decoder of tokens that come in pieces. The returned pieces of text concatenate to the text of all tokens."""
 
     def __init__(self, decode: Decode, byte_ids: Collection[int] = ()):
         self._decode, self._byte_ids = decode, byte_ids
-        self._ids: list[int] = []  # from a cut on
-        self._returned = 0  # characters of their text
-        self._open_run = 0  # tokens at the end that may be a part of a run of bytes
+        self._ids: list[int] = []  # tokens since a cut
+        self._returned = 0  # characters of the text of `_ids` that were returned
+        self._open_run = 0  # tokens at the end that may belong to an unfinished run of byte tokens
 
     def feed(self, ids: Sequence[int]) -> str:
-        """Return the text that is certain after some more tokens."""
+        """Append tokens, and return the new text that later tokens cannot change."""
         self._ids += ids
         self._open_run = self._run_at_end(ids)
         if self._open_run > len(ids):
@@ -47,7 +47,7 @@ class GrowingText:
         return new
 
     def _run_at_end(self, ids: Sequence[int]) -> int:
-        """Return how many tokens at the end may be a part of a run of bytes, after ``ids`` have come."""
+        """Return how many tokens at the end may belong to an unfinished run of byte tokens, once ``ids`` are added."""
         if not self._byte_ids:
             return 0
         for size, i in enumerate(reversed(ids)):
@@ -60,7 +60,7 @@ class GrowingText:
         return self._decode(self._ids)[self._returned :]
 
     def _move(self) -> None:
-        """Forget tokens that the text of later ones does not need."""
+        """Drop the tokens that are not needed to decode later tokens."""
         closed = len(self._ids) - self._open_run
         cut = last_cut(self._decode, self._ids, closed - WINDOW, self._byte_ids)
         waiting = len(self._decode(self._ids[:closed])) - self._returned
@@ -70,8 +70,8 @@ class GrowingText:
 
 
 def prefix_lengths(decode: Decode, ids: list[int], byte_ids: Collection[int] = ()) -> list[int]:
-    """Return ``len(decode(ids[:i]))`` of each i from 0 to ``len(ids)``."""
-    lengths, begin, before = [0], 0, 0  # characters before the window, and where it begins
+    """Return ``len(decode(ids[:i]))`` for each i from 0 to ``len(ids)``."""
+    lengths, begin, before = [0], 0, 0  # first token of the window, and characters before the window
     for i in range(1, len(ids) + 1):
         lengths.append(before + len(decode(ids[begin:i])))
         if i - begin >= 2 * WINDOW and (i - begin) % WINDOW == 0:
@@ -83,14 +83,14 @@ def prefix_lengths(decode: Decode, ids: list[int], byte_ids: Collection[int] = (
 
 
 def window_before(decode: Decode, ids: list[int], place: int, chars: int) -> int:
-    """Return a cut before ``place`` with at least so many characters between, not counting those of its first token."""
+    """Return a cut at least ``chars`` characters before ``place``, or 0. The first token's characters do not count."""
     size = max(chars, CHARACTER_TOKENS)
     while True:
         begin = last_cut(decode, ids, max(0, place - size))
         if begin == 0:
             return 0
         text = decode(ids[begin:place])
-        # What shows as replacement characters may become one character for four of them.
+        # Four replacement characters may stand for the four bytes of one character.
         unclear = text.count(REPLACEMENT)
         if len(text) - unclear + unclear // 4 - len(decode(ids[begin : begin + 1])) >= chars:
             return begin

@@ -1,15 +1,15 @@
-"""Calls of tools in the text of a model, read while the text comes or all at once.
+"""Parser of tool calls in the text of a model, for streamed and for whole texts.
 
     <tool_call>{"name": "weather", "arguments": {"city": "Paris"}}</tool_call>   Hermes, Qwen, SmolLM2: one or a list
     <tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>   Qwen3-Coder, Qwen3.5
     {"name": "weather", "parameters": {"city": "Paris"}}   Llama 3: the whole text, one or a list
-    [TOOL_CALLS][{"name": "weather", "arguments": {..}}]   Mistral, with its mark or not
+    [TOOL_CALLS][{"name": "weather", "arguments": {..}}]   Mistral, with or without its mark
 
-A mark inside an argument is part of the argument: JSON is parsed to its end, and ``</parameter>`` closes a value only
-if the next element of the grammar follows. Calls before the last ``</think>`` that stands outside of a call are part of
-what the model thinks.
+A mark inside an argument is part of the argument. JSON is parsed to its end. ``</parameter>`` closes a value only if
+the next element of the grammar follows. Calls before the last ``</think>`` outside a call belong to the model's
+reasoning, and are not executed.
 
-Owns: the grammar of calls, and where one begins and ends. Does not know: the OpenAI API, tools, routes.
+Owns: the grammar of calls, and where a call begins and ends. Does not know: the OpenAI API, tools, routes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxrl_llm.runtime import json_lines
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
-THINK, THOUGHT = "<think>", "</think>"  # the beginning of a thought may stand in the prompt
+THINK, THOUGHT = "<think>", "</think>"  # the chat template may put <think> in the prompt
 MARKS = (BEGIN, END, MISTRAL, THOUGHT)
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
@@ -38,22 +38,22 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
-_NO_CALL = re.compile(r"\s*(?:[^\s<{\[]|<[^f])")  # where it matches behind a mark, no call begins
+_NO_CALL = re.compile(r"\s*(?:[^\s<{\[]|<[^f])")  # if it matches after a mark, no call begins there
 _LATER_CALL = re.compile(rf"{BEGIN}\s*(?:{FUNCTION}|[\[{{])")
 
-Kinds = Mapping[str, Collection[str]]  # types of JSON schema that a tool takes, by parameter
-Step = Generator[None, None, Any]  # a part of the parser: it yields when it needs more text
+Kinds = Mapping[str, Collection[str]]  # JSON schema types that each parameter of a tool accepts
+Step = Generator[None, None, Any]  # a parser step, which yields when it needs more text
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call, or what stands in the place of one.
+    """A tool call in a text, well-formed or broken.
 
     Attributes:
         body: the text between the marks.
-        start, end: where the call begins and ends in the text, marks included.
+        start, end: positions in the text where the call begins and ends, marks included.
         functions: name and parameters' texts of each function in Qwen3-Coder's form. None if the body is JSON.
-        is_broken: the body is not of the grammar. ``read`` raises.
+        is_broken: the body does not match the grammar, so that ``read`` raises.
     """
 
     body: str
@@ -72,19 +72,19 @@ class Reader:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._is_broken = False  # one of the calls is
+        self._is_broken = False  # any of `calls` is broken
         self._text = ""
         self._is_whole = False
-        self._settled = 0  # the text before it stays text, whatever comes
-        self._solid = 0  # the end of the last word before that
+        self._settled = 0  # text before this position stays text, whatever follows
+        self._solid = 0  # end of the last word before `_settled`
         self._shown = 0
-        self._closes: dict[bool, tuple[int, float]] = {}  # by form of a value: a start, and the next end after it
-        self._unclosed: set[int] = set()  # starts of values after which no call ends
+        self._closes: dict[bool, tuple[int, float]] = {}  # cache of `_close`, by form of the value: (start, close)
+        self._unclosed: set[int] = set()  # starts of values in calls that do not match the grammar
         self._thought_in_value: int | None = None
         self._parser = self._turn()
 
     def feed(self, piece: str) -> str:
-        """Return the text that can be shown after one more piece. Space at its end waits for more text."""
+        """Append a piece of text, and return the new text that can be shown, without whitespace at its end."""
         self._text += piece
         settled = self._settled
         next(self._parser, None)
@@ -95,12 +95,16 @@ class Reader:
         return self._text[shown : self._shown]
 
     def finish(self) -> None:
-        """The text has ended: read the rest of it."""
+        """Parse the rest of the text, because the text has ended."""
         self._is_whole = True
         next(self._parser, None)
 
     def rest(self, *, is_called: bool) -> str:
-        """Return the text that was not shown, without the calls and the space around it if they are carried out."""
+        """Return the text that ``feed`` has not returned.
+
+        Args:
+            is_called: the calls are executed. The calls and the whitespace around the text are then removed.
+        """
         if not is_called:
             return self._text[self._shown :]
         beside, place = [], self._shown
@@ -118,10 +122,13 @@ class Reader:
             place = yield from self._answer(place)
 
     def _answer(self, place: int) -> Step:
-        """Read what follows a thought. Return where the next thought ends, None at the end of the text."""
+        """Parse the text after a thought. Return the position where the next thought ends, None at the end of the text.
+
+        A thought is the model's reasoning before ``</think>``.
+        """
         self.calls, self._is_broken = [], False
         place = yield from self._call_without_mark(place)
-        opened = mistral = None  # the last mark of each kind without a call behind it
+        opened = mistral = None  # the last mark of each kind without a call after it
         while True:
             mark = yield from self._next_mark(place)
             if mark is None:
@@ -164,7 +171,7 @@ class Reader:
         return call.end
 
     def _settle(self, place: int) -> None:
-        """Note that all before ``place`` is text, unless it has calls that may be carried out."""
+        """Record that the text before ``place`` is plain text, unless it has calls that may be executed."""
         if not self.calls or self._is_broken:
             self._settled = max(self._settled, place)
 
@@ -182,7 +189,7 @@ class Reader:
             yield
 
     def _call_without_mark(self, begin: int) -> Step:
-        """Read JSON that is the whole answer, as Llama calls. Return from where marks are to be looked for."""
+        """Parse Llama's form of a call: JSON that is the whole answer. Return the position to search for marks from."""
         end = yield from self._json_after(begin)
         if end is None:
             return begin
@@ -194,7 +201,7 @@ class Reader:
         return self._add(Call(self._text[begin:end], begin, after))
 
     def _marked_call(self, mark: re.Match) -> Step:
-        """Return the call behind a mark, None if there is none."""
+        """Return the call after a mark, None if no call follows."""
         place = yield from self._after_space(mark.end())
         if (yield from self._starts(place, FUNCTION)):
             return (yield from self._written_call(mark.start(), mark.end(), place))
@@ -209,7 +216,7 @@ class Reader:
     # ---- Qwen3-Coder's form ----
 
     def _written_call(self, start: int, begin: int, place: int) -> Step:
-        """Return the call whose first function stands at ``place``, None if it is not of the grammar."""
+        """Return the call whose first function stands at ``place``, None if the text does not match the grammar."""
         functions: list[tuple[str, list[tuple[str, str]]]] = []
         values: list[int] = []
         while not (yield from self._starts(place, END)):
@@ -226,9 +233,9 @@ class Reader:
         return None
 
     def _parameters(self, place: int, found: list[tuple[str, str]], values: list[int]) -> Step:
-        """Add a function's parameters to ``found``, and where their values begin to ``values``.
+        """Append a function's parameters to ``found``, and the positions where their values begin to ``values``.
 
-        Return the place of what follows the function, None if it is not of the grammar.
+        Return the position after the function, None if the text does not match the grammar.
         """
         while True:
             place = yield from self._after_space(place)
@@ -246,7 +253,7 @@ class Reader:
             place = close + len(PARAMETER_END)
 
     def _close(self, begin: int) -> Step:
-        """Return the place of the ``</parameter>`` that closes the value at ``begin``, None if none does."""
+        """Return the position of the ``</parameter>`` that closes the value at ``begin``, None if no tag closes it."""
         on_lines = yield from self._starts(begin, "\n")
         start, close = self._closes.get(on_lines, (0, -1))
         if not start <= begin <= close:
@@ -263,7 +270,10 @@ class Reader:
         return None if close == float("inf") else close
 
     def _is_closed(self, begin: int, on_lines: bool) -> Step:
-        """Return whether another parameter, or the end of the function and what may follow it, stands at ``begin``."""
+        """Return whether the ``</parameter>`` that ends at ``begin`` closes its value.
+
+        It does if another parameter follows, or the end of the function and then another function or the call's end.
+        """
         place = yield from self._after_space(begin)
         if (yield from self._starts(place, FUNCTION_END)):
             place = yield from self._after_space(place + len(FUNCTION_END))
@@ -272,14 +282,15 @@ class Reader:
             name, _ = yield from self._named(place, FUNCTION)
             return name is not None
         if on_lines and place > begin and "\n" not in self._text[begin:place]:
-            return False  # the template writes each parameter on lines of its own
+            return False  # chat templates write each parameter on separate lines
         name, _ = yield from self._named(place, PARAMETER)
         return name is not None
 
     def _ends_thought(self, begin: int, close: int) -> bool:
-        """Return whether a call that was never finished is only mentioned in a thought, after which another call comes.
+        """Return whether the value contains the end of a thought and then another call.
 
-        The thought's end is then kept in ``_thought_in_value``.
+        The call of this value is then unfinished and only mentioned in the thought. ``_thought_in_value`` is set to the
+        end of the thought.
         """
         end = self._text.find(THOUGHT, begin, close)
         if end < 0 or self._text.find(THINK, begin, end) >= 0:
@@ -290,7 +301,7 @@ class Reader:
         return True
 
     def _named(self, place: int, mark: str) -> Step:
-        """Return (name, its end) of ``<function=NAME>`` or ``<parameter=NAME>``; name is None if it is not there."""
+        """Return (name, end of the tag) of ``<function=NAME>`` or ``<parameter=NAME>``. Without a tag, name is None."""
         if (yield from self._starts(place, mark)):
             place += len(mark)
             while True:
@@ -306,7 +317,7 @@ class Reader:
     # ---- JSON ----
 
     def _json_after(self, place: int) -> Step:
-        """Return the end of the JSON object or list that follows, None if there is none."""
+        """Return the end of the JSON object or list after ``place``, None if no JSON follows."""
         place = yield from self._after_space(place)
         if self._text[place : place + 1] not in ("{", "["):
             return None
@@ -360,7 +371,7 @@ class Reader:
                 yield
 
     def _scalar(self, begin: int) -> Step:
-        """Return the end of the number, true, false or null at ``begin``, None if there is none."""
+        """Return the end of the number, true, false or null at ``begin``, None for other text."""
         place = begin
         while True:
             place = _WORD.match(self._text, place).end()
@@ -371,7 +382,7 @@ class Reader:
     # ---- text that may go on ----
 
     def _after_space(self, place: int, space: re.Pattern = _SPACE) -> Step:
-        """Return the place after the space that begins at ``place``."""
+        """Return the position after the whitespace that begins at ``place``."""
         while True:
             place = space.match(self._text, place).end()
             if place < len(self._text) or self._is_whole:
@@ -387,7 +398,7 @@ class Reader:
             yield
 
     def _find(self, wanted: str, place: int) -> Step:
-        """Return the next place of ``wanted``, None if there is none."""
+        """Return the position of the next ``wanted`` from ``place`` on, None if the text has no more."""
         while True:
             found = self._text.find(wanted, place)
             if found >= 0:
@@ -399,14 +410,14 @@ class Reader:
 
 
 def _begun_mark(text: str) -> str:
-    """Return the end of a text that may become a mark."""
+    """Return the end of the text that may be the beginning of a mark, "" if there is none."""
     tail = text[1 - max(map(len, MARKS)) :]
     begun = tail[max(tail.rfind("<"), tail.rfind("[")) :]
     return begun if begun and any(mark.startswith(begun) for mark in MARKS) else ""
 
 
 def _is_call(text: str) -> bool:
-    """Return whether JSON without marks calls tools: JSON with other keys is an answer."""
+    """Return whether JSON without marks is a tool call. JSON without a name and arguments is an ordinary answer."""
     with contextlib.suppress(ValueError, RecursionError):
         given = json_lines.strict(text)
         calls = given if isinstance(given, list) else [given]
@@ -416,7 +427,7 @@ def _is_call(text: str) -> bool:
 
 
 def calls_of(text: str) -> list[Call]:
-    """Return the calls of a turn, broken ones too."""
+    """Return the tool calls of a turn, including broken calls."""
     reader = Reader()
     reader.feed(text)
     reader.finish()
@@ -424,10 +435,10 @@ def calls_of(text: str) -> list[Call]:
 
 
 def read(call: Call, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, Any] | str]]:
-    """Return ``(name, arguments)`` of each function that a call names. Arguments that are text are JSON or plain text.
+    """Return ``(name, arguments)`` of each function in a call. Arguments may be a string, which need not be JSON.
 
     Args:
-        kinds: the types of parameters by tool, as far as they are known.
+        kinds: known types of the parameters of each tool.
 
     Raises:
         ValueError, TypeError, KeyError, RecursionError: the call cannot be parsed.
@@ -454,7 +465,10 @@ def read(call: Call, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, An
 
 
 def _value(text: str, kinds: Collection[str]) -> Any:
-    """Return a parameter's value: the text if the parameter takes text, else what it is in JSON, or the text."""
+    """Return a parameter's value: the text if the parameter accepts strings, else the parsed JSON.
+
+    Text that is not JSON stays text. For a parameter that accepts strings and null, "null" is None.
+    """
     if "string" in kinds and not (text == "null" and "null" in kinds):
         return text
     with contextlib.suppress(ValueError, RecursionError):
