@@ -1,1 +1,1 @@
-"""Attention by kernels of the devices that have them."""
+"""Attention kernels for specific devices, and attention over rows that are split over devices."""

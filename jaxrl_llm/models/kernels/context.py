@@ -1,12 +1,15 @@
-"""Long rows: ``mesh.context`` splits the tokens of a row over devices, and inside attention its heads.
+"""Context parallelism: ``mesh.context`` splits rows over devices, by tokens outside attention and by heads inside.
 
-Outside attention each token is by itself, and a device computes its own part of every row. A query wants the keys of
-its whole row: between the two, each device sends the others what they want of its tokens and gets whole rows of fewer
-heads (all-to-all, as in DeepSpeed-Ulysses). So every rule of who sees whom, every kernel and every window is the one of
-a single device, each device has as many pairs of query and key as any other, and sums over keys are in one place. A
-gated delta rule goes through a row from its beginning, and is dealt out alike: whole rows of fewer value heads.
+    outside attention    tokens do not depend on each other; each device computes its own tokens of every row
+    all-to-all           as in DeepSpeed-Ulysses: devices exchange tokens of some heads
+    inside attention     a query needs the keys of its whole row; each device computes whole rows of fewer heads
+    all-to-all           back to the devices' own tokens
 
-Letters as in attention. Owns: how heads and tokens are dealt out. Does not know: kernels, parameters.
+Inside attention, visibility rules, kernels and windows are therefore the same as on a single device. All devices have
+the same number of query-key pairs, and no sum over keys is split. A gated delta rule needs a row from its beginning. It
+is split in the same way: whole rows of fewer value heads.
+
+Letters as in attention. Owns: the split of heads and tokens over devices. Does not know: kernels, parameters.
 """
 
 from __future__ import annotations
@@ -23,7 +26,11 @@ from jaxrl_llm.runtime import sharding
 
 
 def check(arch: Architecture, mesh: Any) -> None:
-    """Heads divide over the devices that attend to one row, or go through it; ConfigError otherwise."""
+    """Check that the model's heads can be split over the devices that share a row.
+
+    Raises:
+        ConfigError: the number of heads, or of value heads of the gated delta rule, is not divisible.
+    """
     context, tensor = mesh.shape["context"], mesh.shape["tensor"]
     kinds = {"heads": arch.num_heads} | ({"value heads": arch.delta.value_heads} if arch.delta and context > 1 else {})
     for kind, count in kinds.items():
@@ -35,23 +42,25 @@ def check(arch: Architecture, mesh: Any) -> None:
 
 
 def is_split() -> bool:
-    """Whether the mesh that a function is traced in has rows in parts."""
+    """Return whether the mesh of the function that is traced splits rows over devices."""
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and mesh.shape["context"] > 1
 
 
 def to_heads(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of whole rows, split by heads; of fewer key heads than devices there are copies.
+    """Return queries, keys and values of whole rows, split by heads.
+
+    If the key heads cannot be split evenly over the devices, they are repeated.
 
     Returns:
-        [B,T,N,H] and two of [B,K,T,H], K as it is or the least multiple that divides.
+        [B,T,N,H] and two of [B,K,T,H]. K is the smallest multiple of the number of key heads that can be split.
     """
     if not is_split():
         return q_BTNH, k_BKTH, v_BKTH
     parts, K = sharding.parts(q_BTNH.shape[2], "attended"), k_BKTH.shape[1]
 
     def whole_rows(x_BKTH):
-        # Made of each device's own tokens: XLA would gather their activations in place of them.
+        # First keep the split by tokens. Otherwise XLA would gather the activations and compute keys from them.
         x_BKTH = sharding.constrain(x_BKTH, "batch", "kv_heads", "length", "head_size")
         x_BKTH = jnp.repeat(x_BKTH, parts // math.gcd(parts, K), axis=1)
         return sharding.constrain(x_BKTH, "batch", "attended", None, "head_size")
@@ -61,5 +70,5 @@ def to_heads(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array) -> tuple[j
 
 
 def to_tokens(out_BTNH: jax.Array) -> jax.Array:
-    """What attention gave, each device's own tokens again."""
+    """Split the output of attention by tokens again, so that each device has its own tokens."""
     return sharding.constrain(out_BTNH, "batch", "length", "heads", "head_size") if is_split() else out_BTNH

@@ -1,13 +1,15 @@
-"""Flash decoding on TPU: a decode step's attention to its rows' caches, which keeps the new tokens in them.
+"""Flash decoding on TPU: attention of a decode step to the rows' caches, with the new tokens written to the caches.
 
-    grid         blocks of rows x steps, each of one block of the rows' caches
-    first step   what attention to the prompt gave and the new token begin the sums; that token is written
-    each step    the next older block is added, while the one after it is fetched
-    last step    the sums become the output
+    grid         blocks of rows x steps; each step reads one block of the rows' caches
+    first step   start the sums from the prompt's piece and the new token; write the new token
+    each step    add the next older block, while the block after it is fetched
+    last step    compute the output from the sums
 
-From the last live block of a block of rows on nothing is fetched. Ours, for the kernels that libraries keep do not
-return the sums that a prompt is merged by, which is attended once for all rows of its group, and want caches copied to
-a layout of theirs. These are read and written where and as they lie.
+After the last live block of a block of rows, nothing more is fetched.
+
+Library kernels do not fit, for two reasons. The prompt is attended once for all rows of its group, and they do not
+return the softmax sums that merge it. They also need the caches copied to another layout. This kernel reads and writes
+the caches in place, in their own layout.
 
 Letters as in attention. Owns: one Pallas kernel. Does not know: prompts, meshes.
 """
@@ -20,14 +22,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 SUBLANES, LANES = 8, 128
-BLOCK = 256  # tokens of a cache in one step, at most; of up to eight rows, whose matmuls are unrolled
-BYTES = 2**20  # of keys, and of values, in one step
+BLOCK = 256  # most tokens per row in one step; a step has up to eight rows, and their matmuls are unrolled
+BYTES = 2**20  # most bytes of keys, and of values, in one step
 
 
 def step_of(rows: int, tokens: int, token_bytes: int) -> tuple[int, int]:
-    """Rows, and tokens of the cache of each, that one step reads, of so many on a chip.
+    """Return the number of rows, and of cache tokens per row, that one step reads.
 
-    Where blocks of a lane's tokens fill half a step, of eight rows, they are taken: less is read in vain.
+    If eight rows with blocks of 256 tokens fit in a step and fill more than half of it, blocks of 128 tokens are
+    preferred. Smaller blocks read fewer tokens that are not live.
+
+    Args:
+        rows, tokens: rows of a chip and cache positions per row.
+        token_bytes: bytes of the keys of one token.
     """
     fits = lambda rows, tokens: rows * tokens * token_bytes <= BYTES
     sizes = (LANES,) if fits(8, BLOCK) and not fits(16, BLOCK) else (BLOCK, LANES)
@@ -36,19 +43,19 @@ def step_of(rows: int, tokens: int, token_bytes: int) -> tuple[int, int]:
 
 
 def attend(q_BKRH, k_BK1H, v_BK1H, out_BKRH, total_BKR1, peak_BKR1, keys_BKCH, values_BKCH, length, end):
-    """See ``kernels.decode``; the prompt's piece is apart here."""
+    """Compute ``learner.decode`` on one device. The prompt's piece is three arguments: out, total and peak."""
     (B, K, R, H), C = q_BKRH.shape, keys_BKCH.shape[2]
     rows, block = step_of(B, C, K * H * keys_BKCH.dtype.itemsize)
-    # A TPU lays an array out with that one of its last two dimensions innermost which pads it least.
+    # A TPU layout has one of the last two dimensions innermost: the dimension that needs less padding.
     padded = lambda rows, lanes: -(-rows // SUBLANES) * SUBLANES * -(-lanes // LANES) * LANES
     turned = padded(H, C) < padded(C, H)
-    lie = lambda x: x.swapaxes(2, 3) if turned else x  # [., K, C, H] as it lies
-    axis = 3 if turned else 2  # of tokens, there
-    tile = min(block, LANES if turned else 2 * SUBLANES)  # of tokens, the least that is written
+    lie = lambda x: x.swapaxes(2, 3) if turned else x  # [., K, C, H] in its memory layout
+    axis = 3 if turned else 2  # axis of tokens in the memory layout
+    tile = min(block, LANES if turned else 2 * SUBLANES)  # smallest number of tokens that can be written
 
-    older = jnp.max(length.reshape(-1, rows), axis=1) - end % block  # tokens, than the new token's block
-    live = jnp.clip(1 + -(-older // block), 1, C // block)  # blocks
-    # Past the live blocks comes the last of them again, which is there already.
+    older = jnp.max(length.reshape(-1, rows), axis=1) - end % block  # live tokens older than the new token's block
+    live = jnp.clip(1 + -(-older // block), 1, C // block)  # number of live blocks
+    # After the live blocks, repeat the last one, because a repeated block is not fetched again.
     order = (end // block - jnp.minimum(jnp.arange(C // block)[None], live[:, None] - 1)) % (C // block)
 
     def kernel(end, live, order, length, q, k, v, *refs):
@@ -82,7 +89,7 @@ def attend(q_BKRH, k_BK1H, v_BK1H, out_BKRH, total_BKR1, peak_BKR1, keys_BKCH, v
                 age = end[0] - 1 - places(order[z, step] * block, block, axis)
                 return jnp.where(age < 0, age + C, age) < length[...]
 
-            def dot(x, y, contracted):  # [rows,K,R,.] and [rows,K,.,.], of whose axes one is contracted
+            def dot(x, y, contracted):  # [rows,K,R,.] and [rows,K,.,.]; ``contracted`` is an axis of y
                 x, y = (x.reshape(rows * K, *x.shape[2:]) for x in (x, y))
                 how = (((2,), (contracted - 1,)), ((0,), (0,)))
                 return jax.lax.dot_general(x, y, how, preferred_element_type=jnp.float32).reshape(rows, K, R, -1)
