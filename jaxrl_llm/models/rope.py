@@ -1,8 +1,8 @@
-"""Rotary embeddings: the frequencies of plain and of stretched ones, and their tables of cosines and sines.
+"""Rotary embeddings: frequencies with and without scaling to longer contexts, and tables of cosines and sines.
 
-Each kind of stretching is a row of ``KINDS``: what its numbers are called in config.json, and a function of them.
+Each kind of scaling is a row of ``KINDS``: the names of its numbers in config.json, and the function of these numbers.
 
-Owns: those formulas and what their numbers may be. Does not know: how files nest them, who rotates what.
+Owns: the formulas and the allowed numbers. Does not know: how files nest the numbers, how attention rotates.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ import numpy as np
 from jaxrl_llm.models.architecture import Architecture, RopeScaling, positive
 from jaxrl_llm.runtime.nested import ConfigError
 
-Stretched = tuple[np.ndarray, float]  # frequencies [H/2], and the factor of cosines and sines
+Stretched = tuple[np.ndarray, float]  # frequencies [H/2], and a factor of cosines and sines
 
 
 def _linear(freq: np.ndarray, theta: float, *, factor: float) -> Stretched:
-    """Positions divided by ``factor``."""
+    """Divide positions by ``factor``."""
     return freq / factor, 1.0
 
 
 def _dynamic(freq: np.ndarray, theta: float, *, factor: float) -> Stretched:
-    """Stretched from ``max_position_embeddings`` on alone, and no row of ours is longer."""
+    """Leave frequencies unchanged: this kind scales only rows longer than ``max_position_embeddings``.
+
+    Rows are never longer than that here.
+    """
     return freq, 1.0
 
 
@@ -40,8 +43,11 @@ def _llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Stretched:
-    """Wavelengths above ``original/low`` are divided by ``factor``, those below ``original/high`` kept, and between
-    them interpolated linearly in original/wavelength. Source: Llama 3.1's reference code.
+    """Scale frequencies by wavelength, as Llama 3.1's reference code does.
+
+    - Wavelengths above ``original/low``: frequencies are divided by ``factor``.
+    - Wavelengths below ``original/high``: frequencies are kept.
+    - Between them: linear interpolation in original/wavelength.
     """
     turns = original_max_position_embeddings * freq / (2 * np.pi)  # rotations over the original context
     keep = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
@@ -61,9 +67,15 @@ def _yarn(
     mscale_all_dim: float | None = None,
     truncate: bool = True,
 ) -> Stretched:
-    """NTK by parts: pairs that turn more than ``beta_fast`` times over the original context are kept, those that turn
-    less than ``beta_slow`` times divided by ``factor``, and between them interpolated linearly in the pair's number.
-    Source: YaRN (Peng et al. 2023), sections 3.2 and 3.4; its whole numbers (``truncate``) as transformers has them.
+    """Scale frequencies by "NTK by parts".
+
+    - Pairs that turn more than ``beta_fast`` times over the original context: frequencies are kept.
+    - Pairs that turn less than ``beta_slow`` times: frequencies are divided by ``factor``.
+    - Between them: linear interpolation in the pair's index.
+
+    ``truncate`` rounds the two limits outward to whole indices, as transformers does.
+
+    Source: YaRN (Peng et al. 2023), sections 3.2 and 3.4.
     """
     size = 2 * len(freq)
     pair = lambda turns: size * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / 2 / math.log(theta)
@@ -90,8 +102,10 @@ def _longrope(
     factor: float,
     attention_factor: float | None = None,
 ) -> Stretched:
-    """Each pair by a factor of its own, found by search: ``short_factor``, for no row is longer than the original
-    context (``most_positions``). Source: LongRoPE (Ding et al. 2024), with the temperature of Phi-3.
+    """Divide the frequency of each pair by its own ``short_factor``, which the model's authors found by search.
+
+    ``long_factor`` is not used, because no row is longer than the original context (``most_positions``).
+    Source: LongRoPE (Ding et al. 2024), with the temperature of Phi-3.
     """
     if attention_factor is None:
         stretch = math.log(max(factor, 1.0)) / math.log(original_max_position_embeddings)
@@ -100,7 +114,7 @@ def _longrope(
 
 
 class Kind(NamedTuple):
-    """A kind of stretching."""
+    """A kind of rope scaling: names of required numbers, names of optional numbers, and the function."""
 
     needs: tuple[str, ...]
     may: tuple[str, ...]
@@ -122,10 +136,15 @@ KINDS = {
 
 
 def scaling(path: Any, kind: str, given: dict[str, Any], head_size: int) -> RopeScaling:
-    """What the file ``path`` says of rope, checked.
+    """Return the checked rope scaling of the file ``path``.
+
+    Args:
+        path: the config.json, for error messages.
+        kind: ``rope_type``, a key of ``KINDS``.
+        given: the numbers by their names in the file.
 
     Raises:
-        ConfigError: no such kind, a number that it has not or that is missing, or one out of its range.
+        ConfigError: an unknown kind, an unknown or missing number, or a number out of its range.
     """
     if kind not in list(KINDS):
         raise ConfigError(f"{path}: rope_type={kind!r:.60} is not supported; supported: default, {', '.join(KINDS)}")
@@ -155,14 +174,19 @@ def scaling(path: Any, kind: str, given: dict[str, Any], head_size: int) -> Rope
 
 
 def most_positions(scaling: RopeScaling | None, stated: int) -> int:
-    """Of a row: what the file states, or less where longer rows would have other frequencies from their start."""
+    """Return the largest number of positions of a row.
+
+    This is ``stated``, the number in the file. With longrope it is at most the original context, because longer rows
+    would have other frequencies for all their positions.
+    """
     return min(stated, dict(scaling.numbers)[ORIGINAL]) if scaling and scaling.kind == "longrope" else stated
 
 
 def frequencies(arch: Architecture, rope: int = 0) -> Stretched:
-    """Angular frequency of each rotated pair, [R/2] float64 radians per position, and the factor of both tables.
+    """Return the angular frequency of each rotated pair and the factor of both tables.
 
-    Plain: theta^(-2i/R) and 1, R the dimensions of a head that are rotated. The second rope is always plain.
+    Frequencies are [R/2] float64, in radians per position. R is the number of rotated dimensions of a head. Without
+    scaling, the frequency is theta^(-2i/R) and the factor is 1. The second rope (``rope=1``) is never scaled.
     """
     theta = (arch.rope_theta, arch.local_rope_theta)[rope]
     size = arch.rotary_size or arch.head_size
@@ -176,10 +200,10 @@ Tables = tuple[tuple[jax.Array, jax.Array], ...]
 
 
 def tables(arch: Architecture, positions: jax.Array, every: Tables | None = None) -> Tables:
-    """cos and sin of each position's angles, two [...,H/2] float32 of positions [...], for each rope there is.
+    """Return cosines and sines of each position's angles for each rope: two [...,H/2] float32 of positions [...].
 
     Args:
-        every: those of positions 0, 1, ... where they are made already.
+        every: tables of the positions 0, 1, ... from an earlier call; None = compute the tables.
     """
     if every is not None:
         return jax.tree.map(lambda x: x[positions], every)

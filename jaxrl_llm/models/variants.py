@@ -1,7 +1,7 @@
-"""What some families' blocks have and Llama's have not: biases, further norms, other activations, unlike layers.
+"""Parts of blocks that some families have and Llama lacks: biases, further norms, activations, several layer kinds.
 
-Owns: their parameters' shapes with logical axes, what they compute, the scan over several kinds of layers. Does not
-know: families' names.
+Owns: shapes and logical axes of their parameters, their computation, the scan over several kinds of layers.
+Does not know: names of families.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
 }
 
-GLU_ALPHA = 1.702  # of ``gated``
+GLU_ALPHA = 1.702  # factor in the sigmoid of ``gated``
 
 
 def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...], float]]:
-    """Norms and biases of a block: name, shape and logical axes without the layers', and what it holds at first."""
+    """Yield the norms, biases and sinks of a block: name, shape, logical axes (without layers), initial value."""
     D, F, H, N, K = arch.width, arch.ffn, arch.head_size, arch.num_heads, arch.num_kv_heads
     Q, E = H * (1 + arch.output_gate), arch.num_experts
     heads, kv_heads, one = ("heads", "head_size"), ("kv_heads", "head_size"), 1.0 - arch.norm_offset
@@ -57,9 +57,11 @@ def vectors(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[st
 
 
 def gated(gate: jax.Array, up: jax.Array, arch: Architecture) -> jax.Array:
-    """What of a gated MLP goes to its last matrix: act(gate) up; with a limit c, as GPT-OSS has it,
+    """Return the hidden activations of a gated MLP, the input of its last matrix: act(gate) up.
 
-    g sigmoid(1.702 g) (u + 1),  g = min(gate, c),  u = up, no further than c from 0.
+    With a limit c (``arch.glu_limit``), the formula is that of GPT-OSS:
+
+    g sigmoid(1.702 g) (u + 1),  g = min(gate, c),  u = min(max(up, -c), c).
     """
     if not arch.glu_limit:
         return ACTIVATIONS[arch.activation](gate) * up
@@ -68,13 +70,16 @@ def gated(gate: jax.Array, up: jax.Array, arch: Architecture) -> jax.Array:
 
 
 def queries_and_gates(x_BTO: jax.Array, arch: Architecture) -> tuple[jax.Array, jax.Array]:
-    """Of each head's projection, twice a head's size, the first half and the second, each [B,T,N*H]."""
+    """Split the query projection into queries and output gates, each [B,T,N*H].
+
+    Each head's projection has twice the head size: first the query, then the gate.
+    """
     halves = x_BTO.reshape(*x_BTO.shape[:2], -1, 2, arch.head_size)
     return tuple(halves[..., i, :].reshape(*x_BTO.shape[:2], -1) for i in (0, 1))
 
 
 def attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> tuple[Any, ...]:
-    """A piece (attention) of one key for each head: its score and no value; () where there are none."""
+    """Return a piece (``attention._merge``) with one score per head and no value, or () without sinks."""
     if sinks_N is None:
         return ()
     B, K, X, _ = q_BKXH.shape
@@ -84,12 +89,12 @@ def attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> tuple[Any, ...
 
 
 def turn(w: jax.Array) -> jax.Array:
-    """A matrix the other way round, or each of several; a vector as it is."""
+    """Transpose the last two dimensions of an array. A vector stays as it is."""
     return w.mT if w.ndim > 1 else w
 
 
 def turned(dims: Sequence[Any]) -> tuple[Any, ...]:
-    """What is of the dimensions of an array, as they are after ``turn``."""
+    """Return per-dimension entries, such as a shape or logical axes, in the order after ``turn``."""
     return (*dims[:-2], *reversed(dims[-2:]))
 
 
@@ -97,18 +102,19 @@ Block = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, stacked: Any) -> tuple[jax.Array, Any]:
-    """``lax.scan`` of layers, of several kinds too, one after the other.
+    """Run the layers one after the other by ``lax.scan``, also if the layers are of several kinds.
 
-    It takes as many layers a step as their kinds need to come again, so that a kind is static in its place and a
-    program no longer than a period; layers left over follow the scan.
+    One step of the scan runs one period of the pattern of kinds. The kind at each place of a step is therefore static,
+    and the program is only as long as one period. Layers after the last whole period run after the scan.
 
     Args:
-        blocks: of each kind; (x, what is of this layer) -> (x, what it made).
-        stacked: what is of each layer, with a leading layer axis; first a dict, whose entries are of the layers alone
-            that have such a parameter (``Layer.has``). Where a layer has not, None is its own.
+        blocks: for each kind, (x, inputs of this layer) -> (x, outputs of this layer).
+        by_layer: the kind of each layer.
+        stacked: inputs of all layers, with a leading layer axis. The first entry is a dict of parameters. A parameter
+            is stacked only over the layers that have it (``Layer.has``); the other layers receive None.
 
     Returns:
-        x, and what the layers made, stacked.
+        x, and the stacked outputs of the layers.
     """
     if len(blocks) == 1:
         return jax.lax.scan(*blocks.values(), x, stacked)
@@ -119,7 +125,7 @@ def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, 
     of_block = (jax.tree_util.SequenceKey(0),)
     has = [functools.partial(Layer.has, name=path[1].key if path[:1] == of_block else "") for path, _ in paths]
 
-    def parts(a, *at):  # not a slice: its gradient cannot be added to a ref, where the learner keeps the sum of all
+    def parts(a, *at):  # no slices: their gradients cannot be added to the refs in which the learner sums gradients
         return jax.lax.split(a, at, 0)
 
     def some(x, leaves, kinds):
