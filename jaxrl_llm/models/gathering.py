@@ -1,7 +1,7 @@
-"""Gathering: weights that devices have parts of, once for all uses; what their gradients are.
+"""Gathering of sharded weights once for all uses, with a defined sharding of their gradients.
 
-Owns: where XLA would gather them more often, or sum up gradients otherwise. Does not know: who asks for them, how
-weights lie (sharding).
+Owns: the cases in which XLA would gather weights more often, or would sum gradients in another way.
+Does not know: the callers, the sharding rules of weights (sharding).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_llm.runtime import sharding
 
-# Logical axes of a layer's matrices that have heads, these and their size as one dimension.
+# Logical axes of a layer's matrices with heads. Heads and head size count as one dimension.
 OF_HEADS = {"q": ("heads", "embed"), "k": ("kv_heads", "embed"), "v": ("kv_heads", "embed"), "o": ("embed", "heads")}
 
 
 def _whole(spec: PartitionSpec) -> PartitionSpec:
-    """The layout of what is whole along ``TOKEN_AXES``."""
+    """Return the sharding ``spec`` without the axes ``TOKEN_AXES``."""
     return PartitionSpec(*(None if {*sharding.axes_of(axis)} & {*sharding.TOKEN_AXES} else axis for axis in spec))
 
 
@@ -36,20 +36,23 @@ _gathered.defvjp(
 
 
 def gathered(x: jax.Array, *logical_axes: str | None) -> jax.Array:
-    """A weight that lies by these axes, whole along ``TOKEN_AXES``, for all its uses; its gradient lies as it did.
+    """Gather a weight along ``TOKEN_AXES`` once for all its uses. Its gradient keeps the weight's sharding.
 
-    A matrix whose heads and their size are made one dimension XLA would gather for the forward pass that is computed
-    again, and once more for its gradient.
+    XLA would otherwise gather a matrix with merged head dimensions twice: for the recomputed forward pass, and for the
+    gradient.
+
+    Args:
+        logical_axes: the axes that define the weight's sharding.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return x if mesh.empty or mesh.size == 1 else _gathered(x, sharding.partition_spec(x.shape, logical_axes, mesh))
 
 
 def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """A copy of an array that lies as ``spec`` for each device along ``TOKEN_AXES``, [n, ...]: for ``by_device``.
+    """Gather an array with sharding ``spec`` into one copy per device along ``TOKEN_AXES``, [n, ...].
 
-    The gradient is a reduce-scatter. In rings of up to four: of more devices the TPU compiler sums it whole on all, for
-    twice the bytes.
+    The result is an argument for ``by_device``. The gradient is a reduce-scatter. Gathers run in rings of up to four
+    devices. With larger rings the TPU compiler sums the whole gradient on all devices, which sends twice the bytes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape[axis] for axis in sharding.TOKEN_AXES) == 1:
@@ -70,7 +73,7 @@ def copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return x[None]
 
     here = PartitionSpec(*(a or b for a, b in zip(ours, others, strict=True)))
-    x = jax.lax.with_sharding_constraint(x, spec)  # as it lies: jax 0.12 adds no gradient to a ref from a shard_map
+    x = jax.lax.with_sharding_constraint(x, spec)  # jax 0.12 cannot add a shard_map's gradient directly to a ref
     return jax.shard_map(gather, in_specs=here, out_specs=PartitionSpec(sharding.TOKEN_AXES, *others), check_vma=False)(
         x
     )

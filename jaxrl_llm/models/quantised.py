@@ -1,18 +1,24 @@
-"""Matrices of the blocks in a byte a weight or less: int8 or float8, with a float32 scale for each output (qwix).
+"""Weight-only quantisation of the blocks' matrices: int8, float8 or float4, with float32 scales (qwix).
+
+int8 and float8 have one scale per output:
 
     w[o,i] ~ q[o,i] * s[o],     s[o] = max_i |w[o,i]| / (127 or 448),     y[o] = s[o] * sum_i x[i] q[o,i]
 
-or float4, whose scales s[o,i/16] are of 16 inputs each, as NVFP4's, but float32: their largest / 6.
+float4 has one scale s[o,i/16] per 16 inputs, as NVFP4, but in float32: the largest of 16 absolute values, divided by 6.
 
-Activations stay in the compute dtype, and q is exact in it: what is lost is lost in rounding w, once. An expert's
-matrices are multiplied by their scales first, in the compute dtype, for a grouped matmul has rows of many experts: they
-take a byte each in memory, and are written out whole in each layer; so are those of four bits. Embedding, head, norms,
-routers, biases, and the delta rule's gates and decays stay as they are. The learner that rounds its own w in its
-forward pass computes the very same y, and its gradient goes to w as if nothing had been rounded (straight through).
+Activations stay in the compute dtype, which holds q exactly. The only error is the rounding of w. Two kinds of matrices
+are multiplied by their scales before the matmul, so each layer writes the full matrix in the compute dtype:
 
-Source: the same rounded forward on both sides, Jet-RL, 2026, arXiv:2601.14243. Differs: weights alone are rounded, and
-the backward pass multiplies by the rounded ones too. Four bits in the sampler alone: FP4-explore's first half, Sol-RL.
-Owns: which weights, how they are rounded. Does not know: when, and where they lie.
+- matrices of experts, because a grouped matmul has rows of many experts;
+- float4 matrices, because an output has several scales.
+
+Embedding, head, norms, routers, biases, and the delta rule's gates and decays are not rounded. A learner that rounds w
+in its forward pass computes the same y as the sampler. Its gradient goes to w as if w were not rounded (straight
+through).
+
+Source: the same rounded forward on both sides, Jet-RL, 2026, arXiv:2601.14243. Differs: only weights are rounded, and
+the backward pass also uses the rounded weights. Four bits only in the sampler: FP4-explore's first half, Sol-RL.
+Owns: which weights are rounded, and how. Does not know: when weights are rounded, shardings.
 """
 
 from __future__ import annotations
@@ -30,20 +36,20 @@ from jaxrl_llm.models.architecture import Architecture
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "delta_in", "delta_qkv", "delta_z", "delta_out")
 OF_EXPERTS = tuple(f"{kind}_{name}" for kind in ("experts", "shared") for name in ("gate", "up", "down"))
-# By its name in the settings; "compute" has no other dtype than that of the arithmetic.
+# Dtype by the name in the settings. "compute": not rounded, in the compute dtype.
 KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp4": jnp.float4_e2m1fn}
-PER_SCALE = {"fp4": 16}  # inputs; else all
+PER_SCALE = {"fp4": 16}  # inputs per scale; other kinds have one scale for all inputs
 
 
 def kinds(config: Config, arch: Architecture, who: str, mesh: Mesh) -> tuple[str, str]:
-    """What a run's learner, and its sampler, round to.
+    """Return the kinds (keys of ``KINDS``) that a run's learner and its sampler round to.
 
     Args:
-        who: "model", or "reference": it rounds as the policy does where it is the policy as training found it.
+        who: "model" or "reference". The reference is rounded like the policy if it is the initial policy.
         mesh: the learner's or the sampler's.
 
     Raises:
-        ConfigError: qwix is not installed, or inputs do not divide.
+        ConfigError: qwix is not installed, or a matrix's number of inputs does not fit the scales or the mesh.
     """
     kind, wanted = config.rollout.weights, config.update.weights
     if KINDS[kind] and importlib.util.find_spec("qwix") is None:
@@ -55,7 +61,7 @@ def kinds(config: Config, arch: Architecture, who: str, mesh: Mesh) -> tuple[str
         raise ConfigError(
             f"rollout.weights={kind!r} wants multiples of {each}; the {who} has matrices of {uneven[0]} inputs"
         )
-    # Two lie in a byte; what ``tensor`` does not divide stays whole.
+    # A byte holds two float4 numbers. A dimension that ``tensor`` does not divide is not split.
     if uneven := [size for size in sorted(split) if each > 1 and size % tensor == 0 and size // tensor % 2]:
         name = "tensor" if tensor == config.mesh.tensor else "sampler_tensor"
         raise ConfigError(
@@ -73,16 +79,23 @@ def _is_rounded(name: str, kind: str) -> bool:
 def multiply(
     linear: Callable[[jax.Array, jax.Array], jax.Array], x_BTI: jax.Array, name: str, w: Any, kind: str
 ) -> jax.Array:
-    """``linear(x, w)``, of a weight published rounded, or rounded to ``kind`` here where its name is of such."""
+    """Return ``linear(x, w)`` for a weight that was published rounded, or that is rounded to ``kind`` here.
+
+    Weights that are neither, by their ``name``, are used as they are.
+    """
     w_OI, scale_O = factors(w, x_BTI.shape[-1], kind if _is_rounded(name, kind) else "compute")
     out_BTO = linear(x_BTI, w_OI)
     return out_BTO if scale_O is None else (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
 
 
 def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
-    """A block's parameter as a ``QArray`` of values [O,I] and float32 scales [O,1], or itself where it is none.
+    """Return a block's parameter as a ``QArray``, or unchanged if ``kind`` or ``name`` is not rounded.
 
-    Of experts [E,O,I] and [E,O,1]; in four bits [...,O,I/2] bytes of two, and scales [...,O,I/16].
+    Shapes of values and float32 scales:
+
+        matrix      [O,I], [O,1]
+        experts     [E,O,I], [E,O,1]
+        float4      [...,O,I/2] bytes with two values each, [...,O,I/16]
     """
     if not _is_rounded(name, kind):
         return w_OI
@@ -91,9 +104,10 @@ def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
 
 
 def _packed(values: jax.Array) -> jax.Array:
-    """Two of four bits in a byte (a sign, two of exponent, one of mantissa), the first in its lower half.
+    """Pack pairs of float4 numbers into bytes, the first number in the lower half.
 
-    Arrays of float4 do not go from one program to another in JAX 0.10 on CPUs, and XLA's bitcasts of them fail there.
+    A float4 number has a sign bit, two exponent bits and one mantissa bit. Bytes are necessary because JAX 0.10 on CPUs
+    cannot pass float4 arrays between programs, and XLA's bitcasts of float4 fail there.
     """
     x = values.astype(jnp.float32)
     bits = 8 * (x < 0) + sum((jnp.abs(x) >= least).astype(jnp.int32) for least in (0.5, 1, 1.5, 2, 3, 4, 6))
@@ -101,7 +115,7 @@ def _packed(values: jax.Array) -> jax.Array:
 
 
 def _values(w: Any) -> jax.Array:
-    """Of a weight that was published rounded."""
+    """Return the values of a weight that was published rounded, without its scales; float4 is unpacked."""
     if w.qvalue.dtype != jnp.uint8:
         return w.qvalue
     bits = w.qvalue.astype(jnp.int32)
@@ -114,8 +128,8 @@ def _values(w: Any) -> jax.Array:
 def _round(w_OI: jax.Array, kind: str) -> Any:
     import qwix  # an extra, and slow to import
 
-    # Its own bound, 127.5, has each row's largest weight halfway between two integers, where two programs' divisions
-    # may part; with this it is 127.
+    # qwix divides by 127.5, so that each row's largest weight is halfway between two integers. Two programs may then
+    # round it differently. This factor changes the divisor to 127.
     how = f"absmax,{127.5 / 127}" if kind == "int8" else "absmax"
     tiles = {w_OI.ndim - 1: PER_SCALE[kind]} if kind in PER_SCALE else {}
     given = {"channelwise_axes": list(range(w_OI.ndim - 1)), "tiled_axes": tiles, "calibration_method": how}
@@ -123,10 +137,11 @@ def _round(w_OI: jax.Array, kind: str) -> Any:
 
 
 def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:
-    """Of what ``rounded`` makes of a parameter, turned to [I,O], or [E,I,O], from its shape in the compute dtype.
+    """Return the shape and sharding of a published parameter: the result of ``rounded``, transposed.
 
     Args:
-        layout: how it lies; its scales [1,O] or [E,1,O] lie as its outputs do.
+        w_IO: shape of the parameter [I,O] or [E,I,O] in the compute dtype.
+        layout: its sharding. The scales [1,O] or [E,1,O] are split like its outputs.
     """
     if not _is_rounded(name, kind):
         return w_IO
@@ -143,11 +158,11 @@ def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: st
 
 
 def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.Array | None]:
-    """The matrix [O,I] to multiply by, and the scales [O] to multiply its outputs by; None where there are none.
+    """Return the matrix [O,I] for the matmul, and the scales [O] of its outputs or None.
 
     Args:
-        w: a weight as published: an array or a ``QArray``; or one that is learned, [O,I] whose O or I may be heads by
-            head size, to be rounded to ``kind`` here, straight through.
+        w: a published weight, an array or a ``QArray``. Or a learned weight [O,I], whose O or I may be heads by head
+            size; it is rounded to ``kind`` here, with a straight-through gradient.
         inputs: I.
     """
     if hasattr(w, "qvalue"):
@@ -156,13 +171,13 @@ def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.
         return w, None
     else:
         values, scale = _through(w.reshape(-1, inputs).astype(jnp.float32), kind)
-    if scale.shape[-1] > 1:  # several in the sum
+    if scale.shape[-1] > 1:  # several scales per output cannot be applied after the sum over inputs
         return values.astype(jnp.float32) * _each(scale, inputs), None
     return values, scale.reshape(-1)
 
 
 def of_experts(w: Any, dtype: Any, kind: str = "compute") -> jax.Array:
-    """The matrices [E,O,I] to multiply by, values times scales; ``w`` and ``kind`` as of ``factors``."""
+    """Return the experts' matrices [E,O,I] times their scales; ``w`` and ``kind`` as in ``factors``."""
     if not hasattr(w, "qvalue") and KINDS[kind] is None:
         return w.astype(dtype)
     values, scale = (_values(w), w.scale) if hasattr(w, "qvalue") else _through(w.astype(jnp.float32), kind)
@@ -170,13 +185,13 @@ def of_experts(w: Any, dtype: Any, kind: str = "compute") -> jax.Array:
 
 
 def _each(scale: jax.Array, inputs: int) -> jax.Array:
-    """Of each input; [...,1] where all have one."""
+    """Return the scale of each input, or [...,1] if all inputs share one scale."""
     return scale if scale.shape[-1] == 1 else jnp.repeat(scale, inputs // scale.shape[-1], axis=-1)
 
 
 def _through(w: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
-    """Rounded values and their scales, whose product has the gradient of w."""
+    """Return rounded values and their scales. The gradient of their product goes straight through to w."""
     made = jax.lax.stop_gradient(_round(w, kind))
-    # Of value exactly q: the difference is of a number to itself.
+    # The result is exactly q, because the added difference is zero. It only carries the gradient.
     own = w / _each(made.scale, w.shape[-1])
     return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale

@@ -57,7 +57,7 @@ def chunk_tokens(setting: int, device: Any, *, most: int, vocab: int, packed: bo
 
     Args:
         setting: ``update.logp_chunk_tokens``.
-        most: number of positions of a row or line.
+        most: number of positions of a micro-batch on one device.
         packed: rows are packed in lines.
     """
     by_cpu = most if most * vocab <= 2**26 else 128 if packed else 256
