@@ -136,7 +136,7 @@ class Message:
         self._reader = tool_calls.Reader() if tools else None
 
     def feed(self, piece: str) -> str:
-        """Append a piece of text, and return the new content that is certain."""
+        """Append a piece of text, and return the new content that later text cannot change."""
         return piece if self._reader is None else self._reader.feed(piece)
 
     def finish(self) -> str:

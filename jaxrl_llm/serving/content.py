@@ -1,8 +1,8 @@
-"""The content and the tool calls of an answer, from its tokens as they come or from all at once.
+"""Content and tool calls of an answer, from a stream of tokens or from all tokens at once.
 
     tokens --> text (decoding.GrowingText) --> text before a stop string --> content beside calls (tools.Message)
 
-Owns: the order of these steps, and what stop strings leave of a text. Does not know: requests, events.
+Owns: the order of these steps, the text before a stop string. Does not know: requests, events.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from jaxrl_llm.actor import decoding, tools
 
 
 class Content:
-    """An answer that comes in pieces of tokens. Any split into pieces gives the same content and calls.
+    """Decoder of an answer that comes in pieces of tokens. Any split into pieces gives the same content and calls.
 
     Args:
-        tokenizer: with ``decode`` and ``byte_ids``.
-        stops: the answer ends before the first of these texts.
-        functions: the request's tools; without any, calls are text.
+        tokenizer: has ``decode`` and ``byte_ids``.
+        stops: stop strings. The content ends before the first stop string.
+        functions: tools of the request. Without tools, calls are text.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], functions: Sequence[dict[str, Any]]):
@@ -29,11 +29,11 @@ class Content:
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls in the OpenAI API's form, after ``finish``."""
+        """Return the tool calls in the form of the OpenAI API, after ``finish``."""
         return self._message.tool_calls
 
     def feed(self, tokens: list[int]) -> str:
-        """Return the content that can be shown after some more tokens."""
+        """Append tokens, and return the new content that later tokens cannot change."""
         return self._message.feed(self._before.feed(self._text.feed(tokens)))
 
     def finish(self) -> str:
@@ -43,15 +43,15 @@ class Content:
 
 
 class TextBefore:
-    """The part of a text before the stop string that is complete first."""
+    """Filter of a streamed text that ends the text before the stop string that is completed first."""
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
-        self._held = ""  # what may become a stop string
+        self._held = ""  # text at the end that may be the beginning of a stop string
         self._is_over = False
 
     def feed(self, piece: str) -> str:
-        """Return what is certain to stand before a stop string after one more piece."""
+        """Append a piece of text, and return the new text that certainly precedes any stop string."""
         if self._is_over:
             return ""
         text = self._held + piece
@@ -66,6 +66,6 @@ class TextBefore:
         return text[:certain]
 
     def finish(self) -> str:
-        """Return what was held back because it might have become a stop string."""
+        """Return the text that was held back because it might have become a stop string."""
         held, self._held = self._held, ""
         return held

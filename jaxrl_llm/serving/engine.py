@@ -1,12 +1,13 @@
-"""The engine of a server: requests that come at any time are prompts of one sampler, decoded side by side.
+"""Serving engine with continuous batching: requests that arrive at any time are decoded together by one sampler.
 
-    threads of connections     submit --> waiting, so many and no more           Request.deltas --> tokens as they come
-    the engine's own thread              --> free entries, prefill --> chunk of decode steps --> what is new of each row
+    connection threads     submit --> bounded queue                         Request.deltas --> streamed tokens
+    engine thread                     --> free entries, prefill --> chunk of decode steps --> new tokens of each row
 
-A request's tokens are those that were drawn: nothing is decoded and encoded again. One that is cancelled, or has all
-that it may have, gives its slot back after the chunk.
+The answer has exactly the sampled tokens; no text is encoded again. A request that is finished or cancelled frees its
+decode slot after the current chunk.
 
-Owns: which request is where in the sampler's table, when one ends. Does not know: HTTP, text but for stop strings.
+Owns: the place of each request in the sampler's table, when a request ends. Does not know: HTTP, text except stop
+strings.
 """
 
 from __future__ import annotations
@@ -28,20 +29,24 @@ from jaxrl_llm.types import STOP_NONE
 
 
 class BusyError(Exception):
-    """There are as many requests as may wait."""
+    """The queue of waiting requests is full."""
 
 
 @dataclasses.dataclass
 class Request:
-    """A prompt that is to be completed.
+    """A prompt to complete, with its sampling settings and the queue of its tokens.
 
     Attributes:
-        stop: the completion ends with the first token whose text completes one of these;
-        stop_ids: with the first of these tokens, besides the model's own ends.
-        temperature: its own; 0 = greedy, whose log-probs are 0. Heard where the sampler has temperatures by prompt.
-        seed: of its noise; requests alike in all of this have the same answer. None = of its own.
-        deltas: (token ids, log-probs, why it ended: "stop", "length", "error" or None), until it ends.
-        is_cancelled: set by whoever no longer reads.
+        prompt: token ids.
+        max_tokens: maximum number of completion tokens.
+        stop: stop strings. The completion ends with the first token whose text completes a stop string.
+        stop_ids: token ids that end the completion, in addition to the model's end tokens.
+        temperature: sampling temperature, used if the sampler is a ``TemperingSampler``. 0 = greedy, with log-probs 0.
+        seed: seed of the sampling noise. Requests with equal prompt, settings and seed get the same answer. If None,
+            the engine chooses a seed.
+        deltas: new (token ids, log-probs, finish reason), one item per chunk. The reason is None until the last item,
+            which has "stop", "length" or "error".
+        is_cancelled: set by the reader when it no longer wants tokens.
     """
 
     prompt: list[int]
@@ -61,15 +66,16 @@ class _Row:
 
 
 class Engine:
-    """Runs until it is closed.
+    """Thread that decodes requests from its construction until ``close``.
 
     Args:
-        sampler: of one completion a prompt; it cuts rows.
-        compiled: its programs.
+        sampler: sampler with one completion per prompt, and with the program "stop_rows".
+        compiled: the sampler's compiled programs by name.
         params: sampler weights.
+        key: key of the sampling noise.
         decode_text: token ids to text.
-        most_waiting: requests that may wait for an entry.
-        first: number of the first request without a seed, which keys its noise.
+        most_waiting: maximum number of requests that wait for an entry.
+        first: number of the first request. The number selects the noise of a request without a seed.
     """
 
     def __init__(
@@ -89,12 +95,17 @@ class Engine:
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: dict[tuple[int, int], _Row] = {}
         self._wake, self._is_closed, self._count = threading.Condition(), False, first
-        self.error: BaseException | None = None  # what has ended it
+        self.error: BaseException | None = None  # the exception that ended the engine
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Queue a request; BusyError where too many wait."""
+        """Queue a request.
+
+        Raises:
+            BusyError: the queue is full.
+            RuntimeError: the engine is closed.
+        """
         with self._wake:
             if self._is_closed:
                 raise RuntimeError("the engine is closed")
@@ -110,10 +121,10 @@ class Engine:
         self._thread.join()
 
     def join(self) -> None:
-        """Wait for its end."""
+        """Wait until the engine's thread ends."""
         self._thread.join()
 
-    # Below: in its thread.
+    # The methods below run in the engine's thread.
 
     def _main(self) -> None:
         try:
@@ -134,14 +145,14 @@ class Engine:
             request.deltas.put(([], [], "error"))
 
     def _open(self) -> None:
-        """Put requests that wait into free entries."""
+        """Move waiting requests into free entries, and prefill their prompts."""
         sampler = self.sampler
         M, E, each = sampler.shards, sampler.entries, sampler.num_prompts // sampler.shards
         while True:
             free = [[e for e in range(E) if (m, e) not in self._rows][:each] for m in range(M)]
             tokens = np.zeros((M, each, sampler.max_prompt_tokens), np.int32)
             length, name = np.ones((M, each), np.int32), np.zeros((M, each), np.int32)
-            entry = np.full((M, each), E, np.int32)  # E: none
+            entry = np.full((M, each), E, np.int32)  # E = no request
             with self._wake:
                 self._waiting = collections.deque(x for x in self._waiting if not x.is_cancelled)
                 for j, m in ((j, m) for j in range(each) for m in range(M)):
@@ -149,7 +160,7 @@ class Engine:
                         request = self._waiting.popleft()
                         self._rows[m, free[m][j]] = _Row(request)
                         tokens[m, j, : len(request.prompt)], length[m, j] = request.prompt, len(request.prompt)
-                        seed, half = request.seed, 2**30  # no request without a seed shares the noise of one
+                        seed, half = request.seed, 2**30  # two ranges: requests with and without a seed share no noise
                         name[m, j] = self._count % half if seed is None else half + seed % half
                         entry[m, j], self._count = free[m][j], self._count + 1
             if (entry == E).all():
@@ -165,7 +176,7 @@ class Engine:
                 self._state = self._run["temper"](self._state, temperature)
 
     def _step(self) -> None:
-        """A chunk of decode steps, and to each request what is new."""
+        """Run a chunk of decode steps, and put the new tokens of each request into its ``deltas``."""
         wanted = np.zeros((self.sampler.shards, self.sampler.entries), bool)
         for where in self._rows:
             wanted[where] = True
@@ -195,7 +206,7 @@ class Engine:
             self._state, _ = self._run["stop_rows"](self._state, cut)
 
     def _stopped(self, row: _Row, begin: int) -> int | None:
-        """At how many tokens, more than ``begin``, the first is that ends the request besides the model's ends."""
+        """Return the length above ``begin`` at which a stop string or stop id ends the request, None if none does."""
         request, sizes = row.request, range(begin + 1, len(row.drawn) + 1)
         by_id = next((n for n in sizes if row.drawn[n - 1] in request.stop_ids), None)
         by_text = stop_strings.completed_at(request.stop, self._decode_text, row.drawn, begin)

@@ -1,10 +1,10 @@
-"""A sampler whose prompts have temperatures of their own, besides the one of all.
+"""Sampler with a separate temperature for each prompt.
 
-The temperature of an entry lies in the state as a column of its row, set when the row begins, so that one program
-serves all requests.
+The sampler's state stores the temperature of each row in a column. One compiled program therefore serves requests with
+any temperature.
 
 Letters: as in ``actor.sampler``.
-Owns: where temperatures lie, how logits are divided. Does not know: requests.
+Owns: where temperatures are stored, how logits are divided. Does not know: requests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxrl_llm.runtime.programs import Program
 
 @dataclasses.dataclass(frozen=True)
 class TemperingSampler(Sampler):
-    """A sampler with one completion a prompt; ``sampling.temperature`` is 1."""
+    """Sampler with one completion and one temperature per prompt. ``sampling.temperature`` must be 1."""
 
     @property
     def columns(self) -> dict[str, tuple[Any, ...]]:
@@ -37,7 +37,11 @@ class TemperingSampler(Sampler):
         return jnp.where(temperature_Z1 > 0, logits_ZV / jnp.where(temperature_Z1 > 0, temperature_Z1, 1.0), greedy)
 
     def programs(self, abstract_params: Any) -> dict[str, Program]:
-        """Those of a sampler, and "temper" (state, temperatures [M,E] f32, 0 = greedy), to call after a prefill."""
+        """Return the programs of a sampler and the program "temper".
+
+        "temper" (state, temperatures [M,E] f32, 0 = greedy) returns the state with these temperatures. It must be
+        called after every prefill.
+        """
         state = self.abstract_state()
         given = sharding.rows(self.mesh, (self.shards, self.entries), jnp.float32)
         temper = Program(_temper, (state, given), sharding.of(state), donate=(0,))
