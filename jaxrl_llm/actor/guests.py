@@ -105,7 +105,7 @@ class External:
         self._sources = {path: source_of(path, reader) for path in run.config.external.paths}
 
     def next_groups(self, iteration: int, score: Callable[[Group], Any]) -> Guests | None:
-        """Return the next J groups, taken from the sources in turn. The groups are fewer if the sources have fewer.
+        """Return the next J groups, taken from the sources in turn. If the sources have fewer groups, the rest is None.
 
         Args:
             iteration: number of the iteration. Group ids derive from it; they are negative and unique over the run.

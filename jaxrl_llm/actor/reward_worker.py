@@ -59,8 +59,9 @@ def call(
         by_completion: further arguments with one value per completion: ``messages`` and ``environments``.
 
     Returns:
-        (scores, error messages, spans). A score is a number, or with ``messages`` a list with a number for each turn of
-        the policy, or None if the function returned no valid score. The spans are the masked parts of each completion.
+        (scores, error messages, spans). A score is a number, or None if the function returned no valid score. With
+        ``messages``, a score may be a list with a number for each turn of the policy. The spans are the masked parts of
+        each completion.
     """
     num = len(completions)
     if "environments" in by_completion:

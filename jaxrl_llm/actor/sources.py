@@ -7,7 +7,7 @@
 Groups about a held-out question of this run are skipped and counted in all sources.
 
 A hindsight function is given as "package.module:function" or "FILE.py:function". It has the parameters of a reward
-function (prompts, completions and columns of one question), and returns a list of lines in the format of
+function: prompts, completions and columns of one question. It returns a list of lines in the format of
 ``actor.guests``. For example, it changes the question so that the run's wrong answer becomes right. The function runs
 in its own process (``hindsight_worker``), with ``rewards.timeout_s`` for each question. If it fails, that question has
 no lines. Failures are counted, and the first one is printed.

@@ -36,7 +36,7 @@ def _json(value: Any) -> str:
 def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the messages with the tools in the system message, for a chat template that does not support tools.
 
-    Without a system message, a new one is inserted.
+    If the first message is not a system message, a system message is inserted before it.
     """
     lines = "\n".join(_json(tool["function"]) for tool in tools)
     text = f"You may call these functions, which are given as JSON:\n<tools>\n{lines}\n</tools>\nTo call one write "
