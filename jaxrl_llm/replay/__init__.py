@@ -1,1 +1,1 @@
-"""What is kept of rollouts, and which of it an update is given."""
+"""Replay: the ring of stored rollouts and the choice of rollouts for each update batch."""

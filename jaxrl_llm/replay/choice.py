@@ -1,9 +1,9 @@
-"""Which slots of the replay ring are drawn: the choice from the ring's columns alone, rows unseen.
+"""The choice of the replay ring's slots for an update batch, from the ring's columns alone.
 
-A rollout's chance is a pure function of its columns: whether it may be drawn, and its weight by ``replay.draw``. Limits
-on age are intervals of a ring that is filled in the order of time, so a batch is found without a look at the rest.
+The columns decide whether a rollout may be drawn and give its weight (``replay.draw``). The ring is filled in the order
+of time, so a limit on ages is an interval of the ring. A draw therefore need not read the slots outside the interval.
 Letters: M shards, C slots per shard.
-Owns: what may be drawn and how likely, by a run's settings. Does not know: rows, how columns come about.
+Owns: which rows may be drawn and their weights, by a run's settings. Does not know: rows, how columns are computed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxrl_llm.types import RingState
 
 
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
-    """The main ring, and behind it that of the correct rows it has overwritten."""
+    """Return the main ring and the second ring, which holds admitted rows that the main ring overwrote."""
     num_slots = ring.uses.shape[1]
     num_main = num_slots - round(config.positive_fraction * num_slots)
 
@@ -35,7 +35,7 @@ def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
 
 
 def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax.Array:
-    """Which slots [M, C] bool no draw from this iteration on can give: what they hold may be overwritten first."""
+    """Return the slots, as [M, C] bool, that no draw from this iteration on can use. New rows overwrite them first."""
     age = iteration - ring.inserted_step
     spent = (ring.inserted_step < 0) | ring.is_retired
     if config.max_uses:
@@ -61,12 +61,13 @@ def choose(
     num: int,
     group_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Slots [M, num * group_size] i32 and whether they are real: those that come first by the config, then the rest.
+    """Return slots [M, num * group_size] i32 and whether each slot was drawn, [M, num * group_size] bool.
 
-    Positions and indices are those of groups until the last line.
+    The rows that the config prefers come first, then other rows that may be drawn. The code handles groups until the
+    last line, which turns groups into slots.
 
     Args:
-        is_fresh: [] bool, for ``config.fresh_batches``: the fresh ones come first, else all others.
+        is_fresh: [] bool, for ``config.fresh_batches``. True prefers fresh rows, False prefers older rows.
     """
     num_slots = ring.uses.shape[1]
     rings = [lane.of_groups(group_size) for lane in lanes(ring, config) if lane.size]
@@ -88,16 +89,16 @@ def choose(
         return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
 
     def is_held(group: jax.Array) -> jax.Array:
-        # The pages of a group's first row are overwritten before those of its others.
+        # The first row's pages are overwritten before the pages of the group's other rows.
         return paged_log.is_held(at(ring.pages["first"], group * group_size), ring.pages["oldest"])
 
     held = [lane.count_newest(is_held) if ring.pages else lane.filled for lane in rings]
 
     def aged(key_index: int, low, high, num: int, taken: draws.Drawn | None) -> draws.Drawn:
-        """Draw from the groups of low <= age <= high (None = any) that are held: an interval of every ring."""
+        """Draw from the held groups with low <= age <= high (None = no limit), which are an interval of each ring."""
         first = [0 * lane.filled if low is None else lane.count_newest(lambda s: age(s) < low) for lane in rings]
         last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
-        # The rows of a delay may all be gone.
+        # Pages of filled slots can be overwritten. With a delay, all rows of the one age can be gone.
         last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
         size = [jnp.maximum(end - start, 0) for start, end in zip(first, last, strict=True)]
 
@@ -118,7 +119,7 @@ def choose(
             taken=taken,
         )
 
-    # Less a rounding error, lest 0.1 * 30 become 4.
+    # Subtract a little, so that a rounding error above a whole number does not add a row.
     num_first, first_ages = math.ceil(config.fresh_fraction * num - 1e-9), (None, 0)
     low = config.delay_iterations or None
     high = config.delay_iterations or config.max_age_steps or None
@@ -130,7 +131,7 @@ def choose(
     first = aged(0, *first_ages, num_first, None) if num_first else None
     taken = first
     older = None
-    if 0 < num_first < num:  # what is not the fresh share comes from older ones while there are any
+    if 0 < num_first < num:  # prefer older groups for the rest of the batch
         older = aged(2, 1, oldest, num - num_first, first)
         taken = tuple(jnp.concatenate(pair, axis=1) for pair in zip(first, older, strict=True))
     drawn = aged(1, low, high, num, taken)
