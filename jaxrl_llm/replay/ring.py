@@ -1,25 +1,26 @@
-"""Replay: the last rollouts stay on the device (or in its host's memory), and update batches are drawn from them.
+"""Replay ring: the last rollouts, on the device or in its host's memory, from which update batches are drawn.
 
 Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (choice),
-credit, losses, the mesh (the shard axis M is laid on its data axes by whoever places the state), which sizes a user may
-ask for: what is asserted here, ``limits`` and ``sharding.check_divisible`` have made sure of.
-Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard, S row width; of a ring
-in pages, N pages of T tokens per shard. Device functions;
-nothing here needs a collective when M lies on the mesh's data axes (but for the two settings that look at all rows
-of an iteration: ``latest_visit`` and ``solved_fraction``).
+credit, losses, the mesh (the caller that places the state shards M over the data axes), which sizes a user may set.
+``limits`` and ``sharding.check_divisible`` have checked the conditions that are asserted here.
+Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows drawn per shard, S row width; for a ring
+in pages, N pages of T tokens per shard.
 
-A draw does not remove, and does not repeat a row within a batch. New rows overwrite those that can never be drawn
-again (tied, superseded, used up, too old), then the oldest. Nothing is recomputed at replay: behaviour
-log-probabilities and advantages are those of the rollout's time. On-policy training is a ring of one iteration.
+All functions run on the device. They need no collective if M is sharded over the mesh's data axes. Exceptions are
+``latest_visit`` and ``solved_fraction``, which compare all rows of an iteration.
 
-With ``positive_fraction`` d the last d*C slots of a shard are a second ring, of the correct rows that the first one
-overwrites: together they hold the freshest (1-d)*C rows and the freshest d*C correct ones not among those, all of which
-may be drawn. With ``admission`` "likely" it is of the likely ones instead.
+A draw leaves the rows in the ring and does not repeat a row within a batch. New rows overwrite rows that can never be
+drawn again (tied, superseded, used up, too old), then the oldest rows. Stored behaviour log-probabilities and
+advantages are not recomputed. On-policy training uses a ring of one iteration.
+
+With ``positive_fraction`` d, the last d*C slots of a shard are a second ring for correct rows that the main ring
+overwrites. The main ring holds the freshest (1-d)*C rows, the second ring the freshest d*C other correct rows. All of
+them may be drawn. With ``admission`` "likely" the second ring holds likely rows instead of correct rows.
 Source: Arnal et al. 2026, arXiv:2604.08706, section 3; two rings are one form of its definition.
 
-With ``capacity_tokens`` the tokens of a row, and all that is kept per token, lie in a log of pages without padding
-(ops.paged_log), and only its other fields in its slot. Pages go from the oldest on, whether their row may be drawn or
-not: the ring then holds of its rows those whose pages are there.
+With ``capacity_tokens``, all per-token fields of a row lie in a log of pages without padding (ops.paged_log). Only the
+other fields lie in the row's slot. The oldest pages are overwritten first, even if their row may still be drawn. The
+ring then holds only the rows whose pages are all in the log.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState
 
 @flax.struct.dataclass
 class DrawInfo:
-    """What was drawn; all 0 or False where not ``is_real``."""
+    """Facts about the drawn rows. All fields are 0 or False if ``is_real`` is False."""
 
-    is_real: jax.Array  # [M, b] bool, False = fewer than b slots of the shard could be drawn
+    is_real: jax.Array  # [M, b] bool, False = filler row, because the shard had fewer than b slots to draw
     age: jax.Array  # [M, b] i32 iterations since insertion
-    uses: jax.Array  # [M, b] i32 times drawn, this one counted
+    uses: jax.Array  # [M, b] i32 times drawn, including this draw
     first_use: jax.Array  # [M, b] bool
-    since_last_use: jax.Array  # [M, b] i32 optimizer steps since it was last drawn, 0 on the first use
+    since_last_use: jax.Array  # [M, b] i32 batches drawn since the row's last draw, 0 on the first use
     question: jax.Array  # [M, b] i32 question_id
 
 
@@ -60,14 +61,14 @@ def init(
     capacity_tokens: int = 0,
     page_tokens: int = 1,
 ) -> RingState:
-    """An empty ring.
+    """Return an empty ring.
 
     Args:
-        experience_shape: rows of any number (leaves [R, ...]), arrays or ``jax.ShapeDtypeStruct``.
+        experience_shape: rows with leaves [R, ...], arrays or ``jax.ShapeDtypeStruct``. The number R does not matter.
         capacity: slots of all shards together.
         num_shards: M.
-        on_host: the rows lie in the host's memory; what is counted of them lies on the device all the same.
-        capacity_tokens: tokens of all shards together, without padding; 0 = every slot has room for a row's S.
+        on_host: store the rows in the host's memory. Counts and other columns stay on the device.
+        capacity_tokens: tokens of all shards together, without padding; 0 = every slot has room for S tokens.
         page_tokens: T.
     """
     num_slots = _per_shard(capacity, num_shards)
@@ -102,20 +103,22 @@ def insert(
     imitates: bool = False,
     group_size: int = 1,
 ) -> RingState:
-    """Write R rows over those that are spent, and then over the oldest. Row r goes to shard r // (R / M).
+    """Write R rows over spent slots first, then over the oldest. Row r goes to shard r // (R / M).
 
-    A row that is not trainable takes a slot (shapes and ages stay those of the iteration) and is never drawn.
+    A row that is not trainable takes a slot and is never drawn. Every iteration thus inserts the same number of rows.
 
     Args:
-        ring: donate it.
+        ring: the caller should donate it.
         experience: leaves [R, ...].
         iteration: [] i32.
-        config: which rows are kept, their priority (0 if not finite), and which are retired: by ``skip_tied`` those of
-            tied groups, by ``latest_visit`` the earlier ones of a prompt of which there are new ones that may be drawn,
-            by ``solved_fraction`` those of a group that is solved and the earlier ones of its prompt.
-        pass_threshold: a rollout is correct when its reward is at least this.
-        imitates: what others wrote and is correct teaches without an advantage, and so stays.
-        group_size: so many neighbouring rows are drawn together, and overwritten together.
+        config: admission to the second ring, priority (0 if not finite), and the rows to retire:
+
+            - ``skip_tied``: rows of tied groups.
+            - ``latest_visit``: earlier rows of a question, if the question has new rows that may be drawn.
+            - ``solved_fraction``: rows of a solved group, and earlier rows of its question.
+        pass_threshold: a rollout is correct if its reward is at least this.
+        imitates: the loss also trains on correct external rows without an advantage, so ``skip_tied`` keeps them.
+        group_size: number of neighbouring rows that are drawn and overwritten together.
     """
     num_shards = ring.uses.shape[0]
     num_rows = _per_shard(experience.reward.shape[0], num_shards)
@@ -128,7 +131,7 @@ def insert(
         if imitates:
             tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
         retired |= tied
-    supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)  # the earlier rows of its prompt
+    supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)  # retire earlier rows of the question
     if config.solved_fraction:
         solved = _pass_share(experience, pass_threshold) >= config.solved_fraction
         supersedes, retired = supersedes | solved, retired | solved
@@ -151,7 +154,7 @@ def insert(
     }
     stored, log = {name: getattr(ring, name) for name in written}, None
     if ring.pages:
-        # Tokens go to the log; what follows sees the rest of the rows alone.
+        # Per-token fields go to the log. The code below handles only the other fields.
         (stored["slots"], log), (written["slots"], tokens) = _apart(ring.slots), _apart(rows)
         (num_pages, page), width = log.rollout.tokens.shape[1:], tokens.rollout.tokens.shape[2]
         assert num_rows * -(-width // page) <= num_pages
@@ -185,44 +188,51 @@ def draw(
     group_size: int = 1,
     row_tokens: int = 0,
 ) -> tuple[RingState, Experience, DrawInfo]:
-    """Draw an update batch without repeats, with the weights of ``config.draw`` over the slots that may be drawn.
+    """Draw an update batch without repeats. ``config.draw`` gives the weights of the slots that may be drawn.
 
-    A slot may be drawn when its row is trainable and not retired, at most ``max_age_steps`` iterations old and drawn
-    fewer than ``max_uses`` times (0 = no limit), and with ``delay_iterations`` of just that age. ``fresh_fraction`` of
-    the batch, rounded up per shard, comes from the rows inserted in this iteration, and the rest from older rows, as
-    far as there are any of each: what one kind lacks the other makes up. With ``fresh_batches`` it is the chance of a
-    batch to come from them, and else it comes from the rest, likewise. From ``fresh_from_iteration`` on there are no
-    others.
+    A slot may be drawn if all of these hold:
 
-    With ``group_size`` above 1 whole groups are drawn instead of rollouts: runs of that many neighbouring slots,
-    as ``insert`` was given them. A group may be drawn when any of its rows may, with the largest of their weights;
-    its rows come out side by side.
+        retired              no: the row is trainable and not retired
+        max_age_steps        the row is at most this many iterations old (0 = no limit)
+        max_uses             the row was drawn fewer times than this (0 = no limit)
+        delay_iterations     the row is exactly this old (0 = no delay)
+
+    Fresh rows are the rows inserted in this iteration:
+
+        fresh_fraction       share of the batch from fresh rows, rounded up per shard. The rest comes from older rows.
+                             If there are too few rows of one kind, the other kind fills the batch.
+        fresh_batches        fresh_fraction is then the probability that the whole batch prefers fresh rows. Otherwise
+                             the whole batch prefers older rows.
+        fresh_from_iteration from this iteration on, only fresh rows are drawn
+
+    With ``group_size`` above 1, whole groups are drawn instead of rollouts. A group is this many neighbouring rows of
+    ``insert``. A group may be drawn if any of its rows may be drawn. Its weight is the largest weight of its rows. The
+    rows of a group are neighbours in the batch.
 
     Args:
-        ring: donate it.
-        key: one random key; the draw depends on it and on the ring alone, not on the mesh. Shard m uses
-            ``fold_in(key, m)``.
+        ring: the caller should donate it.
+        key: one random key. Shard m uses ``fold_in(key, m)``. The draw depends on key and ring, not on the mesh.
         iteration: [] i32.
         config: limits, weights and fractions.
         batch_size: rows of all shards together.
-        row_tokens: S, of a ring in pages, which does not show it.
+        row_tokens: S. Only a ring in pages needs S, because its arrays do not have this dimension.
 
     Returns:
-        The ring with uses counted, rows [M, b, ...], and what they are. Rows that are not real (too few slots
-        could be drawn) have ``trainable`` False.
+        The ring with updated use counts, rows [M, b, ...], and facts about the rows. If too few slots could be drawn,
+        filler rows have ``trainable`` False.
     """
     num_shards, num_slots = ring.uses.shape
     num_rows = _per_shard(batch_size, num_shards)
     assert num_rows <= num_slots and num_slots % group_size == num_rows % group_size == 0
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
 
-    # One coin for all shards.
+    # One random decision for all shards.
     is_fresh = jax.random.uniform(jax.random.fold_in(key, num_shards)) < config.fresh_fraction
 
     def choose(keys, ring, *others):
         return choice.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
 
-    # Without its rows: what is drawn depends on the columns, and a device looks at those of its own shards.
+    # The choice needs no rows, only the columns. Each device reads the columns of its own shards.
     args, axes = (keys, ring.replace(slots=None), iteration, is_fresh), (("batch",), ("batch",), (), ())
     slot_index, is_real = sharding.by_device(choose, *args, axes=axes)
 
@@ -240,7 +250,7 @@ def draw(
         since_last_use=real(jnp.where(is_first, 0, draw_number[:, None] - last_use)),
         question=real(question),
     )
-    used = jnp.where(is_real, slot_index, num_slots)  # that slot is nowhere
+    used = jnp.where(is_real, slot_index, num_slots)  # an index out of range is dropped
     new = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
     counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
     ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
@@ -250,7 +260,7 @@ def draw(
 
 
 def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experience:
-    """The rows [M, b, ...] in these slots [M, b]."""
+    """Return the rows [M, b, ...] in the slots ``slot_index`` [M, b]."""
     if not ring.pages:
         return ring_buffer.take(ring.slots, slot_index)
     slots, log = _apart(ring.slots)
@@ -260,30 +270,30 @@ def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experien
 
 
 def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
-    """Retire the rows of every age bucket of which too little counts: they are never drawn again.
+    """Retire the rows of every age bucket with a small effective sample size. Retired rows are never drawn again.
 
-    Rows that grow into the bucket later are not meant: what is thought of them is asked when they have been drawn.
+    Rows that reach the bucket later are not retired by this call.
 
     Args:
-        ring: donate it.
+        ring: the caller should donate it.
         iteration: [] i32.
-        effective: [len(AGE_BUCKETS) + 1] f32, effective sample size of the ratios of drawn rows by their age, over the
-            number of their tokens; 1 where none was drawn.
-        config: rows go where it is below ``min_ess``.
+        effective: [len(AGE_BUCKETS) + 1] f32, effective sample size of the drawn rows' importance ratios in each age
+            bucket, divided by the number of their tokens; 1 if no row of the bucket was drawn.
+        config: rows of a bucket are retired if ``effective`` is below ``min_ess``.
 
-    The form is ours.
+    This rule is our own.
     """
     bucket = _age_bucket(iteration - ring.inserted_step)
     return ring.replace(is_retired=ring.is_retired | (effective < config.min_ess)[bucket])
 
 
 def _age_bucket(age: jax.Array) -> jax.Array:
-    """Ages in iterations to 0..len(AGE_BUCKETS), i32 of the same shape."""
+    """Return the age bucket, 0..len(AGE_BUCKETS), of ages in iterations, i32 of the same shape."""
     return jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32)
 
 
 def sums(info: DrawInfo) -> dict[str, Any]:
-    """Sums, a maximum and counts [] i32 over the real rows of a draw; means are taken by the metrics."""
+    """Return sums, a maximum and counts [] i32 over the real rows of a draw. The metrics compute means from them."""
     return {
         "age_sum": jnp.sum(info.age),
         "age_max": jnp.max(info.age),
@@ -296,24 +306,29 @@ def sums(info: DrawInfo) -> dict[str, Any]:
 
 
 def usage(ring: RingState) -> tuple[jax.Array, jax.Array]:
-    """Rows in the slots, and how often they have been drawn altogether, each [] i32."""
+    """Return the number of rows in the slots and the sum of their use counts, each [] i32."""
     is_there = ring.inserted_step >= 0
     return jnp.sum(is_there, dtype=jnp.int32), jnp.sum(jnp.where(is_there, ring.uses, 0))
 
 
 def ended(before: tuple[jax.Array, jax.Array], ring: RingState, *, num_new: int) -> dict[str, jax.Array]:
-    """Of the rows that left the ring when so many new ones came: their number, and the draws of their lives, [] i32."""
+    """Return the number of rows that ``num_new`` new rows overwrote, and the sum of their use counts, [] i32 each.
+
+    Args:
+        before: ``usage`` before the insertion.
+        ring: the ring after the insertion.
+    """
     rows, uses = usage(ring)
     return {"ended_rows": before[0] + num_new - rows, "ended_uses": before[1] - uses}
 
 
 def num_filled(ring: RingState) -> jax.Array:
-    """Slots [] i32 that hold a row."""
+    """Return the number of slots [] i32 that hold a whole row."""
     return jnp.sum(_is_filled(ring), dtype=jnp.int32)
 
 
 def wasted_share(ring: RingState) -> jax.Array:
-    """Share [] f32 of the ring's places for tokens that hold no token of a row it has as a whole."""
+    """Return the fraction [] f32 of the ring's token places that hold no token of a whole row."""
     length = jax.device_put(ring.slots.rollout.length, jax.memory.Space.Device)
     held = jnp.sum(jnp.where(_is_filled(ring), length, 0).astype(jnp.float32))
     return 1 - held / ring.slots.rollout.tokens.size
@@ -326,7 +341,7 @@ def _is_filled(ring: RingState) -> jax.Array:
 
 
 def _apart(rows: Experience) -> tuple[Experience, Experience]:
-    """What rows [M, n, ...] have once, and what they have for each token; None stands for the rest."""
+    """Split rows [M, n, ...] into fields without and with a token dimension. None replaces the other fields."""
 
     def those(per_token: bool) -> Experience:
         keep = lambda path, x: x if _is_per_token(path) == per_token else None
@@ -336,26 +351,26 @@ def _apart(rows: Experience) -> tuple[Experience, Experience]:
 
 
 def _together(once: Experience, per_token: Experience | None) -> Experience:
-    """The inverse of ``_apart``."""
+    """Join the two parts that ``_apart`` returned. ``per_token`` None means that nothing was split."""
     if per_token is None:
         return once
     return jax.tree.map(lambda x, y: y if x is None else x, once, per_token, is_leaf=lambda x: x is None)
 
 
 def _padding(log: Experience) -> Experience:
-    """What stands in a row past its length, by field."""
+    """Return the padding value of each field past a row's length."""
     zero = jax.tree.map(lambda _: 0, log)
     return zero.replace(rollout=zero.rollout.replace(policy_version=-1))
 
 
 def _is_per_token(path: tuple[Any, ...]) -> bool:
-    """Whether the leaf of rows at this path of their tree is [B, S, ...]."""
+    """Return whether the leaf of rows at this tree path has a token dimension, [B, S, ...]."""
     name = getattr(path[-1], "name", None) or path[-1].key
     return COLUMNS[name].per_token if name in COLUMNS else name in PER_TOKEN
 
 
 def _stored(rows: Experience) -> Experience:
-    """What slots keep of rows."""
+    """Return rows with only the columns that the ring stores."""
     stored = lambda columns: {name: x for name, x in columns.items() if COLUMNS[name].is_stored}
     return rows.replace(
         columns=stored(rows.columns), rollout=rows.rollout.replace(columns=stored(rows.rollout.columns))
@@ -363,7 +378,7 @@ def _stored(rows: Experience) -> Experience:
 
 
 def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:
-    """Of each row's group, the share [R] f32 of trainable rows that are correct."""
+    """Return, for each row, the fraction [R] f32 of its group's trainable rows that are correct."""
     group = experience.rollout.group_id
     same = ((group[:, None] == group[None, :]) & experience.trainable[None, :]).astype(jnp.float32)
     correct = (experience.reward >= pass_threshold).astype(jnp.float32)
@@ -371,14 +386,14 @@ def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:
 
 
 def _is_among(values: jax.Array, others: jax.Array, counts: jax.Array) -> jax.Array:
-    """Which of ``values`` are one of ``others`` [R] that ``counts`` [R] bool, bool of their shape."""
-    # Those that do not count stand for the largest that does: shapes stay what they are.
+    """Return which ``values`` equal an entry of ``others`` [R] with ``counts`` [R] True, bool of the same shape."""
+    # Shapes are static, so entries that do not count are replaced by the largest entry that counts.
     others = jnp.where(counts, others, jnp.max(jnp.where(counts, others, jnp.iinfo(others.dtype).min)))
     return jnp.isin(values, others, method="binary_search") & jnp.any(counts)
 
 
 def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
-    """How many different values [] i32 stand where it counts."""
+    """Return the number [] i32 of different values at the places with ``counts`` True."""
     flag, value = jax.lax.sort(((~counts).astype(jnp.int32).ravel(), values.ravel()), num_keys=2)
     is_new = jnp.concatenate([jnp.ones(1, bool), value[1:] != value[:-1]])
     return jnp.sum(is_new & (flag == 0), dtype=jnp.int32)
