@@ -67,6 +67,7 @@ def place(where: str | os.PathLike) -> Any:
 
 
 def _is_installed(name: str) -> bool:
+    """Return whether a module can be found."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # the parent package is missing
@@ -74,10 +75,12 @@ def _is_installed(name: str) -> bool:
 
 
 def is_bucket(where: str | os.PathLike) -> bool:
+    """Return whether the text or path is that of a bucket."""
     return os.fspath(where).startswith(PREFIX)
 
 
 def absolute(path: Any) -> Any:
+    """Return a path on disk as an absolute path, and a path in a bucket unchanged."""
     return path if is_bucket(path) else path.resolve()
 
 
@@ -85,8 +88,11 @@ def check(workdir: pathlib.Path, setting: str) -> None:
     """Check that a run may use this workdir with this setting of ``checkpoint.bucket``.
 
     Raises:
-        ConfigError: the setting does not name a bucket; the run in the workdir has its checkpoints in another place; or
-            the run in the workdir has ended and has no checkpoint, so a new run would overwrite its metrics.
+        ConfigError: one of these holds:
+
+            - The setting does not name a bucket.
+            - The run in the workdir has its checkpoints in another place.
+            - The run in the workdir has ended and has no checkpoint. A new run would overwrite its metrics.
     """
     if setting and not is_bucket(setting):
         raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
@@ -204,10 +210,12 @@ class _Writer:
                     _end("checkpoint.bucket", text)
 
     def release(self) -> None:
+        """Remove the object. The bucket rejects this if another process has replaced the object."""
         with self._writing:
             self._bucket.blob(self._name).delete(if_generation_match=self._generation, timeout=BEAT_S)
 
     def _read(self) -> tuple[int, str]:
+        """Return the generation and the text of the object, or (0, "") if it does not exist."""
         from google.api_core.exceptions import NotFound
 
         while (blob := self._bucket.get_blob(self._name, timeout=BEAT_S)) is not None:
@@ -335,6 +343,7 @@ def remove(path: Any) -> None:
 
 
 def move(path: Any, to: Any) -> None:
+    """Rename a checkpoint folder. In a bucket its objects are copied and then removed."""
     if not is_bucket(path):
         path.rename(to)
         return

@@ -86,7 +86,7 @@ class Checkpointer:
         self._saved_at = time.monotonic()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return for orbax which checkpoints to keep: the last ones of this run and those with the best pass rates."""
+        """Return for orbax which checkpoints to keep: the last ones of this run, and the best by pass rate."""
         steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in self._pass_rates]
         kept = stored.best_of(steps, self._pass_rates, self._config.keep_best) + steps[-self._config.keep_last :]
         return [checkpoint.step in kept for checkpoint in checkpoints]
@@ -251,6 +251,7 @@ class Checkpointer:
         return f"; the last was written in {seconds:.1f} s, {fits} checkpoint.grace_s={grace:g}"
 
     def _last_write_s(self) -> float | None:
+        """Return the seconds that orbax took to write the newest checkpoint, or None if unknown."""
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, hosts.MachineError):  # no need to fail
             file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # orbax's
             said = json.loads(file.read_bytes())
@@ -279,6 +280,7 @@ class Checkpointer:
 
 
 def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
+    """Return the orbax manager of a folder. ``kept`` is the policy that decides which checkpoints to keep."""
     logging.set_verbosity(logging.FATAL)  # orbax logs every step of its work, and every error that it also raises
     # One replica writes each array whole. Splitting the write over replicas would compile a slice program per shape.
     arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
@@ -324,10 +326,17 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
         of_bucket: the setting ``checkpoint.bucket``; "" = the checkpoints are in the workdir.
 
     Raises:
-        ConfigError: no file can be written there, the path has a forbidden character, or another run on this machine
-            holds the workdir or another run holds the folder.
-        MachineError: the disk fails or is full, the bucket does not answer, a run on another machine holds the workdir,
-            or a host does not share it.
+        ConfigError: one of these holds:
+
+            - No file can be written in the workdir.
+            - The path of the workdir has a forbidden character.
+            - Another run on this machine holds the workdir.
+            - Another run holds the folder in the bucket.
+        MachineError: one of these holds:
+
+            - The disk fails or is full, or the bucket does not answer.
+            - A run on another machine holds the workdir.
+            - A host does not share the workdir.
     """
     if not hosts.is_first():
         if not of_bucket:

@@ -63,7 +63,7 @@ class DiskError(distributed.MachineError):
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Print an error that the user can correct as one line on stderr, and end the process."""
+    """Print a ``ConfigError``, a ``MachineError`` or an error of a flag as one line on stderr, and end the process."""
     try:
         yield
     except (ConfigError, distributed.MachineError, flags.Error) as error:
@@ -86,6 +86,7 @@ def writing(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def _parse(argv: list[str]) -> list[str]:
+    """Parse the flags, apply the overrides of settings, and return the remaining words."""
     # A shell does not expand the "~" in --workdir=~/run.
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     given = sys.argv
@@ -206,7 +207,7 @@ def _check_config_files(argv: list[str]) -> None:
 
 
 def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Split a command line into the words without ``--config.a.b=value`` and the (path, value) of these overrides.
+    """Split a command line into its other words and the (path, value) of each override ``--config.a.b=value``.
 
     Raises:
         ConfigError: an override has no path or no value, or ``--config`` is given twice.

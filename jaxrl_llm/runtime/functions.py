@@ -72,6 +72,7 @@ def awaited(value: Any) -> Any:
 
 @functools.cache
 def _event_loop() -> Any:
+    """Return the runner of the event loop of the main thread."""
     asyncio = importlib.import_module("asyncio")  # imported here, because few functions need it
     return asyncio.Runner(loop_factory=asyncio.new_event_loop)  # a function may close the loop of the thread
 

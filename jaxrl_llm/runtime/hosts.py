@@ -74,8 +74,11 @@ def initialize(*, alone: bool = False) -> None:
         alone: the command must run on one host.
 
     Raises:
-        ConfigError: the environment names only a part of a job, JAXRL_DISTRIBUTED=1 is set but no job is found, or a
-            job of several hosts is found for a command that runs ``alone``.
+        ConfigError: one of these holds:
+
+            - A variable of the job is missing or has a value that is not allowed.
+            - JAXRL_DISTRIBUTED=1 is set, but no job is found.
+            - A job of several hosts is found for a command that runs ``alone``.
         MachineError: the other hosts do not join.
     """
     wanted, address = os.environ.get("JAXRL_DISTRIBUTED", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
@@ -167,6 +170,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _leave_at_once(status: list[int]) -> None:
+    """Flush the output and exit with ``status[0]``. If the list is empty, do nothing."""
     if status:
         with contextlib.suppress(Exception):  # if the reader is gone, Python reports it during its normal exit
             sys.stdout.flush()
@@ -190,6 +194,7 @@ def _is_found() -> bool:
 
 
 def _service() -> Any:
+    """Return the client of the coordination service; a ``ConfigError`` if this process has joined no job."""
     if (client := distributed.global_state.client) is None:
         raise ConfigError(f"jax finds {count()} processes, and this one has joined no job: set JAXRL_DISTRIBUTED=1")
     return client
@@ -204,6 +209,7 @@ def is_alone() -> bool:
 
 
 def count() -> int:
+    """Return the number of hosts."""
     return jax.process_count()
 
 

@@ -62,10 +62,12 @@ def strict(text: str | bytes) -> Any:
 
 
 def _refused(name: str) -> float:
+    """Raise a ``ValueError`` for NaN or Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _float(text: str) -> float:
+    """Return the number in a text; a ``ValueError`` if a float cannot hold it."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text:.60} is too large")
@@ -73,6 +75,7 @@ def _float(text: str) -> float:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dictionary; a ``ValueError`` if a key is repeated."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise ValueError(f"the key {_twice(pairs)!r:.60} stands in an object twice")
@@ -85,7 +88,7 @@ def _twice(pairs: list[tuple[str, Any]]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file that has one object and not lines of them.
+    """Return the single JSON object of a file.
 
     Raises:
         ConfigError: the file cannot be read or does not have a JSON object.
@@ -203,6 +206,7 @@ def parse(line: bytes) -> Any:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs as a dictionary; a ``BadRowError`` if a key is repeated."""
     made = dict(pairs)
     if len(made) < len(pairs):
         raise BadRowError(f"key {_twice(pairs)!r:.60} stands in an object twice")
@@ -210,5 +214,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _depth(value: Any) -> int:
+    """Return how deeply lists and dictionaries are nested in a value."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     return 0 if inner is None else 1 + max(map(_depth, inner), default=0)

@@ -187,6 +187,7 @@ def _read_all(value: Any) -> Any:
 
 
 def _literal(text: Text) -> Any:
+    """Return a text read as a Python or JSON literal, or as a string if it is neither."""
     for read in (ast.literal_eval, lambda text: json.loads(text, parse_constant=str)):  # NaN stays a text
         with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return read(text)

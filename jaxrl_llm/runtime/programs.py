@@ -56,6 +56,7 @@ class Program:
     donate: tuple[int, ...] = ()
 
     def lower(self, mesh: Mesh) -> jax.stages.Lowered:
+        """Trace the function for the mesh of its arguments, or for ``mesh`` if no argument has a sharding."""
         # The arguments of the sampler's programs may be on another mesh.
         mesh = next((x.sharding.mesh for x in jax.tree.leaves(self.args) if x.sharding), mesh)
         # In jaxlib 0.10 this pass crashes on the bfloat16 sums in the gradient of a shard_map. A CPU does not need it.
@@ -88,6 +89,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
+        """Return the peak memory in bytes. A buffer that an argument and an output share counts once."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
 
@@ -152,6 +154,7 @@ def release_freed(freed: int | None = None) -> None:
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
+    """Return the device memory of a compiled program."""
     stats = compiled.memory_analysis()
     return Memory(
         arguments=stats.argument_size_in_bytes,

@@ -111,7 +111,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     """Check that the sizes in a config divide evenly over the devices.
 
     Raises:
-        ConfigError: sizes do not divide. The error names every one of them and the nearest sizes that divide.
+        ConfigError: sizes do not divide. The error names every such setting and the nearest sizes that divide.
     """
     devices = math.lcm(num_data_shards(mesh), num_data_shards(sampler_mesh(config.mesh, mesh)))
     shards, draw, context = num_ring_shards(config, mesh), config.rows_per_draw, mesh.shape["context"]
@@ -135,10 +135,12 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
 
 
 def num_data_shards(mesh: Mesh) -> int:
+    """Return into how many shards the mesh splits the rows of a batch."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def num_ring_shards(config: Config, mesh: Mesh) -> int:
+    """Return the number of ring shards: ``replay.shards``, or one per data shard if it is 0."""
     return config.replay.shards or num_data_shards(mesh)
 
 
@@ -155,6 +157,7 @@ def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...],
 
 
 def named(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...], rules=RULES) -> NamedSharding:
+    """Return the sharding of an array with these logical axes."""
     return NamedSharding(mesh, partition_spec(shape, logical_axes, mesh, rules))
 
 
@@ -231,6 +234,7 @@ def on_rows(spec: PartitionSpec) -> PartitionSpec:
 
 
 def replicated(mesh: Mesh, tree: Any) -> Any:
+    """Return a replicated sharding for every leaf of a tree."""
     return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), tree)
 
 
@@ -251,7 +255,7 @@ def put(tree: Any, layout: Any) -> Any:
 
 
 def own_rows(x: jax.Array) -> dict[int, np.ndarray]:
-    """Return the rows of an array on this host, by row number. A row with copies on several hosts is in one result."""
+    """Return the rows of an array on this host, by row number. Of several copies of a row only one host returns it."""
     found = {}
     for shard in x.addressable_shards:
         if shard.replica_id == 0:

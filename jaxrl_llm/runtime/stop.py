@@ -60,6 +60,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _: object) -> None:
+        """Record the request of a signal, and raise KeyboardInterrupt at a SIGINT after an earlier request."""
         if self.requested is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name

@@ -88,6 +88,7 @@ def _asking(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reading(path: pathlib.Path, part: str) -> Iterator[None]:
+    """Convert an error of a wrong or missing part of a checkpoint into a ``DamagedError``."""
     try:
         with _asking(f"{part} of checkpoint {path}"):
             yield
@@ -166,6 +167,7 @@ def read_whole(
 
 
 def digest(host: Any, text: dict[str, Any]) -> str:
+    """Return the digest of the JSON objects in host/ and config/."""
     return hashlib.sha256(json.dumps([host, text], sort_keys=True).encode()).hexdigest()
 
 
@@ -343,7 +345,7 @@ def listed(changed: dict[str, tuple[Any, Any]]) -> str:
 def check_settings(
     host: dict[str, Any], text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool
 ) -> None:
-    """Check that the settings and the files of functions equal those of the checkpoint.
+    """Check that the settings and the function files are the same as in the checkpoint.
 
     Args:
         host, text: the result of ``read_text``.

@@ -128,10 +128,13 @@ def restore_params(
     """Read only the weights of a checkpoint, for evaluation and export.
 
     Args:
-        directory: one checkpoint; or a workdir or its ``checkpoints`` folder, for the newest checkpoint; or one of
-            these two with ``/best``, for the checkpoint with the highest held-out pass rate.
-        abstract_params: pytree of ``ShapeDtypeStruct`` with shardings. The weights are cast to its dtypes. None returns
-            nested dictionaries of numpy arrays on the host, as they were saved.
+        directory: which checkpoint to read:
+
+            - the path of a checkpoint
+            - a workdir or its ``checkpoints`` folder: the newest checkpoint
+            - a workdir or its ``checkpoints`` folder, followed by ``/best``: the highest held-out pass rate
+        abstract_params: pytree of ``ShapeDtypeStruct`` with shardings. The weights are cast to its dtypes. If it is
+            None, the result is nested dictionaries of numpy arrays on the host, with the saved dtypes.
         check: receives the saved host state, and raises an error if this state does not fit.
 
     Returns:
