@@ -1,4 +1,4 @@
-"""Chips: TPU generations and GPUs that the compilers know by name, what each can do, the names that Cloud gives slices.
+"""Chip data: TPU generations and GPUs that the compilers support, their public rates, and Cloud's names of slices.
 
 Owns: public numbers of chips with their sources, names of slices, devices to compile for. Does not know: programs.
 """
@@ -20,15 +20,16 @@ from jaxrl_llm.config import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """A TPU generation or a GPU: what one program may use, and the most that the hardware does in a second.
+    """TPU generation or GPU: the memory that one program may use, and the peak rates of the hardware.
 
     Attributes:
-        hbm_gib: memory of a device for one program.
-        tflops: dense bfloat16 peak, 1e12 a second.
-        hbm_gb: memory bandwidth, 1e9 bytes a second.
-        link_gb: 1e9 bytes a second that a chip sends, by all of its links at once: those of a torus, or NVLink one way.
-        host_gb: 1e9 bytes a second to its host's memory, and as many from it at once.
-        options: of the compiler.
+        hbm_gib: GiB of device memory for one program.
+        tflops: dense bfloat16 peak, 1e12 operations per second.
+        hbm_gb: memory bandwidth, 1e9 bytes per second.
+        link_gb: 1e9 bytes per second that a chip sends over all its links together: the links of a torus, or NVLink in
+            one direction.
+        host_gb: 1e9 bytes per second to the host's memory, and the same from it at once.
+        options: compiler options.
     """
 
     hbm_gib: float
@@ -46,7 +47,10 @@ def _chips(shape: str) -> int:
 def _nvidia(
     gib: float, generation: int, cores: int, shared_kib: int, l2_mib: int, bandwidth_gb: int, **rates: float
 ) -> Chip:
-    """A GPU as XLA's compiler describes one (GpuTargetConfigProto). JAX takes three quarters of its memory."""
+    """Return a GPU with the description that XLA's compiler needs (GpuTargetConfigProto).
+
+    JAX uses three quarters of its memory.
+    """
     target = f"""
         gpu_device_info {{
           threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: {cores}
@@ -62,30 +66,31 @@ def _nvidia(
     return Chip(0.75 * gib, hbm_gb=bandwidth_gb, options={"target_config": target}, **rates)
 
 
-# Memory: what their compiler (libtpu 0.0.51) lets one program use. Rates: docs.cloud.google.com/tpu/docs/v4, v5e, v5p
-# and v6e ("Peak compute per chip (bf16)", "HBM bandwidth"). Links: their "interchip interconnect bandwidth" of 2400,
-# 1600, 4800 and 3200 Gbit/s, each way, is of all links of a chip, six in a 3-D torus and four in a 2-D one. Collectives
-# have those of the dimensions that their group spans, and half of them in a slice that is no torus. Host: PCIe
-# each way (jax-ml.github.io/scaling-book); v6e's is of generation 5, and 16 lanes are the most that such a slot has.
+# Memory: the limit of the compiler (libtpu 0.0.51) for one program.
+# Rates: docs.cloud.google.com/tpu/docs/v4, v5e, v5p and v6e ("Peak compute per chip (bf16)", "HBM bandwidth").
+# Links: the "interchip interconnect bandwidth" of 2400, 1600, 4800 and 3200 Gbit/s in each direction is for all links
+# of a chip, six in a 3-D torus and four in a 2-D torus. A collective uses only the links of the dimensions that its group
+# spans, and half of them if the slice is not a torus.
+# Host: PCIe in each direction (jax-ml.github.io/scaling-book). v6e has PCIe generation 5, at most 16 lanes per slot.
 CHIPS = {
-    # Both cores as one device, as JAX uses the chip.
+    # "megacore": JAX uses both cores as one device.
     "v4": Chip(30.75, tflops=275, hbm_gb=1228, link_gb=300, options={"chip_config_name": "megacore"}),
     "v5e": Chip(15.75, tflops=197, hbm_gb=819, link_gb=200),
     "v5p": Chip(95.73, tflops=459, hbm_gb=2765, link_gb=600),
     "v6e": Chip(31.24, tflops=918, hbm_gb=1638, link_gb=400, host_gb=64),
 }
 
-# Rates: NVIDIA's data sheets of the SXM boards (dense bfloat16; totals of NVLink and PCIe halved).
+# Rates: NVIDIA's data sheets of the SXM boards (dense bfloat16; half of the total for NVLink and PCIe).
 GPUS = {
     "a100": _nvidia(80.0, 8, 108, 164, 40, 2039, tflops=312, link_gb=300, host_gb=32),
     "h100": _nvidia(79.6, 9, 132, 228, 50, 3352, tflops=989, link_gb=450, host_gb=64),
     "h200": _nvidia(140.4, 9, 132, 228, 50, 4800, tflops=989, link_gb=450, host_gb=64),
 }
 
-GPUS_OF_HOST = 8  # of one NVLink domain: DGX and HGX boards
+GPUS_OF_HOST = 8  # one NVLink domain: DGX and HGX boards
 
-# Slices as Cloud names them (the same pages' "Configurations"): shapes by chips. Names of v4 and v5p count cores, two a
-# chip; those of v5e ("v5litepod" too) and v6e count chips.
+# Slices with Cloud's names ("Configurations" on the same pages): number of chips -> shape. Names of v4 and v5p count
+# cores, two per chip. Names of v5e (also "v5litepod") and v6e count chips.
 FLAT = {_chips(shape): shape for shape in ["1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"]}
 CUBES = ["2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x12", "8x8x16", "8x16x16"]
 CUBES += ["16x16x16", "16x16x24"]
@@ -94,7 +99,8 @@ ALLOWED = "v5e:2x4, v5e:16x16, v6e:4x8, v4:2x2x4 or v5p:2x2x4"
 SLICES = {"v4": SOLID, "v5p": SOLID, "v5e": FLAT, "v6e": FLAT}
 CORES = {"v4": 2, "v5p": 2, "v5e": 1, "v6e": 1}
 
-# Without them libtpu asks Google's metadata server who it is, and complains when there is none. Two plans may run.
+# Without these variables libtpu queries Google's metadata server and reports an error if there is none. The last
+# variable allows two plans to run at once.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -104,10 +110,10 @@ ENVIRONMENT = {
 
 
 def shape_of(name: str) -> str:
-    """The topology that a Cloud name stands for, "v5p:4x4x4" for "v5p-128"; another name as it is.
+    """Return the topology that a Cloud name means, "v5p:4x4x4" for "v5p-128". Return any other name unchanged.
 
     Raises:
-        ConfigError: a generation's name with a number that it has no default shape for.
+        ConfigError: the generation has no default shape for this number.
     """
     generation, dash, number = name.replace("v5litepod", "v5e").partition("-")
     if not dash or generation not in SLICES or not number.isdecimal():
@@ -121,10 +127,13 @@ def shape_of(name: str) -> str:
 
 
 def devices_of(topology: str) -> tuple[list[Any], Chip]:
-    """The devices of a pod by name, such as "v5e:2x4", "v5p:2x2x4" or "v5p-32", or GPUs of a host, "h100:8".
+    """Return the devices of a topology and their chip.
+
+    Args:
+        topology: a slice, such as "v5e:2x4", "v5p:2x2x4" or "v5p-32", or the GPUs of a host, such as "h100:8".
 
     Raises:
-        ConfigError: no such devices, or no compiler for them.
+        ConfigError: the devices do not exist, or their compiler is not installed.
     """
     shape = shape_of(topology)
     generation, _, count = shape.partition(":")
@@ -143,7 +152,7 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
     if importlib.util.find_spec("libtpu") is None:
         raise ConfigError("plan needs the TPU compiler libtpu (Linux x86-64): pip install 'jaxrl_llm[plan]'")
     os.environ.update(ENVIRONMENT)
-    os.environ.pop("XLA_FLAGS", None)  # of other compilers: libtpu ends the process over one that it does not know
+    os.environ.pop("XLA_FLAGS", None)  # libtpu ends the process if it does not know a flag of another compiler
     chip = CHIPS[generation]
     try:
         pod = topologies.get_topology_desc(topology_name=shape, platform="tpu", **chip.options)
@@ -155,9 +164,9 @@ def devices_of(topology: str) -> tuple[list[Any], Chip]:
 def _gpus(chip: Chip, count: str) -> list[Any]:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise ConfigError("plan needs NVIDIA's compiler (Linux x86-64): pip install 'jaxrl_llm[plan-gpu]'")
-    # Compiling for cuDNN does not take the library, whose version JAX asks all the same, and has no setting for.
+    # Compiling for cuDNN does not need the library. JAX checks its version anyway, and no setting turns the check off.
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_cudnn_version = lambda: 91200
-    topology = f"1x1x{count}"  # of processes' groups, processes, and devices of each
+    topology = f"1x1x{count}"  # process groups x processes x devices of each
     return list(topologies.get_topology_desc(platform="cuda", topology=topology, **chip.options).devices)

@@ -1,11 +1,15 @@
-"""Cost: seconds that a chip takes at the least, from what its programs do; of an iteration, and in money.
+"""Cost model: least seconds of programs and of an iteration on a chip, and their price.
 
     seconds of a region = the longest of operations / peak, bytes / memory bandwidth, bytes sent / link bandwidth
 
-as if the three overlapped fully within a loop's turn and not at all between loops, and as if a collective had all links
-of its chips. All completions are taken to be of full length, every question to be asked once, and the host to be never
-waited for: a bound, not a forecast. Where the text does not tell what a kernel computes, the model's algebra bounds the
-iteration too.
+The result is a lower bound, not a forecast. It assumes:
+
+- The resources overlap fully within a loop's turn and not at all between loops.
+- A collective can use all links of its chips.
+- All completions have full length, and every question is asked once.
+- The device never waits for the host.
+
+If the text does not contain a kernel's operations, the model's algebra also bounds the iteration.
 
 Owns: rooflines, how often an iteration calls each program. Does not know: HLO text, compilers.
 """
@@ -26,7 +30,10 @@ RESOURCES = ("operations", "memory", "links", "host")
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """Of one call of a program. ``by``: what each resource would take alone; ``bound``: that of most of the time."""
+    """Least time of one call.
+
+    ``by``: time of each resource alone; ``bound``: the resource that limits most of the time.
+    """
 
     total: float
     by: dict[str, float]
@@ -54,7 +61,7 @@ def seconds(counts: counting.Counts, chip: Chip) -> Seconds:
     return Seconds(sum(bound.values()), by, max(bound, key=bound.get))
 
 
-# What an iteration calls once, where the run has it.
+# Programs that an iteration calls once, if the run has them.
 ONCE = ("publish", "prefill", "reread", "collect", "join", "score_open", "annotate", "insert", "update")
 # The parts of an iteration, in their order.
 PARTS = {
@@ -68,7 +75,7 @@ PARTS = {
 
 
 def decode_steps(config: Config) -> int:
-    """Of an iteration: slots take one row after another, all of full length; with a lookahead none is idle."""
+    """Return the decode steps of an iteration, if all rows have full length. With a lookahead no slot is ever idle."""
     rollouts, tokens = config.rollouts_per_iteration, config.sampling.max_completion_tokens
     if config.rollout.lookahead_prompts:
         return -(-rollouts * tokens // config.num_slots)
@@ -76,7 +83,7 @@ def decode_steps(config: Config) -> int:
 
 
 def calls(run: Run, names: Mapping[str, object]) -> dict[str, int]:
-    """How often an iteration calls each of the programs; 0 for those at its start, its end or never."""
+    """Return how often an iteration calls each program. Programs that run only at start or end, or never, have 0."""
     config = run.config
     often = {
         **dict.fromkeys(ONCE, 1),
@@ -88,9 +95,9 @@ def calls(run: Run, names: Mapping[str, object]) -> dict[str, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """An iteration at its bound. ``mfu``: of the model's operations alone, without recomputing and attention.
+    """Lower bound of an iteration. ``mfu`` counts only the model's operations, without recomputation and attention.
 
-    ``parts``: seconds of each of ``PARTS``, and of what kernels that are not counted take at the least.
+    ``parts`` are the seconds of each of ``PARTS``, and the least seconds of kernels that are not counted.
     """
 
     seconds: float
@@ -100,26 +107,27 @@ class Iteration:
     model_flops: float
 
     def dollars(self, iterations: int, *, chips: int, price: float) -> float:
-        """``price``: dollars of a chip for an hour."""
+        """Return the cost in dollars. ``price`` is the price in dollars per chip and hour."""
         return iterations * self.seconds / 3600 * chips * price
 
 
 def active_params(arch: Architecture) -> int:
-    """Those that a token is computed by: of the experts, its own."""
+    """Return the number of parameters that compute one token. Unused experts are left out."""
     idle = arch.num_experts - arch.experts_per_token
     return arch.num_params - arch.num_layers * 3 * arch.width * arch.ffn * idle
 
 
 def reads_prompts(config: Config) -> bool:
-    """Whether a cross-entropy is of prompts too, from their second token on."""
+    """Return whether a cross-entropy also covers prompts, from their second token on."""
     return any(one.fact("reads") == "prompt_logp" for one in config.algorithm.cross_entropies)
 
 
 def model_flops(config: Config, arch: Architecture) -> float:
-    """Operations of an iteration by the model's algebra.
+    """Return the operations of an iteration by the model's algebra.
 
-    2 a weight and token forward, 6 where it learns, 4 where adapters do: its own gradient is left out. The head is of
-    completions alone, but where a cross-entropy reads the prompts, from their second token on.
+    Per weight and token: 2 for a forward pass, 6 for training, 4 for training adapters, because frozen weights need no
+    gradient. The head is computed for completions only. If a cross-entropy reads the prompts, the head also covers
+    prompts from their second token on.
     """
     head = arch.vocab_size * arch.width
     body = active_params(arch) - (head if arch.tied else 2 * head)
@@ -133,10 +141,10 @@ def model_flops(config: Config, arch: Architecture) -> float:
 
 
 def iteration(run: Run, chip: Chip, counts: Mapping[str, counting.Counts]) -> Iteration:
-    """Of a run whose programs do what ``counts`` says, on its mesh of such chips."""
+    """Return the lower bound of an iteration whose programs have these ``counts``, on the run's mesh of such chips."""
     often, config = calls(run, counts), run.config
     each = {name: often[name] * seconds(of, chip).total for name, of in counts.items() if often[name]}
-    if "decode" in each:  # a chunk of steps ends with the last row
+    if "decode" in each:  # the last chunk of steps ends early, with the last row
         each["decode"] *= decode_steps(config) / (often["decode"] * config.rollout.chunk_steps)
     parts = {part: sum(each.get(name, 0.0) for name in names) for part, names in PARTS.items()}
     total, chips = sum(parts.values()), run.mesh.size

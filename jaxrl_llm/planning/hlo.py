@@ -1,4 +1,4 @@
-"""HLO: the text of a compiled program, as computations, instructions and shapes as they lie in memory.
+"""HLO reader: the text of a compiled program as computations, instructions and shapes with their memory layout.
 
 Owns: reading that text. Does not know: what instructions do.
 """
@@ -11,7 +11,7 @@ import math
 import re
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-# Bytes of an element.
+# Bytes per element.
 SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
@@ -22,7 +22,7 @@ _NAME = re.compile(r"%([\w.-]+(?:#\d+)?)")
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An array as it lies. ``space``: 0 the device's memory, 1 and others on the chip, 5 its host's."""
+    """Array with its memory layout. ``space``: 0 the device's memory, 5 the host's memory, others on the chip."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """Elements, none of those that fill its tiles."""
+        """Return the number of elements, without the padding of tiles."""
         return math.prod(self.dims)
 
     @property
@@ -45,11 +45,11 @@ class Shape:
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     name: str
-    shapes: tuple[Shape, ...]  # of a tuple those of its elements
+    shapes: tuple[Shape, ...]  # the shapes of the elements, if it is a tuple
     op: str
     operands: tuple[str, ...]
     attributes: str
-    literal: str  # what stands in the brackets
+    literal: str  # the text inside the brackets
 
     def called(self, *names: str) -> list[str]:
         found = re.findall(rf"(?:{'|'.join(names)})=(?:%([\w.-]+)|\{{([^}}]*)\}})", self.attributes)
@@ -57,7 +57,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the Python program it comes from, as JAX names it; "" = not said."""
+        """Return the name that JAX gives its place in the Python program, or "" if the text does not contain it."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
@@ -95,14 +95,14 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     padded = list(sizes)
     if tile and sizes:
         minor = [int(n) for n in order.split(",") if n]
-        # The last dimension of a tile lies along the innermost of the array.
+        # The last dimension of a tile belongs to the innermost dimension of the array.
         for dim, size in zip(minor, reversed(tile[1].split(",")), strict=False):
             padded[dim] = -(-padded[dim] // int(size)) * int(size)
     return Shape(dtype, sizes, int(space[1]) if space else 0, math.prod(padded) * bytes_of_element(dtype))
 
 
 def _end_of_bracket(text: str, start: int) -> int:
-    """Index after the bracket that closes the one at ``start``."""
+    """Return the index after the bracket that closes the one at ``start``."""
     depth = 0
     for i in range(start, len(text)):
         depth += (text[i] == "(") - (text[i] == ")")
@@ -112,7 +112,7 @@ def _end_of_bracket(text: str, start: int) -> int:
 
 
 def parse(text: str) -> dict[str, Computation]:
-    """The computations of a module by name."""
+    """Return the computations of a module by name."""
     computations: dict[str, Computation] = {}
     current = None
     for line in text.splitlines():
@@ -145,11 +145,17 @@ def parse(text: str) -> dict[str, Computation]:
 
 
 def sizes(text: str, *ops: str) -> list[int]:
-    """Elements of each array that the instructions of a module with one of ``ops`` give, fusions' too."""
+    """Return the number of elements of each array that instructions with one of ``ops`` produce.
+
+    Fusions are included.
+    """
     found = (x for computation in parse(text).values() for x in computation.instructions.values())
     return [shape.size for x in found if x.op in ops for shape in x.shapes]
 
 
 def moved(text: str, *kinds: str) -> list[int]:
-    """Elements of each array that collectives of such kinds (none named = all) give, started and done apart or not."""
+    """Return the number of elements of each array that collectives of these kinds produce (none named = all kinds).
+
+    Collectives may be split into a start and a done instruction.
+    """
     return sizes(text, *(kind + end for kind in kinds or COLLECTIVES for end in ("", "-start")))

@@ -1,4 +1,4 @@
-"""Presets: what a plan has to know of a model, of its files or of a public model's shape by name alone.
+"""Model presets: the facts about a model that a plan needs, from its files or from a table of public models.
 
 The shapes are from the models' ``config.json`` on the Hugging Face hub (organisations meta-llama, HuggingFaceTB, Qwen,
 google, allenai, mistralai and openai).
@@ -18,7 +18,7 @@ _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_m
 
 
 def _llama(width: int, layers: int, heads: int, ffn: int, *, head_size: int = 128, factor: float = 8.0) -> Architecture:
-    """Of Llama 3.1, or of 3.2 where the factor is 32; those have one matrix for both embeddings."""
+    """Return the architecture of Llama 3.1, or of Llama 3.2 if the factor is 32. Llama 3.2 ties its embeddings."""
     return Architecture(
         vocab_size=128256,
         width=width,
@@ -46,14 +46,17 @@ def _qwen3(width: int, layers: int, heads: int, ffn: int, *, tied: bool = False)
 
 
 def _qwen3_moe(width: int, layers: int, heads: int, ffn: int) -> Architecture:
-    """``ffn``: of each of 128 experts, of which a token has 8."""
+    """Return a Qwen3 mixture of experts. ``ffn`` is the width of each of the 128 experts; a token uses 8 of them."""
     sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=4, head_size=128, ffn=ffn, tied=False)
     how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=40960, qk_norm="head", family="qwen3_moe")
     return Architecture(151936, num_experts=128, experts_per_token=8, norm_topk=True, **sizes, **how)
 
 
 def _hybrid(width: int, layers: int, heads: int, kv_heads: int, ffn: int, values: int, **how) -> Architecture:
-    """Of Qwen3-Next and Qwen3.5: three layers of the gated delta rule, with ``values`` heads, then one of attention."""
+    """Return a Qwen3-Next or Qwen3.5 model.
+
+    Three gated delta layers with ``values`` heads precede each attention layer.
+    """
     sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_size=256, ffn=ffn)
     ropes = dict(rope_theta=1e7, rotary_size=64, max_positions=262144)
     norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", output_gate=True)
@@ -63,7 +66,10 @@ def _hybrid(width: int, layers: int, heads: int, kv_heads: int, ffn: int, values
 
 
 def _gpt_oss(layers: int, experts: int) -> Architecture:
-    """Layers of 128 tokens and of all by turns; a token has 4 experts."""
+    """Return a gpt-oss model. Its layers alternate between a window of 128 tokens and full attention.
+
+    A token uses 4 experts.
+    """
     yarn = dict(factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
     sizes = dict(width=2880, num_layers=layers, num_heads=64, num_kv_heads=8, head_size=64, ffn=2880, tied=False)
     ropes = dict(rope_theta=150000.0, rope_scaling=RopeScaling("yarn", tuple(yarn.items())), max_positions=131072)
@@ -80,7 +86,7 @@ def _qwen25(width: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tie
 
 
 def _gemma3(width: int, layers: int, ffn: int) -> Architecture:
-    """The text models: five layers of 512 tokens, then one that sees all."""
+    """Return a Gemma 3 text model: five layers with a window of 512 tokens, then one layer with full attention."""
     sizes = dict(width=width, num_layers=layers, num_heads=4, num_kv_heads=1, head_size=256, ffn=ffn)
     norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", post_norm=True)
     ropes = dict(rope_theta=1e6, local_rope_theta=1e4, max_positions=32768)
@@ -146,7 +152,7 @@ PRESETS = {
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
 
-# Tokens that end a completion, of the instruction-tuned models.
+# Tokens that end a completion of the instruction-tuned models.
 EOS_IDS = {"smollm2": (2,), "llama": (128001, 128008, 128009), "smollm3": (128012,), "gemma": (1, 106)}
 EOS_IDS |= {
     "qwen3": (151645, 151643),
@@ -164,7 +170,7 @@ def eos_ids(name: str) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a run has to know of a model to be compiled."""
+    """Facts about a model that a run needs in order to be compiled."""
 
     name: str
     arch: Architecture
@@ -173,10 +179,11 @@ class Model:
 
 
 def model_of(config: Config, preset: str = "") -> Model:
-    """The model of a config, or a preset in its place.
+    """Return the model of a config, or the preset that replaces it.
 
     Raises:
-        ConfigError: there is no such preset or model, or a preset would need another model's files beside it.
+        ConfigError: the preset or model does not exist, or a preset is combined with settings that need a model's
+        files.
     """
     if not preset:
         source = pretrained.resolve(config.model.path)

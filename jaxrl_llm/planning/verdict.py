@@ -1,6 +1,8 @@
-"""Verdict: what fills a chip's memory while a program runs, which settings would help most, how large a ring fits.
+"""Memory verdict: the contents of a chip's memory while a program runs, and the settings that would reduce it most.
 
-Owns: kinds of memory, the setting that lowers each, in numbers that divide. Does not know: compilers, seconds.
+It also finds the largest ring that fits.
+
+Owns: kinds of memory, the settings that lower each, with values that divide. Does not know: compilers, seconds.
 """
 
 from __future__ import annotations
@@ -18,18 +20,18 @@ from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import SAMPLING, START_UP, Memory
 
 STATE, RING, PUBLISHED, SLOTS = "weights and moments", "ring", "published weights", "sampler's slots"
-FROZEN = "frozen weights"  # of a reference, and those that adapters are of
+FROZEN = "frozen weights"  # a reference's weights, and the base weights of adapters
 LOGITS, KEPT, LAYER = "logits", "layers' inputs kept for the backward pass", "values of a layer"
 MATRICES, OTHER = "weights gathered, laid out anew, or their gradients", "other temporary memory"
 
 
 def host_bytes(memories: Mapping[str, Memory]) -> int:
-    """What a device keeps in its host's memory all through an iteration."""
+    """Return the bytes that a device keeps in its host's memory throughout an iteration."""
     return sum(memories[name].on_host for name in START_UP if name in memories)
 
 
 def kept(run: Run, *, sampling: bool) -> dict[str, int]:
-    """Bytes of a device by kind, of what is there while a program of the sampler (or else of the learner) runs."""
+    """Return a device's bytes by kind while a program of the sampler (``sampling``) or of the learner runs."""
     beside = sampling or run.config.rollout.lookahead_prompts > 0
     learner = run.learner
     kinds = {STATE: sharding.device_bytes(learner.abstract_state), RING: sharding.device_bytes(learner.abstract_ring)}
@@ -45,7 +47,7 @@ def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _matrices(run: Run) -> set[tuple[int, ...]]:
-    """Sizes of the model's weights, whole and split, of all layers and of one, with two dimensions taken as one too."""
+    """Return the shapes of the model's weights: whole and sharded, all layers and one, plain and with merged axes."""
     found = set()
     for x in jax.tree.leaves((run.learner.params, run.learner.frozen)):
         for shape in (x.shape, x.sharding.shard_shape(x.shape)):
@@ -56,7 +58,7 @@ def _matrices(run: Run) -> set[tuple[int, ...]]:
 
 
 def kind_of(run: Run, dims: tuple[int, ...]) -> str:
-    """What a temporary buffer of this shape holds."""
+    """Return the kind of memory that a temporary buffer of this shape belongs to."""
     arch, config = run.model.arch, run.config
     tokens = {config.prompts.max_tokens, config.row_tokens, config.line_tokens, config.draw_tokens}
     tokens |= {config.sampling.max_completion_tokens}
@@ -71,7 +73,7 @@ def kind_of(run: Run, dims: tuple[int, ...]) -> str:
 
 
 def made_of(run: Run, row: Row) -> dict[str, float]:
-    """Bytes of a device by kind while a program runs, the largest first."""
+    """Return a device's bytes by kind while a program runs, the largest first."""
     total = Counter() if row.name in START_UP else Counter(kept(run, sampling=row.name in (*SAMPLING, "publish")))
     found = Counter()
     for buffer in row.buffers:
@@ -81,7 +83,7 @@ def made_of(run: Run, row: Row) -> dict[str, float]:
 
 
 def suggestions(run: Run, row: Row, most: int = 3) -> list[str]:
-    """The settings that help this program most, for the largest kinds of memory first."""
+    """Return the settings that reduce this program's memory most, for its largest kinds of memory first."""
     found: list[str] = []
     for kind in made_of(run, row):
         for text in _settings(run, kind, row.name):
@@ -92,10 +94,10 @@ def suggestions(run: Run, row: Row, most: int = 3) -> list[str]:
 
 
 def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
-    """What lowers a kind of memory, the best first; with values that divide."""
+    """Yield the settings that reduce a kind of memory, the best first, with values that divide."""
     config, arch, mesh = run.config, run.model.arch, run.mesh.shape
     data, fsdp, tensor = (mesh[axis] for axis in ("data", "fsdp", "tensor"))
-    half_data = f" with mesh.data={data // 2}" if config.mesh.data else ""  # else it is what the others leave
+    half_data = f" with mesh.data={data // 2}" if config.mesh.data else ""  # 0: derived from the other axes
     rows, shards = config.update.micro_batch_size, sharding.num_ring_shards(config, run.mesh)
     unit = shards * (config.rows_per_draw if config.algorithm.surrogate.needs.siblings else 1)
     learns = program in ("update", "annotate", "score_open")
@@ -156,9 +158,9 @@ def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
 
 
 def ring_that_fits(run: Run, spare_bytes: float) -> int | None:
-    """Rollouts that the ring could hold, with ``spare_bytes`` free on each device at the fullest time.
+    """Return the rollouts that the ring could hold, if each device has ``spare_bytes`` free at its fullest time.
 
-    None where the ring is in the hosts' memory, or has no number of rollouts.
+    Return None if the ring is in host memory or its capacity is in tokens.
     """
     config = run.config
     if config.replay.memory == "host" or config.replay.capacity_tokens:
