@@ -69,8 +69,8 @@ def _nvidia(
 # Memory: the limit of the compiler (libtpu 0.0.51) for one program.
 # Rates: docs.cloud.google.com/tpu/docs/v4, v5e, v5p and v6e ("Peak compute per chip (bf16)", "HBM bandwidth").
 # Links: the "interchip interconnect bandwidth" of 2400, 1600, 4800 and 3200 Gbit/s in each direction is for all links
-# of a chip, six in a 3-D torus and four in a 2-D torus. A collective uses only the links of the dimensions that its group
-# spans, and half of them if the slice is not a torus.
+# of a chip, six in a 3-D torus and four in a 2-D torus. A collective uses only the links of the dimensions that its
+# group spans, and half of them if the slice is not a torus.
 # Host: PCIe in each direction (jax-ml.github.io/scaling-book). v6e has PCIe generation 5, at most 16 lanes per slot.
 CHIPS = {
     # "megacore": JAX uses both cores as one device.
