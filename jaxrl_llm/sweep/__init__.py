@@ -1,1 +1,1 @@
-"""Many runs, one table and one page."""
+"""Sweeps: many runs, one table of their metrics and one page."""

@@ -1,14 +1,18 @@
-"""Fits: a learning curve as a sigmoid of compute, fitted to its first part and judged on the rest.
+"""Learning-curve fits: a sigmoid of compute, fitted to the first part of a curve and tested on the rest.
 
     R(C) = R0 + (A - R0) / (1 + (C_mid / C)^B)
 
-R0 is what the run began with, before any training, A the ceiling that it goes to, C_mid the compute at half of the way,
-B how steep it is there. Recipes are compared by A first, then by B. A fit that cannot foretell its own second half says
-nothing of the ceiling: so the error there stands beside it.
+R0 is the value before any training, A the ceiling, C_mid the compute at half of the way, and B the steepness there.
+Recipes are compared by A first, then by B. A fit that cannot predict its own second half does not determine the
+ceiling. Therefore the error on the second half is reported with the fit.
 
-Source: Khatri et al. 2025, arXiv:2510.13786 (ScaleRL), section 3. Differs: of several seeds one curve is fitted, their
-median on a sweep's page; all points of the first part count, where the paper leaves out the first 1,500 of its GPU
-hours, which hardly matters, it says, where runs are stable; A, C_mid and B are fitted together, by least squares.
+Source: Khatri et al. 2025, arXiv:2510.13786 (ScaleRL), section 3. Differs:
+
+- One curve is fitted to several seeds. On a sweep's page it is their median.
+- All points of the first part count. The paper leaves out the first 1,500 of its GPU hours. It reports that this hardly
+  matters for stable runs.
+- A, C_mid and B are fitted together, by least squares.
+
 Owns: the curve, the fit, its error. Does not know: sweeps, pages.
 """
 
@@ -22,14 +26,14 @@ import scipy.optimize
 
 @dataclasses.dataclass(frozen=True)
 class Sigmoid:
-    """A fitted curve.
+    """Fitted curve.
 
     Attributes:
-        start: R0, given.
+        start: R0, not fitted.
         ceiling: A.
         middle: C_mid, in units of the x-axis.
         steepness: B.
-        error: mean |fit - measured| over the points that were left out; nan where none were.
+        error: mean |fit - measured| over the points that were not fitted; nan if there are none.
     """
 
     start: float
@@ -43,29 +47,29 @@ class Sigmoid:
 
 
 def curve(x: np.ndarray, start: float, ceiling: float, middle: float, steepness: float) -> np.ndarray:
-    """R at compute x > 0."""
+    """Return R at compute x > 0."""
     return start + (ceiling - start) / (1 + (middle / x) ** steepness)
 
 
-SHARE = 0.5  # of the points that are fitted
+SHARE = 0.5  # share of the points that is fitted
 
 
 def is_long_enough(x: np.ndarray, share: float = SHARE) -> bool:
-    """Whether a curve can be fitted: compute above 0, and 5 points or more in the first ``share``."""
+    """Return whether a curve can be fitted: all compute is above 0, and the first ``share`` has at least 5 points."""
     return bool((x > 0).all()) and int(len(x) * share) >= 5
 
 
 def fit(x: np.ndarray, y: np.ndarray, *, start: float, share: float = SHARE, highest: float = 1.0) -> Sigmoid | None:
-    """The sigmoid of the least squares over the first ``share`` of the points.
+    """Fit a sigmoid by least squares to the first ``share`` of the points.
 
     Args:
-        x: [points] compute, growing, above 0.
-        y: [points] what was reached.
-        start: R0, which is no point of the curve.
-        highest: no ceiling above it.
+        x: [points] compute, increasing, above 0.
+        y: [points] measured values.
+        start: R0, which is not a point of the curve.
+        highest: upper bound of the ceiling.
 
     Returns:
-        None where the curve is too short or no fit is found.
+        The fit, or None if the curve is too short or the fit fails.
     """
     if not is_long_enough(x, share):
         return None

@@ -1,18 +1,19 @@
-"""Intervals: how far a figure of an experiment moves with its seeds and its held-out questions, by resampling both.
+"""Confidence intervals: the uncertainty of a figure over seeds and held-out questions, by resampling both.
 
     draws = Resampling(num_runs=4, num_questions=64)
     curves = draws.curves(passed)       [4 runs, evaluations, questions] -> [1 + resamples, evaluations]
-    Interval.of(curves[:, -1])          0.48 (0.43-0.53): of all runs and questions; of 95 % of the draws
+    Interval.of(curves[:, -1])          0.48 (0.43-0.53): the figure over all runs and questions; 95 % of the draws
 
-Row 0 of every array of draws is the figure itself, of all runs and questions. Runs are of one seed each, in the order
-of the seeds. Experiments with the same seed are asked the same questions, and with another seed others, though nearly
-the same by reasoning-gym with neighbouring seeds (docs/sweeps.md). So seeds are drawn alike for every experiment, and
-the questions of each seed alike too: a difference of two experiments, or a ratio, taken row by row, has the interval of
-the difference.
+Row 0 of every array of draws is the figure itself, over all runs and questions. There is one run per seed, in the order
+of the seeds.
 
-Seeds that lie apart differ by the questions they are asked already, so that drawing these too makes an interval rather
-too wide; four seeds make it too narrow: a run that was not drawn is not there. A seed that is drawn twice is asked
-other questions the second time.
+Experiments with the same seed have the same questions. Other seeds have other questions, but neighbouring seeds of
+reasoning-gym have nearly the same questions (docs/sweeps.md). Therefore all experiments draw the same seeds, and the
+same questions of each seed. A difference or a ratio of two experiments, taken row by row, has its own valid interval.
+
+Different seeds already differ in their questions, so that resampling the questions too makes an interval rather too
+wide. Four seeds make it too narrow, because runs with other seeds are missing. A seed that is drawn twice gets other
+questions the second time.
 Source: percentile bootstrap, Efron 1979; of clusters and within them, Davison and Hinkley 1997, section 3.8.
 Owns: draws, intervals, first crossings. Does not know: where figures come from.
 """
@@ -30,7 +31,7 @@ from jaxrl_llm.sweep.table import RESAMPLES
 
 
 class Interval(NamedTuple):
-    """A figure, and what bounds 95 % of its draws."""
+    """Figure with the bounds of 95 % of its draws."""
 
     value: float
     low: float
@@ -38,22 +39,25 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, draws: np.ndarray) -> Interval:
-        """Of draws [1 + resamples] whose first is the figure itself; infinite ones ("never") are larger than all."""
+        """Return the interval of draws [1 + resamples].
+
+        The first is the figure itself; infinite draws ("never") are largest.
+        """
         low, high = np.quantile(draws[1:], (0.025, 0.975), method="closest_observation")
         return cls(float(draws[0]), float(low), float(high))
 
     def shown(self, form: str = ".2f", never: str = "never") -> str:
-        """``0.48 (0.43-0.53)``, or ``5% (-26% to 42%)``."""
+        """Return the interval as text, ``0.48 (0.43-0.53)`` or ``5% (-26% to 42%)``."""
         text = [format(x, form) if math.isfinite(x) else never for x in self]
         joint = " to " if self.low < 0 or form.startswith("+") else "-"
         return f"{text[0]} ({text[1]}{joint}{text[2]})" if set(text) != {never} else never
 
 
 class Resampling:
-    """Draws of seeds and of the questions of each, the same for all experiments of as many.
+    """Draws of seeds and of each seed's questions. Experiments of the same size share the same draws.
 
     Attributes:
-        runs: [1 + resamples, runs] shares of the runs in each draw.
+        runs: [1 + resamples, runs] weight of each run in each draw.
     """
 
     def __init__(self, num_runs: int, num_questions: int, *, resamples: int = RESAMPLES, seed: int = 0):
@@ -65,22 +69,22 @@ class Resampling:
         self._shares = asked / (num_runs * num_questions)
 
     def curves(self, passed: np.ndarray) -> np.ndarray:
-        """Mean over runs and questions at each evaluation, [1 + resamples, evaluations].
+        """Return the mean over runs and questions at each evaluation, [1 + resamples, evaluations].
 
         Args:
-            passed: [runs, evaluations, questions], what each question got.
+            passed: [runs, evaluations, questions], the score of each question.
         """
         return np.einsum("drq,req->de", self._shares, passed, optimize=True)
 
     def mean_of(self, values: Sequence[float]) -> Interval:
-        """Of a figure that each run has one of; over seeds alone."""
+        """Return the interval of a figure with one value per run, over seeds only."""
         return Interval.of(self.runs @ np.asarray(values, float))
 
 
 def smooth(curves: np.ndarray, width: int = 3) -> np.ndarray:
-    """Mean of each point [..., points] and its neighbours, ``width`` in all; fewer at the ends.
+    """Return the mean of each point [..., points] and its neighbours, ``width`` points in total, fewer at the ends.
 
-    A first crossing of a noisy curve comes too early; of neighbours' means less so.
+    A noisy curve crosses a threshold too early. Smoothing reduces this error.
     """
     reach, points = width // 2, curves.shape[-1]
     windows = [curves[..., max(0, i - reach) : i + reach + 1].mean(axis=-1) for i in range(points)]
@@ -88,14 +92,14 @@ def smooth(curves: np.ndarray, width: int = 3) -> np.ndarray:
 
 
 def first_crossing(x: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray:
-    """Where each curve first reaches the threshold, on lines between its points.
+    """Return the x at which each curve first reaches the threshold, with linear interpolation.
 
     Args:
-        x: [draws, points], growing.
+        x: [draws, points], increasing.
         y: [draws, points].
 
     Returns:
-        [draws]; infinite where a curve stays below, and x of the first point where it begins at or above.
+        [draws]; infinite if a curve stays below, and the first x if the curve begins at or above the threshold.
     """
     reached = y >= threshold
     first = reached.argmax(axis=1)
@@ -106,5 +110,9 @@ def first_crossing(x: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray
 
 
 def pass_at_k(passed: np.ndarray, samples: int, k: int) -> np.ndarray:
-    """pass@k (actor.evaluation) of each question [..., questions], of which so many of ``samples`` answers passed."""
+    """Return pass@k (actor.evaluation) of each question.
+
+    Args:
+        passed: [..., questions], number of the ``samples`` answers that passed.
+    """
     return np.array([evaluation.pass_at_k(samples, c, k) for c in range(samples + 1)])[passed]

@@ -1,10 +1,10 @@
-"""The table and the page of a sweep, from the metrics of its runs.
+"""Table and page of a sweep, from the metrics of its runs.
 
-Runs of one stage whose points differ in the seed alone are a group: its curves are the median over seeds and, as a
-band, the inter-quartile range, each taken at every x over the seeds that got that far. Of two stages what a sweep's
-``then`` chose by is no part of what is reported of its choice.
+Runs of one stage whose points differ only in the seed form a group. The curves of a group are the median over seeds,
+with the inter-quartile range as a band. Both are taken at every x over the seeds that reached it. In a sweep with two
+stages, the runs that ``then`` used to choose are not part of the results reported for its choice.
 
-Owns: those figures, table.csv, sweep.html. Does not know: where runs come from.
+Owns: these figures, table.csv, sweep.html. Does not know: where runs come from.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from jaxrl_llm.sweep import fits
 from jaxrl_llm.sweep.points import SEED, Point, Sweep
 
 ITERATION = "iteration"
-FIRST, THEN = "first", "then"  # stages of a sweep: its own points, and those that its ``then`` has made
+FIRST, THEN = "first", "then"  # stages: the sweep's own points, and the points from its ``then``
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One point and what became of it: "finished", "failed", "unfinished", or "" (not begun)."""
+    """Point with its results. ``status`` is "finished", "failed", "unfinished", or "" (not begun)."""
 
     name: str
     point: Point
     status: str
-    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl
-    made_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of config.json: versions, commit
-    after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # what the sweep's ``after`` returned
-    before: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # for the page: before any training
+    rows: Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
+    made_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # from config.json: versions, commit
+    after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # result of the sweep's ``after``
+    before: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # metrics before any training
     stage: str = FIRST
-    lost_rows: int = 0  # of its iterations, which another machine's disk has: it went on from a bucket
+    lost_rows: int = 0  # rows on another machine's disk: the run was resumed from a bucket
 
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-    """Median and quartiles over seeds at each x, all of one length."""
+    """Median and quartiles over seeds at each x. All arrays have the same length."""
 
     x: np.ndarray
     low: np.ndarray
@@ -63,14 +63,17 @@ class Band:
 
 
 def curve(run: Run, metric: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
-    """(x, value) of the rows that have a number for both."""
+    """Return (x, value) of the rows that have a number for both."""
     pairs = [(row.get(x_axis), row.get(metric)) for row in run.rows]
     pairs = [pair for pair in pairs if None not in pair]
     return np.array([x for x, _ in pairs], float), np.array([y for _, y in pairs], float)
 
 
 def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
-    """{column: number} of a run; None where the run has none, or a threshold may have been reached in lost rows."""
+    """Return {column: number} of a run.
+
+    A number is None if the run does not have it, or if a threshold may have been reached in lost rows.
+    """
     found: dict[str, float | None] = {}
     for metric in sweep.named_metrics():
         _, y = curve(run, metric, ITERATION)
@@ -87,7 +90,7 @@ def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
 
 
 def groups(runs: Sequence[Run]) -> dict[tuple, list[Run]]:
-    """Runs by their stage and their point without the seed, in the order of their first."""
+    """Return the runs by stage and by point without the seed, in the order of each group's first run."""
     found: dict[tuple, list[Run]] = {}
     for run in runs:
         settings = ((k, _hashable(v)) for k, v in sorted(run.point.items()) if k != SEED)
@@ -96,14 +99,17 @@ def groups(runs: Sequence[Run]) -> dict[tuple, list[Run]]:
 
 
 def best_points(runs: Sequence[Run], field: str, metric: str) -> list[Point]:
-    """Of every experiment, runs that differ in ``field`` and the seed alone, the point of its best value, without seed.
+    """Return, for every experiment, the point with the best value of ``field``, without the seed.
 
-    Best is the largest mean over its runs of the mean of the metric over a run, the area under its curve: a value that
-    learns fast and falls back does not win. Of values that are alike the first. Runs that have lost rows, whose mean
-    is of their end alone, are left out, with a warning; a value that has no others wins only where none has.
+    An experiment is a set of runs that differ only in ``field`` and the seed. The score of a run is the mean of its
+    metric over the run, the area under its curve. The best value has the largest mean score over its runs, so that a
+    value that learns fast and falls back does not win. The first of equal values wins.
+
+    Runs with lost rows have only the end of their curve. They are left out, with a warning. A value that has only such
+    runs wins only if no value has other runs.
 
     Raises:
-        ValueError: no run has the field, or the metric.
+        ValueError: no run has the field, or no run has the metric.
     """
     if not any(field in run.point for run in runs) or not any(len(curve(run, metric, ITERATION)[1]) for run in runs):
         raise ValueError(f"field={field!r} and metric={metric!r} must each be in some run")
@@ -126,9 +132,10 @@ def _hashable(value: Any) -> Any:
 
 
 def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
-    """Quartiles of the curves at every x of any of them, straight lines between a curve's own points.
+    """Return the quartiles of the curves at every x of any curve.
 
-    None where no curve has a point. Each curve's x must grow.
+    Each curve is interpolated linearly between its points. Return None if no curve has a point. Each curve's x must
+    increase.
     """
     curves = [(x, y) for x, y in curves if len(x)]
     if not curves:
@@ -139,14 +146,14 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
 
 
 def _median(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """The curves' median at the first one's own x, where all are there: x [points] and y [points]."""
+    """Return x and y [points]: the median of the curves at the first curve's own x, within the range of all curves."""
     x = curves[0][0]
     x = x[(x >= max(own[0] for own, _ in curves)) & (x <= min(own[-1] for own, _ in curves))]
     return x, np.median([np.interp(x, *each) for each in curves], axis=0)
 
 
 def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool) -> list[int]:
-    """Indices of the points that no other beats in one figure without losing in the other, by the first figure."""
+    """Return the indices of the Pareto-optimal points, sorted by the first figure."""
     signed = [(x if lower_x else -x, y if lower_y else -y) for x, y in points]
     return sorted(
         (i for i, p in enumerate(signed) if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in signed)),
@@ -156,13 +163,13 @@ def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool
 
 @dataclasses.dataclass(frozen=True)
 class Knob:
-    """What a setting does to a figure over all runs that differ in it.
+    """Effect of a setting on a figure, over all runs that differ in the setting.
 
     Attributes:
-        rows: (value, runs, mean, low, high) of each of its values; the last two bound 95 % of the resampled means, and
-            are NaN of fewer than ``FEWEST_RUNS`` runs.
-        effect: (best value's mean less the worst one's, low, high): where 0 lies between, chance may have made it; NaN
-            where one of the two has too few runs.
+        rows: (value, runs, mean, low, high) of each value. low and high bound 95 % of the resampled means. They are NaN
+            for fewer than ``FEWEST_RUNS`` runs.
+        effect: (mean of the best value minus mean of the worst value, low, high). If 0 lies between low and high, the
+            effect may be chance. low and high are NaN if one of the two values has too few runs.
     """
 
     field: str
@@ -171,23 +178,23 @@ class Knob:
 
 
 RESAMPLES = 2000
-# Of fewer runs no interval is told: one run alone, drawn again and again, has none.
+# Fewer runs get no interval, because resampling a single run gives no spread.
 FEWEST_RUNS = 3
-# Of more different numbers than this a setting's values are taken together in thirds.
+# A setting with more different numbers than this is binned into thirds.
 MOST_VALUES = 6
-# A setting of more values that are no numbers is left out.
+# A setting with more values than this that are not numbers is left out.
 MOST_NAMES = 50
 
 
 def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
-    """Settings of a sweep by what they do to a figure, the one that does most first, with bootstrap intervals.
+    """Return the settings of a sweep by their effect on a figure, the largest first, with bootstrap intervals.
 
-    Runs are resampled with replacement, whatever else they differ in: with settings drawn at random the other ones are
-    alike on average. The best and the worst value are those of the runs themselves, which of several values that are
-    alike favours one a little.
+    Runs are resampled with replacement, whatever their other settings. With randomly drawn settings, the other settings
+    are alike on average. The best and the worst value are chosen on the original runs, which favours one of several
+    similar values a little.
 
     Args:
-        column: of ``figures``; runs without a number are left out.
+        column: a column of ``figures``; runs without a number are left out.
 
     Source: percentile bootstrap, Efron 1979; for settings of reinforcement learning, after the statistical diagnosis of
         1,370 random configurations of web agents.
@@ -218,8 +225,8 @@ def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
 
 
 def _bins(values: Sequence[Any]) -> list[str]:
-    """A name for each value: itself, or of many different numbers the third of them that it is in."""
-    numbers = [value for value in values if value is not None]  # a point may leave the setting as it is
+    """Return a name for each value: the value itself, or its third if there are many different numbers."""
+    numbers = [value for value in values if value is not None]  # None: the point does not set it
     if len(set(map(_hashable, values))) <= MOST_VALUES or not all(isinstance(v, (int, float)) for v in numbers):
         return [str(value) for value in values]
     edges = np.quantile(numbers, (0, 1 / 3, 2 / 3, 1))
@@ -232,7 +239,7 @@ def _bins(values: Sequence[Any]) -> list[str]:
 
 
 def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
-    """One line per point: its settings, how far it is, its figures; an empty cell where there is none."""
+    """Write one line per point: its settings, its progress, its figures. A missing value is an empty cell."""
     fields = sweep.fields()
     lines = []
     for run in runs:
@@ -249,7 +256,7 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
 
 
 def _no_formula(value: Any) -> Any:
-    """The value of a cell: a text that a spreadsheet would compute has an apostrophe before it."""
+    """Return the value of a cell. A text that a spreadsheet would compute gets an apostrophe before it."""
     return "'" + value if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else value
 
 
@@ -257,7 +264,7 @@ def _no_formula(value: Any) -> Any:
 
 
 def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> pathlib.Path:
-    """The page; ``units`` are the metrics' by name."""
+    """Write the page. ``units`` maps a metric's name to its unit."""
     begun, ended = [run for run in runs if run.rows], [run for run in runs if run.status == "finished"]
     counts = {status: sum(run.status == status for run in runs) for status in ("finished", "unfinished", "failed")}
     note = f"{len(runs)} points: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
@@ -306,7 +313,10 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
 
 
 def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
-    """Of the first metric's last values, of the first stage, which tried all; nothing where only the seed differs."""
+    """Return a table of each setting's effect on the last value of the first metric.
+
+    It uses the first stage, which tried all values. It is empty if only the seed differs.
+    """
     rows, first = [], [run for run in runs if run.stage == FIRST]
     for knob in knobs(first, sweep, f"{sweep.metrics[0]} last"):
         effect, bounds = _bounded(*knob.effect)
@@ -326,10 +336,11 @@ def _bounded(value: float, low: float, high: float) -> tuple[str, str]:
 
 
 def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
-    """Of each group's median curve of the first metric, highest ceiling first; nothing where none can be fitted.
+    """Return a table of sigmoids fitted to each group's median curve of the first metric, the highest ceiling first.
 
-    Every run must have points enough of its own; the median is fitted at those of the first, as far as all go. R0 is
-    the median of what the group's runs began with; a group of which that is not known is named below.
+    Every run of a group needs enough points of its own. The median is fitted at the x of the first run, within the
+    range of all runs. R0 is the median of the runs' start values. Groups with an unknown start value are listed below
+    the table.
     """
     metric, found, unknown = sweep.metrics[0], [], []
     highest = 1.0 if units.get(metric) == "fraction" else np.inf
@@ -351,7 +362,7 @@ def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> s
 
 
 def _record_table(runs: Sequence[Run]) -> str:
-    """Runs by what they were made with: several lines are several commits or versions in one table."""
+    """Return a table of runs by version. Several lines mean that the sweep mixes commits or versions."""
     records: dict[str, list[Run]] = {}
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.made_with.get("versions", {}).items())
@@ -381,7 +392,10 @@ def _curve_sections(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str])
 
 
 def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, str]) -> list[str]:
-    """One picture per x-axis and value of the facet; a group keeps its colour, and pictures their scales."""
+    """Return one picture per x-axis and value of the facet.
+
+    A group keeps its colour, and all pictures share their scales.
+    """
     pictures = []
     for x_axis in dict.fromkeys((ITERATION, sweep.x_axis)):
         facets: dict[Any, dict[str, Band]] = {}
@@ -404,14 +418,14 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, 
             )
             title = page.text(f"{sweep.facet.rsplit('.', 1)[-1]} {value}" if sweep.facet else metric)
             if len(bands) == 1 < len(labels):
-                title += f" | {next(iter(bands))}"  # a single line has no key
+                title += f" | {next(iter(bands))}"  # a picture with one line has no legend
             keys = [(i, label, "line") for i, label in enumerate(labels) if label in bands]
             pictures.append(page.figure(title, page.text(units.get(metric, "")), page.legend(keys), svg))
     return pictures
 
 
 def _limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """Ends of an axis that holds all values, with a margin."""
+    """Return the ends of an axis that contains all values, with a margin."""
     low, high = min((v.min() for v in values), default=0.0), max((v.max() for v in values), default=1.0)
     margin = 0.05 * (high - low) or 0.5
     return float(low - margin), float(high + margin)
@@ -447,7 +461,7 @@ def _trade_offs(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> 
 
 
 def _draw_trade_off(axes: Any, *, spots: Mapping[str, np.ndarray], sweep: Sweep, across: str, up: str) -> None:
-    """Every group with its quartiles; those that no other beats are joined and named."""
+    """Draw every group with its quartiles. The Pareto-optimal groups are connected and labelled."""
     medians = [(q[1, 0], q[1, 1]) for q in spots.values()]
     best = front(medians, lower_x=across in sweep.lower_is_better, lower_y=up in sweep.lower_is_better)
     for i, (label, q) in enumerate(spots.items()):
@@ -455,7 +469,7 @@ def _draw_trade_off(axes: Any, *, spots: Mapping[str, np.ndarray], sweep: Sweep,
         colour = SERIES[0] if i in best else FAINT
         axes.errorbar(x, y, xerr=spread[:, :1].reshape(2, 1), yerr=spread[:, 1:], fmt="o", color=colour, markersize=4)
         if i in best:
-            # A long name would leave the picture no room; the table has all of it.
+            # Shorten long names, which would fill the picture. The table has the full name.
             name = textwrap.shorten(html.unescape(label), 40, placeholder=" ...")
             axes.annotate(
                 name, (x, y), xytext=(3, 4), textcoords="offset points", fontsize=6, color=INK, parse_math=False

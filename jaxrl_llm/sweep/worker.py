@@ -1,16 +1,16 @@
-"""The process that runs points of a sweep, one after the other.
+"""Sweep worker: the process that runs points of a sweep, one after another.
 
     parent (__main__)                          this process
     -----------------                          ------------
-    hand out a point             ---->         train in its workdir, everything it prints into log.txt there,
-                                               then what comes after it
-    mark it, hand out the next   <----         how it ended
+    hand out a point             ---->         train in its workdir, append everything printed to log.txt there,
+                                               then call the sweep's ``after``
+    mark it, hand out the next   <----         whether the point ended well
     close the connection         ---->         end
 
-One process for many points: jax is imported once. A parent that is gone closes the connection too: the point that
-runs is finished, and no other is begun. SIGTERM ends a point as it ends any run, with a checkpoint.
+One process runs many points, so that jax is imported once. If the parent ends, the connection closes too. The running
+point then still runs to its end, and no other point begins. SIGTERM ends a point like any run, with a checkpoint.
 
-Owns: one point's turn. Does not know: which points there are.
+Owns: the run of one point. Does not know: which points there are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(fileno: int, train: Callable[[Config, pathlib.Path], int] | None = None
     """Serve the connection until it closes.
 
     Args:
-        train: (config, workdir) -> exit status; None for the real one.
+        train: function (config, workdir) -> exit status; None for the real ``train``.
     """
     with Connection(fileno) as connection:
         while True:
@@ -48,17 +48,17 @@ def main(fileno: int, train: Callable[[Config, pathlib.Path], int] | None = None
 
 
 def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pathlib.Path], int], after: str) -> bool:
-    """Run a point with standard output and error at the end of ``workdir/log.txt``; whether it came to a good end."""
+    """Run a point and return whether it ended well. Standard output and error are appended to ``workdir/log.txt``."""
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / LOG, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)  # a log that is read while it grows
+    sys.stdout.reconfigure(line_buffering=True)  # the log may be read during the run
     try:
         status = train(config, workdir)
         if status == 0 and after:
             found = {str(name): float(value) for name, value in resolve(after)(config, workdir).items()}
-            # Whole or not at all: that it is there says that the point is finished.
+            # Write the whole file or nothing, because its presence marks the point as finished.
             bucket.write_whole(workdir / AFTER, json_lines.written(found))
         return status in (0, *(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
     except (ConfigError, MachineError) as error:
@@ -78,4 +78,4 @@ def _train(config: Config, workdir: pathlib.Path) -> int:
     try:
         return train(config, workdir)
     finally:
-        jax.clear_caches()  # traces of programs that the next point does not have
+        jax.clear_caches()  # the next point has other programs
