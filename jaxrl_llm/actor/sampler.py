@@ -1,24 +1,26 @@
-"""The sampler: jitted prefill, and jitted chunks of decode steps over slots that refill as rollouts finish.
+"""The sampler: jitted prefill, and jitted chunks of decode steps with continuous batching over decode slots.
 
-    table of open rollouts [M, E, G]        slots [M, Z/M]: which row of the table each decodes
-      tokens, lengths, logp, version          + its KV cache
+    table of open rollouts [M, E, G]        slots [M, Z/M]: the row of the table that each slot decodes
+      tokens, lengths, logp, version          + the KV cache of the slot
               |  prefill: one forward per prompt fills the prompt cache [E], which its group shares
               |  refill:  an idle slot takes the next pending row
               |  step:    every busy slot decodes one token and appends it to its row
               v
             collect: groups whose G rows have all stopped leave as a Rollout
 
-A slot starts at the last prompt token (its own cache takes that token's key, the prompt's is hidden), so
-every completion token, the first one too, is drawn in the one decode step. All bookkeeping is local to a
-data shard m: no collective moves a rollout until it leaves. With ``lookahead_prompts`` the table holds prompts of later
-iterations, which keep the slots busy while stragglers finish; their state stays here between iterations.
+A slot starts at the last prompt token. The slot's own cache stores the key of this token, and the prompt cache hides
+it. Therefore the same decode step draws every completion token, including the first one. All bookkeeping is local to a
+data shard m: no collective moves a rollout until it leaves. With ``lookahead_prompts`` the table also holds prompts of
+later iterations. These prompts keep the slots busy while stragglers finish. Their state stays in the sampler between
+iterations.
 
-Weights then change under open rollouts. What was computed of them under older weights is stale: ``_reread`` computes it
-anew before the next chunk, the prompts always and the tokens drawn so far if ``stale_cache`` says so.
+With lookahead prompts the weights change while rollouts are open, and cached values from older weights become stale.
+``_reread`` recomputes stale values before the next chunk. It always recomputes the prompts, and also the tokens drawn
+so far if ``stale_cache`` is "recompute".
 
-Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all
-shards, L prompt width, C completion width, S row width, K key heads, H head size, N ids of a support.
-Owns: sampler state and its programs. Does not know: the host loop that runs them, text.
+Letters: M data shards, E open prompts and Q = E*G rows per shard, G samples per prompt, Z slots of all shards, L prompt
+width, C completion width, S row width, K key heads, H head size, N ids of a support.
+Owns: sampler state and its programs. Does not know: the host loop that runs the programs, text.
 """
 
 from __future__ import annotations
@@ -48,57 +50,59 @@ from jaxrl_llm.runtime.programs import Program, run_if
 from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, DrawSums, Rollout
 
 NO_PROMPT = -1
-# Ids kept with each token where no setting says how many.
+# Number of ids kept with each token if no setting gives a number.
 SUPPORT_TOKENS = 64
 
 
 @flax.struct.dataclass
 class SamplerState:
-    """Everything the sampler carries between chunks, and between iterations."""
+    """State of the sampler that persists between chunks and between iterations."""
 
-    # By layer, each in arrays of its own: what a layer reads of an array of all, some compilers copy first. Of a gated
-    # delta rule its two states (Delta.empty) in place of keys and values, a prompt's before its last token.
+    # Each layer has its own arrays, because some compilers copy a layer's slice of a shared array before reading it. A
+    # gated delta rule layer has its two states (Delta.empty) in place of keys and values. The state of a prompt is the
+    # state before the last prompt token.
     cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
     prompt_v: tuple[jax.Array, ...]
-    cache_end: jax.Array  # [] i32 place where the next tokens of all slots go; a shorter cache's modulo its length
-    slot_row: jax.Array  # [M, Z/M] i32 row of the shard's table, -1 = idle
+    cache_end: jax.Array  # [] i32 cache position of all slots' next tokens; shorter caches use it modulo their length
+    slot_row: jax.Array  # [M, Z/M] i32 row in the shard's table, -1 = idle slot
     tokens: jax.Array  # [M, E, G, S] i32
     prompt_length: jax.Array  # [M, E, G] i32
     length: jax.Array  # [M, E, G] i32
     behaviour_logp: jax.Array  # [M, E, G, S] f32
     policy_version: jax.Array  # [M, E, G, S] i32
     stop_reason: jax.Array  # [M, E, G] i8
-    started: jax.Array  # [M, E, G] bool, has had a slot
+    started: jax.Array  # [M, E, G] bool, whether the row has had a slot
     group_id: jax.Array  # [M, E] i32, NO_PROMPT = the entry is free
-    # [M, E] i32 version of the weights that prompt_k and prompt_v were computed with; None if weights never change.
+    # [M, E] i32 version of the weights that computed prompt_k and prompt_v; None if weights never change.
     prompt_version: jax.Array | None
-    drawn: DrawSums  # since the last groups were collected
-    columns: Mapping[str, jax.Array]  # [M, E, G, S, ...], as a Rollout has them
-    waiting: Mapping[str, jax.Array]  # rows that wait for an environment (turns.empty); {} without one
+    drawn: DrawSums  # sums since the last call of collect
+    columns: Mapping[str, jax.Array]  # [M, E, G, S, ...], same names as Rollout.columns
+    waiting: Mapping[str, jax.Array]  # state of rows that wait for an environment (turns.empty); {} without one
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Static description of a sampler; its programs are compiled from it.
+    """Static description of a sampler, from which its programs are compiled.
 
     Attributes:
         num_prompts: P, prompts collected per call of ``generate``.
-        lookahead: further prompts that may be open.
-        slack: groups that a shard may give to a call beyond its share (``quotas``).
-        stale_cache: what becomes of the cached tokens of rows that are in the middle of an answer when weights change,
-            "keep" or "recompute"; "" = weights never change while a rollout is open.
-        keeps_support: a learner will want the log-probs of what is drawn.
-        keeps_entropy: credit will want the entropies of what it was drawn from.
-        learner_mesh: where the rollouts go, the same devices; None = as ``mesh``.
-        keeps_old_logp: rows may span versions, and the learner's log-probs under each are wanted.
-        keeps_experts: the learner is to choose each token's experts again.
-        eos_ids: tokens that end a completion; () never stops early.
-        cuts_rows: the host ends rows, as at stop strings, where it wants to.
-        answer_tokens: A, the most an environment answers when they end a turn; 0 = they end the completion.
-        turn_tokens: after so many of one turn a completion is cut; 0 = a turn may be as long as it.
-        branches: rows of a group that share their first turns, and how many turns at most (``turns.sample_of``).
+        lookahead: number of further prompts that may be open.
+        slack: number of groups beyond its quota that a shard may give to a call (``quotas``).
+        stale_cache: treatment of the cached completion tokens of open rows when the weights change, "keep" or
+            "recompute". "" means that weights never change while a rollout is open.
+        keeps_support: keep the ids that each token was drawn among, because the learner computes log-probs over them.
+        keeps_entropy: keep the entropy of each token's distribution, because credit assignment uses it.
+        learner_mesh: mesh of the collected rollouts, with the same devices; None means ``mesh``.
+        keeps_old_logp: keep the learner's log-probs under older weights, because rows can span policy versions.
+        keeps_experts: keep the experts of each token, because the learner uses the same experts.
+        eos_ids: tokens that end a completion, or a turn with an environment; () never stops early.
+        cuts_rows: compile the program ``stop_rows`` so that the host can end rows also without stop strings.
+        answer_tokens: A, the largest number of tokens in an environment's answer to a turn; 0 means no environment.
+        turn_tokens: a completion is truncated when one turn has this many tokens; 0 means no limit per turn.
+        branches: number of rows of a group that share their first turns, and the largest number of shared turns
+            (``turns.sample_of``).
     """
 
     model: Model
@@ -129,7 +133,7 @@ class Sampler:
 
     @property
     def entries(self) -> int:
-        """E: open prompts per shard."""
+        """Return E, the number of open prompts per shard."""
         return (self.num_prompts + self.lookahead) // self.shards
 
     @property
@@ -138,7 +142,7 @@ class Sampler:
 
     @property
     def support_tokens(self) -> int:
-        """N: ids kept with each token, for the learner to weigh it among the same; 0 = none are."""
+        """Return N, the number of ids kept with each token so that the learner normalises over the same ids, or 0."""
         sampling, vocab_size = self.sampling, self.model.arch.vocab_size
         if sampling.temperature == 0 or not self.keeps_support or not Filter.of(sampling).leaves_out(vocab_size):
             return 0
@@ -149,7 +153,7 @@ class Sampler:
 
     @property
     def columns(self) -> dict[str, tuple[Any, ...]]:
-        """What it notes of each token besides: dtype and sizes by name (views.COLUMNS)."""
+        """Return the dtype and sizes of each further value per token, by name (views.COLUMNS)."""
         N, arch = self.support_tokens, self.model.arch
         kept = {
             "support": (jnp.int32, N) if N else None,
@@ -188,7 +192,7 @@ class Sampler:
         return DrawSums(*(jnp.zeros(self.shards, jnp.float32) for _ in dataclasses.fields(DrawSums)))
 
     def abstract_state(self) -> SamplerState:
-        """Shapes of the state with their shardings."""
+        """Return the shapes of the state with their shardings."""
         shape = jax.eval_shape(self._empty)
 
         def place(path, x):
@@ -200,13 +204,13 @@ class Sampler:
         return jax.tree_util.tree_map_with_path(place, shape)
 
     def abstract_rollout(self) -> Rollout:
-        """Shapes of what an iteration generates; on no device yet."""
+        """Return the shapes of an iteration's rollout, without shardings."""
         leaving = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in self._leaving_shapes]
         return jax.eval_shape(self._collect, jax.eval_shape(self._empty), *leaving)[0]
 
     @property
     def _leaving_shapes(self) -> list[tuple[int, int]]:
-        """Shapes of the arrays that ``quotas.arrays`` makes for ``_collect``."""
+        """Return the shapes of the arrays that ``quotas.arrays`` makes for ``_collect``."""
         M, quota = self.shards, self.num_prompts // self.shards
         shapes = [(M, quota + self.slack)]
         if self.slack:
@@ -216,7 +220,7 @@ class Sampler:
     # ---- programs ----------------------------------------------------------------------------------
 
     def programs(self, abstract_params: Any) -> dict[str, Program]:
-        """The sampler's compiled programs by name, from shapes alone."""
+        """Return the sampler's programs by name, described by shapes only."""
         P, L, M = self.num_prompts, self.max_prompt_tokens, self.shards
         state = self.abstract_state()
         state_layout = sharding.of(state)
@@ -272,10 +276,10 @@ class Sampler:
     def _prefill(
         self, params, state: SamplerState, tokens_PL, length_P, group_id_P, entry_MP, version=None
     ) -> SamplerState:
-        """Open P prompts in the given entries of their shards; an entry of E drops a padding prompt.
+        """Open P prompts in the given entries of their shards. A padding prompt has entry E and is dropped.
 
         Args:
-            version: [] i32 of the weights, given if ``prompt_version`` is kept.
+            version: [] i32 policy version of the weights, required if the state has a ``prompt_version``.
         """
         M, _, G, S = state.tokens.shape
         P, L = tokens_PL.shape
@@ -307,7 +311,7 @@ class Sampler:
     def _read_prompts(
         self, params, state: SamplerState, tokens_PL, length_P, entry_MP
     ) -> tuple[dict[str, Any], dict[str, jax.Array]]:
-        """Return ``prompt_k`` and ``prompt_v`` with P prompts in the given entries, and columns of these [P,S,...]."""
+        """Return ``prompt_k`` and ``prompt_v`` with P prompts in the given entries, and their columns [P,S,...]."""
         M, _, _, S = state.tokens.shape
         P, L = tokens_PL.shape
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
@@ -326,14 +330,14 @@ class Sampler:
         return caches, noted
 
     def _reread(self, params, state: SamplerState, version) -> SamplerState:
-        """Compute anew, with these weights, what open rollouts have of other weights.
+        """Recompute the stale caches of open rollouts with the given weights.
 
-        These are the caches of their prompts and, with ``stale_cache`` "recompute", those of the tokens drawn so far.
-        Tokens, log-probs and versions stay. A state without such rollouts stays as it is, bit for bit: so a run that
-        was stopped after this program and resumed calls it again without effect.
+        The caches of the prompts are always recomputed. With ``stale_cache`` "recompute", the caches of the tokens
+        drawn so far are recomputed too. Tokens, log-probs and versions stay the same. A state without stale rollouts
+        stays the same, bit for bit. Therefore a resumed run can call this program again without effect.
 
         Args:
-            version: [] i32 of the weights.
+            version: [] i32 policy version of the weights.
         """
         M, E, _, S = state.tokens.shape
         P, L = self.num_prompts, self.max_prompt_tokens
@@ -352,7 +356,7 @@ class Sampler:
             entry_MP = jnp.where(is_left_MP, entry_MP, E)
             caches, noted = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
             columns = dict(state.columns)
-            if "experts" in noted:  # of all rows: the learner computes a prompt once for its group, too
+            if "experts" in noted:  # same for all rows, because the learner computes a prompt once per group
                 chosen = noted["experts"].reshape(M, P // M, S, -1).astype(columns["experts"].dtype)
                 of_prompts = jnp.zeros((M, E, S, chosen.shape[-1]), chosen.dtype)
                 of_prompts = jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(of_prompts, chosen, entry_MP)
@@ -371,11 +375,11 @@ class Sampler:
         return state.replace(prompt_version=jnp.where(is_stale_ME, version, state.prompt_version))
 
     def _refill(self, state: SamplerState) -> SamplerState:
-        """Give idle slots the next pending rows, oldest prompt first."""
+        """Assign the next pending rows to idle slots, oldest prompt first."""
         M, E, G, _ = state.tokens.shape
         Q = E * G
         pending = ((state.group_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
-        age = jnp.repeat(state.group_id, G, axis=1)  # the prompt stream's position: smaller is older
+        age = jnp.repeat(state.group_id, G, axis=1)  # position in the prompt stream: older prompts have smaller values
 
         def one_shard(slot_row, pending, age):
             # Stable: the samples of a prompt stay in order. Pending rows first, then the rest.
@@ -398,31 +402,33 @@ class Sampler:
         )
 
     def _decode(self, params, state: SamplerState, version, key, due, *answers):
-        """Refill, then up to ``chunk_steps`` decode steps; ends early when every slot is idle.
+        """Refill idle slots, then run up to ``chunk_steps`` decode steps. End early when no slot can decode.
 
-        If enough groups have finished already (``quotas.is_enough``) and none that is ``due`` [M, E] bool is
-        unfinished, nothing is done: the host dispatches a chunk before it knows what the one before has brought, so it
-        may dispatch one too many.
+        The chunk does nothing if enough groups have finished (``quotas.is_enough``) and all due groups have finished.
+        This happens because the host dispatches a chunk before it reads the result of the previous chunk.
 
         Args:
-            answers: of an environment to the rows that wait, as ``turns.hear`` has them.
+            due: [M, E] bool, entries whose groups must finish in this call of ``generate``.
+            answers: the environment's answers to the waiting rows, as arguments of ``turns.hear``.
 
-        Returns the state and what every host learns of it: the table's stop reasons and lengths [M, E, G], or what
-        ``turns.told`` says.
+        Returns:
+            The state, and the arrays that every host reads. These are the stop reasons and lengths [M, E, G] of the
+            table, or the output of ``turns.told`` if there is an environment.
         """
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_enough = quotas.is_enough(jnp.sum(finished, axis=1), self.num_prompts, self.slack)
         is_wanted = ~is_enough | jnp.any(due & ~finished)
-        # Not a condition of the loop alone: what all its steps share costs too.
+        # Skip the whole chunk, not only the loop, because the work before the loop costs time too.
         state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key, answers), state)
         return state, turns.told(state) if answers else (state.stop_reason, state.length)
 
     def _decode_chunk(self, params, state: SamplerState, version, key, answers) -> SamplerState:
-        # Made before the loop: in it, every layer would compute its tokens' angles anew.
+        # Outside the loop, because inside every layer would recompute the angles of its tokens.
         rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
         if answers:
             state = turns.hear(self.model, params, state, rope, *answers)
-        # Slots that all begin together fill their caches from the start: the live part is the least there is to read.
+        # If all slots are idle, restart at the beginning of the caches, so that attention reads the smallest possible
+        # part.
         state = state.replace(cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
         state = self._refill(state)
         prompt = self._prompts(state)
@@ -439,7 +445,7 @@ class Sampler:
         return state
 
     def _prompts(self, state: SamplerState) -> Prompt:
-        """The open prompts as the slots attend to them, for a whole chunk: within it slots only go idle."""
+        """Return the open prompts for attention in a whole chunk, because slots take no new rows within a chunk."""
         M, E, G, _ = state.tokens.shape
         row_MZ = jnp.where(state.slot_row >= 0, state.slot_row, E * G)
         slots = jnp.broadcast_to(jnp.arange(row_MZ.shape[1]), row_MZ.shape)
@@ -467,7 +473,7 @@ class Sampler:
         token_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, position_MZ)
         flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
 
-        index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # of the token to draw, in the completion
+        index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # position of the next token in the completion
         cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
         hidden, made = self.model.forward(
             params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
@@ -479,7 +485,7 @@ class Sampler:
             made = turns.keep_states(state, made, active_MZ, self.model.arch)
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
         if sampling.temperature == 0.0:
-            # Greedy has no distribution of its own: log-probs are the model's, at temperature 1.
+            # Greedy decoding has no sampling distribution, so the log-probs are the model's at temperature 1.
             drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
             logp_Z, _ = token_logp(logits_ZV, drawn_Z)
         else:
@@ -496,7 +502,7 @@ class Sampler:
 
             logits_ZV = filter_logits(self.tempered(logits_ZV, state), Filter.of(sampling))
             is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
-            # By device, on its part of the vocabulary: XLA would gather the logits for a search.
+            # Each device works on its part of the vocabulary, because XLA would gather the logits for a search.
             noted["support"], (drawn_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(
                 draw, logits_ZV, uniform_Z
             )
@@ -515,7 +521,7 @@ class Sampler:
         at_eos = STOP_NONE if waiting else STOP_EOS
         reason_MZ = jnp.where(is_eos, at_eos, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
 
-        target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range: an idle slot writes nothing
+        target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range for idle slots, so their writes are dropped
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
         at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
         unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
@@ -523,7 +529,7 @@ class Sampler:
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
         if waiting:
             waiting = turns.gone_on(state, write_row(waiting["is_waiting"], is_eos), active_MZ)
-        places = (sum(x.shape[2] for x in blocks) for blocks in made[1] if blocks[0].ndim == 4)  # a state has none
+        places = (sum(x.shape[2] for x in blocks) for blocks in made[1] if blocks[0].ndim == 4)  # without states
         return state.replace(
             cache_k=made[0],
             cache_v=made[1],
@@ -543,15 +549,15 @@ class Sampler:
         )
 
     def tempered(self, logits_ZV: jax.Array, state: SamplerState) -> jax.Array:
-        """Logits of slots before ``sampling``: where rows have temperatures of their own (serving), over these."""
+        """Return the logits that ``sampling`` filters. Serving overrides this method to apply temperatures per row."""
         return logits_ZV
 
     def _read_group(self, tokens, entry_M):
-        """Tokens [M,G,S] of one open prompt's rows by shard, each where they lie."""
+        """Return the tokens [M,G,S] of one entry per shard. The tokens stay on the devices of their shard."""
         return sharding.by_device(jax.vmap(lambda t, e: t[e]), tokens, entry_M, axes=(("batch",),) * 2)
 
     def _collect(self, state: SamplerState, entry_MX, *source_MP) -> tuple[Rollout, DrawSums, SamplerState]:
-        """Take P finished groups out of the table, as ``quotas.arrays`` names them, and free their entries."""
+        """Remove P finished groups, given by ``quotas.arrays``, from the table and free their entries."""
         G = self.group_size
         take = lambda x: quotas.take(x, entry_MX, *source_MP)  # [M, P/M, G, ...]
         flat = lambda x: take(x).reshape(-1, *x.shape[3:])
@@ -571,6 +577,6 @@ class Sampler:
 
 
 def _add(is_drawn_MZ: jax.Array, total_M: jax.Array, value: Any) -> jax.Array:
-    """``total`` with the values of the slots that drew a token; one number for all, or one a slot [Z]."""
+    """Add the values of the slots that drew a token to ``total_M``. ``value`` is one number or one per slot [Z]."""
     value_MZ = jnp.broadcast_to(value, is_drawn_MZ.size).reshape(is_drawn_MZ.shape)
     return total_M + jnp.sum(jnp.where(is_drawn_MZ, value_MZ, 0), axis=1, dtype=jnp.float32)
