@@ -1,18 +1,21 @@
-"""Completions of several turns, on the device: rows wait for their environment, then read what it answers.
+"""Multi-turn completions on the device: rows wait for their environment, then read its answer.
 
-    step       the policy ends a turn: its row waits in its slot, which others' steps go past
-    chunk      a row that has waited through a whole chunk takes the answer that the host has by then, and reads it: the
-               next tokens of some rows are one forward, after another, until none is left to read
-    step       the policy draws again, after the answer's last token
+    step       the policy ends a turn; its row waits in its slot, and decode steps skip the slot
+    chunk      a row that has waited through a whole chunk appends its answer and reads the answer tokens; each forward
+               reads the next tokens of some rows, and forwards repeat until all answers are read
+    step       the policy draws again, after the last token of the answer
 
-Which chunk takes an answer follows from the state alone, not from when the environment was done: the same rows come of
-a run that was stopped and resumed. A row that reads sees its prompt and its cache as rows of the learner see their
-prompt, in the order of their tokens. What a slot that waits writes into its cache is garbage, after its row's tokens:
-these are moved behind it when the row reads, for a cache's newest token lies before its end.
+To read tokens means to compute their keys and values for the KV cache. Only the state decides which chunk takes an
+answer; the speed of the environment has no influence. Therefore a run that was stopped and resumed draws the same rows.
+A row that reads attends to its prompt and its cache in token order, in the same way as the learner's rows attend to
+their prompt.
 
-Letters: as in ``sampler.py``, and A the width of an answer, R rows that read at once, T tokens of each, C places of a
-layer's cache.
-Owns: what a row that waits is, how it goes on. Does not know: environments, text, how a token is drawn.
+While a row waits, its slot writes garbage into the cache after the row's tokens. When the row reads, its tokens are
+moved behind the garbage, because the newest token of a cache must lie just before ``cache_end``.
+
+Letters: as in ``sampler.py``, and A the width of an answer, R rows that read in one forward, T tokens read per row in
+one forward, C positions of a layer's cache.
+Owns: the state of waiting rows, how waiting rows continue. Does not know: environments, text, how a token is drawn.
 """
 
 from __future__ import annotations
@@ -33,16 +36,23 @@ from jaxrl_llm.types import STOP_NONE
 
 Waiting = Mapping[str, jax.Array]
 
-# A forward of answers is of so many tokens of each row at most, and of so large a part of the slots: where few rows
-# have little to read, little is computed that nobody wants. Rows that are read again have more tokens to read.
+# One forward reads at most READ_TOKENS tokens per row, for at most 1 / READ_PART of the slots. Small forwards waste
+# little work on padding when few rows have few tokens to read. ``reread`` uses more tokens, because its rows are
+# longer.
 READ_TOKENS, READ_PART = 32, 4
 REREAD_TOKENS = 128
 
 
 def empty(shards: int, entries: int, group_size: int, slots: int) -> Waiting:
-    """Of no row: "is_waiting" and "is_due" [M,E,G] bool, the latter of those that have waited through a whole chunk,
-    "known" [M,E,G] i32, where a row's tokens end that are drawn or answered, "heard" [M,E,G] i32 answers, and
-    "idle_steps" [M,Z/M] i32, steps that have gone past a slot whose row waits.
+    """Return the waiting state of a sampler without rows.
+
+    Returns:
+        "is_waiting" [M,E,G] bool: the row waits for its environment.
+        "is_due" [M,E,G] bool: the row has waited through a whole chunk and takes its answer at the start of the next
+        one.
+        "known" [M,E,G] i32: end of the row's newest answer; 0 before the first answer.
+        "heard" [M,E,G] i32: number of answers that the row has received.
+        "idle_steps" [M,Z/M] i32: decode steps that have skipped the slot while its row waits.
     """
     rows = shards, entries, group_size
     flags = {name: jnp.zeros(rows, bool) for name in ("is_waiting", "is_due")}
@@ -51,37 +61,39 @@ def empty(shards: int, entries: int, group_size: int, slots: int) -> Waiting:
 
 
 def idle_room(chunk_steps: int) -> int:
-    """Places that a slot's cache wants besides its row's tokens: steps that may go past while the row waits."""
+    """Return the spare cache positions per slot: the most decode steps that can pass while a row waits."""
     return 2 * chunk_steps
 
 
 def by_slot(state: Any, of_rows: jax.Array) -> jax.Array:
-    """Of the rows that slots have, [M,Z/M] from [M,E,G]; some row's where a slot has none."""
+    """Return the values [M,Z/M] of the slots' rows from a table [M,E,G]. An idle slot gets the value of row 0."""
     return jnp.take_along_axis(of_rows.reshape(state.slot_row.shape[0], -1), jnp.maximum(state.slot_row, 0), axis=1)
 
 
 def decodes(state: Any) -> jax.Array:
-    """[M,Z/M] bool: slots with a row that does not wait."""
+    """Return a mask [M,Z/M] bool of the slots with a row that does not wait."""
     has_row = state.slot_row >= 0
     return has_row & ~by_slot(state, state.waiting["is_waiting"]) if state.waiting else has_row
 
 
 def length_of(state: Any) -> jax.Array:
-    """[M,Z/M] i32: tokens that the policy has drawn of the turn that each slot's row is in."""
+    """Return the number of tokens drawn in the current turn of each slot's row, [M,Z/M] i32."""
     before = jnp.maximum(by_slot(state, state.prompt_length), by_slot(state, state.waiting["known"]))
     return by_slot(state, state.length) - before
 
 
 def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tuple[int, int]) -> jax.Array:
-    """Index that names the noise of each slot's next token, [M,Z/M] i32: its row's in the group, ``sample``, or where
-    rows of a group share their first turns that of the first of them.
+    """Return the sample index [M,Z/M] i32 that selects the noise of each slot's next token.
 
-    By the same noise rows draw the same tokens, and an environment that does as it did before says the same to them:
-    they come to one state, and go on from there each by itself.
+    The index is normally the row's own index ``sample`` in its group. While rows share their first turns, the index is
+    the index of the first row that shares them. Rows with the same noise draw the same tokens. A deterministic
+    environment gives these rows the same answers. After the shared turns, each row continues with its own noise.
 
     Args:
+        sample: [M,Z/M] i32 index of each slot's row in its group.
         group_id: [M,Z/M] i32.
-        branches: so many rows share their turns, 1 to so many of these, by turns of the groups; (0, 0) = none do.
+        branches: (rows, turns). Every ``rows`` adjacent rows of a group share 1 to ``turns`` turns. The number of
+            shared turns is 1 + group_id % turns. (0, 0) means that no rows share turns.
     """
     rows, most = branches
     if not (rows and most and state.waiting):
@@ -91,13 +103,18 @@ def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tupl
 
 
 def hear(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, verdict: jax.Array) -> Any:
-    """A ``SamplerState`` whose due rows have what the environment said, and have read it but for its last token.
+    """Append the environment's answers to the due rows, and read the answers except for their last tokens.
+
+    The next decode step reads the last token.
 
     Args:
-        params, rope: as a decode step has them; the next one takes the last token.
-        answers: [M,E,G,A] i32 tokens of each row's answer, 0 after them.
-        verdict: [M,E,G] i32, above 0 how many tokens it has; below 0 minus the ``STOP_*`` that the row ends with; 0
-            where there is nothing to hear. Of a row that is not due it is not looked at.
+        params, rope: as for a decode step.
+        answers: [M,E,G,A] i32 tokens of each row's answer, padded with 0.
+        verdict: [M,E,G] i32. A positive value is the number of answer tokens. A negative value is minus the ``STOP_*``
+            with which the row ends. 0 means no answer. Values of rows that are not due are ignored.
+
+    Returns:
+        The new ``SamplerState``.
     """
     w, columns = state.waiting, dict(state.columns)
     said = jnp.where(w["is_waiting"] & w["is_due"], verdict, 0)
@@ -105,7 +122,7 @@ def hear(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, v
     place = jnp.arange(state.tokens.shape[3]).reshape(1, 1, 1, -1) - state.length[..., None]
     new = jnp.take_along_axis(answers, jnp.clip(place, 0, answers.shape[3] - 1), axis=3)
     is_new = (place >= 0) & (place < said[..., None])
-    if "support" in columns:  # all that such a token could have been is itself
+    if "support" in columns:  # an answer token has a support of itself only
         columns["support"] = jnp.where(is_new[..., None], new[..., None], columns["support"])
     slot_ends = by_slot(state, ends) & (state.slot_row >= 0)
     waits = w["is_waiting"] & (said == 0)
@@ -116,7 +133,7 @@ def hear(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, v
         columns=columns,
         waiting={
             "is_waiting": waits,
-            "is_due": waits,  # when the chunk that now begins has ended
+            "is_due": waits,  # due at the start of the next chunk
             "known": jnp.where(goes_on, state.length + said, w["known"]),
             "heard": w["heard"] + goes_on,
             "idle_steps": jnp.where(slot_ends, 0, w["idle_steps"]),
@@ -127,17 +144,18 @@ def hear(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, v
 
 
 def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array) -> Any:
-    """Return a ``SamplerState`` whose slots' caches, of rows in stale entries, are computed anew with ``params``.
+    """Return a ``SamplerState`` in which ``params`` have recomputed the slot caches of the rows in stale entries.
 
-    Each row is read from its first token after the prompt up to what its slot had read: it then goes on as if these
-    weights had drawn it from the beginning. The prompts' own caches must be of these weights already.
+    Each row is read from the last prompt token up to the position that its slot had read. The row then continues with
+    the caches that these weights would have computed from the beginning. The caches of the prompts must already be
+    computed with these weights.
 
     Args:
-        params, rope: as a decode step has them.
-        is_stale: [M,E] bool.
+        params, rope: as for a decode step.
+        is_stale: [M,E] bool, entries with caches of older weights.
     """
     waiting = state.waiting
-    begins = is_stale[:, :, None] & state.started & (state.stop_reason == STOP_NONE)  # these rows have slots
+    begins = is_stale[:, :, None] & state.started & (state.stop_reason == STOP_NONE)  # all these rows have slots
     slot_begins = by_slot(state, begins) & (state.slot_row >= 0)
     entry = jnp.maximum(state.slot_row, 0) // state.tokens.shape[2]
     begin = functools.partial(delta_rule.begin, model.arch, entry_MZ=entry, takes_MZ=slot_begins)
@@ -155,28 +173,28 @@ def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array
 
 
 def _unread(state: Any) -> jax.Array:
-    """[M,Z/M] i32, how many tokens of each slot's row are known and not read."""
+    """Return the number of known tokens of each slot's row that are not yet read, [M,Z/M] i32."""
     return jnp.where(state.slot_row >= 0, by_slot(state, state.waiting["known"] - state.length), 0)
 
 
 def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
-    """Up to T tokens of the first of each shard's rows that have some to read."""
+    """Read up to T tokens of each shard's first rows with unread tokens, in one forward."""
     (M, slots), (_, _, G, S), unread_MZ = state.slot_row.shape, state.tokens.shape, _unread(state)
     slot_MR = jnp.argsort(unread_MZ <= 0, axis=1, stable=True)[:, : -(-slots // READ_PART)]
     take = lambda of_slots: jnp.take_along_axis(of_slots, slot_MR, axis=1)
     row_MR, size_MR = take(jnp.maximum(state.slot_row, 0)), jnp.clip(take(unread_MZ), 0, T)
     length_MR, prompt_MR = (take(by_slot(state, x)) for x in (state.length, state.prompt_length))
     rows = lambda x: x.reshape(M, -1, *x.shape[3:])
-    place_MRT = length_MR[..., None] + jnp.arange(T)[None, None]  # of the tokens after each, in their rows
+    place_MRT = length_MR[..., None] + jnp.arange(T)[None, None]  # row position of the token after each read token
     token_MRT = jax.vmap(lambda t, r, p: t[r[:, None], p])(rows(state.tokens), row_MR, jnp.minimum(place_MRT, S) - 1)
 
     flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
     at = {"slot": slot_MR, "entry": row_MR // G, "size": size_MR, "idle": take(state.waiting["idle_steps"])}
-    at |= {"oldest": prompt_MR - 1, "next": length_MR - 1}  # positions: of a cache's first token, of the first to read
+    at |= {"oldest": prompt_MR - 1, "next": length_MR - 1}  # positions of a cache's first token, first unread token
     at |= {"end": jnp.broadcast_to(state.cache_end, size_MR.shape)}
     at = {name: flat(x) for name, x in at.items()}
 
-    def each(function, *arrays):  # of keys and of values, by layer; by each device on its own rows and heads
+    def each(function, *arrays):  # for keys and values by layer; each device works on its own rows and heads
         def one(axis, layer, first, *others):
             split = ("batch", "kv_heads")[: first.ndim - 2]
             axes = (*(split for _ in (first, *others)), ("batch",))
@@ -193,9 +211,9 @@ def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
     cache_k, cache_v = each(_kept, past, made[:2], (state.cache_k, state.cache_v))
 
     columns, unrows = dict(state.columns), lambda x: x.reshape(state.length.shape + x.shape[2:])
-    if "experts" in columns:  # each token has the choice of the one before it
+    if "experts" in columns:  # each token has the experts of the token before it
         chosen = moe.by_token(hidden, made)[1].reshape(*place_MRT.shape, -1).astype(columns["experts"].dtype)
-        place_MRT = jnp.where(jnp.arange(T)[None, None] < size_MR[..., None], place_MRT, S)  # out of range: padding's
+        place_MRT = jnp.where(jnp.arange(T)[None, None] < size_MR[..., None], place_MRT, S)  # out of range for padding
         put = jax.vmap(lambda t, r, p, x: t.at[r[:, None], p].set(x, mode="drop"))
         columns["experts"] = unrows(put(rows(columns["experts"]), row_MR, place_MRT, chosen))
     length = jax.vmap(lambda t, r, x: t.at[r].add(x))(rows(state.length), row_MR, size_MR)
@@ -210,12 +228,14 @@ def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
 
 
 def _past(width: int, axis: int | None, of_prompts: jax.Array, blocks: tuple[jax.Array, ...], at: Any) -> jax.Array:
-    """A layer's keys, or values, of the rows that read, in the order of their tokens: [R,K,S,H]; or their states.
+    """Return one layer's keys or values [R,K,S,H] of the reading rows in token order, or their delta rule states.
 
     Args:
-        axis: of a block's places; None where it has states.
-        of_prompts: [E,K,L,H].
-        at: numbers of these rows, [R] i32 by name.
+        width: S, the row width.
+        axis: the axis of a block's positions; None if the layer has states.
+        of_prompts: [E,K,L,H] keys or values of the prompts.
+        blocks: the slots' cache blocks of the layer.
+        at: slots, entries, sizes and positions of the reading rows, [R] i32 by name.
     """
     own = jnp.concatenate([x[at["slot"]] for x in blocks], axis=axis or 0)
     if axis is None:
@@ -228,16 +248,16 @@ def _past(width: int, axis: int | None, of_prompts: jax.Array, blocks: tuple[jax
 
 
 def _kept(axis: int | None, past_RKSH: jax.Array, new_RKTH: jax.Array, blocks: tuple[jax.Array, ...], at: Any) -> Any:
-    """The layer's blocks, of all slots, with what the rows have read; arguments as of ``_past``."""
-    parts, slot = [new_RKTH], jnp.where(at["size"] > 0, at["slot"], len(blocks[0]))  # out of range: as it was
+    """Return one layer's cache blocks of all slots, with the tokens that the rows have read. See ``_past``."""
+    parts, slot = [new_RKTH], jnp.where(at["size"] > 0, at["slot"], len(blocks[0]))  # out of range: slot unchanged
     if axis is not None:
         S, C = past_RKSH.shape[2], sum(x.shape[axis] for x in blocks)
         age_RC = (at["end"][:, None] - 1 - jnp.arange(C)[None]) % C
-        nth_RC = at["size"][:, None] - 1 - age_RC  # of the new tokens; below 0: before them
+        nth_RC = at["size"][:, None] - 1 - age_RC  # index among the new tokens; negative for earlier tokens
         index_RC = jnp.where(nth_RC < 0, at["next"][:, None], S) + nth_RC
         both = jnp.concatenate([past_RKSH, new_RKTH], axis=2)
         parts = jnp.split(jnp.moveaxis(_in_order(both, jnp.maximum(index_RC, 0)), 2, axis), len(blocks), axis=axis)
-    whole = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # a row gone wrong leaves nothing in its slot
+    whole = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # nonfinite values of a row must not stay in its slot
     return tuple(x.at[slot].set(whole(part), mode="drop") for x, part in zip(blocks, parts, strict=True))
 
 
@@ -246,7 +266,7 @@ def _in_order(x_RKXH: jax.Array, index_RY: jax.Array) -> jax.Array:
 
 
 def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architecture) -> Any:
-    """New caches ``made`` in which the states of slots that a step goes past are as they were (the delta rule's)."""
+    """Return the new caches ``made``, but keep the old delta rule states of the slots that a step skips."""
 
     def kept(layer, old, new):
         if not layer.is_delta:
@@ -259,14 +279,17 @@ def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architectu
 
 
 def gone_on(state: Any, is_waiting: jax.Array, is_active_MZ: jax.Array) -> Waiting:
-    """``state.waiting`` after a step that went past other slots with a row than the active ones."""
+    """Return ``state.waiting`` after a decode step. The idle steps of inactive slots with a row increase by one."""
     idle_steps = state.waiting["idle_steps"] + ((state.slot_row >= 0) & ~is_active_MZ)
     return {**state.waiting, "is_waiting": is_waiting, "idle_steps": idle_steps}
 
 
 def told(state: Any) -> tuple[jax.Array, ...]:
-    """What the host looks at: stop reasons, lengths and answers heard [M,E,G], the rows [M,Z/M] that wait in slots, -1
-    where none does, and these slots' tokens and log-probs [M,Z/M,S].
+    """Return the arrays that the host reads after each chunk.
+
+    Returns:
+        Stop reasons, lengths and numbers of received answers, each [M,E,G]. The waiting rows of the slots [M,Z/M], -1
+        for slots without a waiting row. The tokens and log-probs of the slots' rows [M,Z/M,S].
     """
     M, _, _, S = state.tokens.shape
     row = jnp.maximum(state.slot_row, 0)
