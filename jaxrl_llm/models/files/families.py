@@ -1,10 +1,16 @@
-"""Families of models in Hugging Face folders: what each one's config.json and tensors are called, and what they mean.
+"""Families of models in Hugging Face folders: the keys of config.json, their meaning, and the names of tensors.
 
-A family is a row of ``FAMILIES``: the keys it knows with what their absence means, the names of its tensors where they
-are not Llama's, what it always has of an ``Architecture``, and where its layers differ. What a row does not know is
-refused: it may be a multiplier, a cap or a window, and the model another one that runs without complaint.
+A family is a row of ``FAMILIES``. A row has:
 
-Owns: that table, config.json to and from an ``Architecture``. Does not know: files, weights, how anything is computed.
+- the keys of config.json with their defaults;
+- the names of tensors that differ from Llama's;
+- fields of ``Architecture`` that are always the same in this family;
+- the layers that differ from others.
+
+An unknown key raises an error. It may be a multiplier, a cap or a window. If it were ignored, a different model would
+run without an error.
+
+Owns: this table, the conversion between config.json and ``Architecture``. Does not know: files, weights, computation.
 """
 
 from __future__ import annotations
@@ -49,7 +55,8 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 
-# Keys of any family that change nothing of what is computed, or of training and generation alone.
+# Keys of any family that do not change the computed logits. Some of them matter only in transformers' own training or
+# generation.
 INERT = re.compile(
     r"_.*|transformers.*|unsloth.*|architectures|attention_dropout|attn_implementation|auto_map|bad_words_ids"
     r"|begin_suppress_tokens|(bos|eos|pad|sep|unk|decoder_start|forced_bos|forced_eos)_token_id|cache_implementation"
@@ -61,11 +68,11 @@ INERT = re.compile(
     r"|temperature|tf_legacy_loss|tokenizer_class|top_[kp]|torchscript|trust_remote_code|typical_p|use_bfloat16|use_cache"
 )
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-# Of rope, in every family.
+# Keys of rope in every family, with their defaults.
 _ROPE = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None, "original_max_position_embeddings": None}
 _COMMON = {
-    "num_key_value_heads": None,  # as many as num_attention_heads
-    "head_dim": None,  # hidden_size / num_attention_heads
+    "num_key_value_heads": None,  # None = num_attention_heads
+    "head_dim": None,  # None = hidden_size / num_attention_heads
     "hidden_act": "silu",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
@@ -87,19 +94,20 @@ _QWEN = {
 
 @dataclass(frozen=True)
 class Family:
-    """A row.
+    """A row of ``FAMILIES``: how one family's config.json and tensors map to an ``Architecture``.
 
     Attributes:
-        class_name: of transformers' model.
-        keys: of config.json, with what an absent one means: the defaults of transformers' own class.
-        fixed: what such a model always has of an ``Architecture``.
-        derived: of a function that reads a number of config.json, what it has besides.
-        names: of tensors, where they are not those of ``NAMES``.
-        is_windowed: (config, layer's index) -> its tokens see a window, where ``layer_types`` does not say so.
-        local_rope: layers with a window have a rope of their own.
-        only: values that a key must have one of.
-        experts_together: files have the experts of a layer in one tensor (mixtures.Apart).
-        experts_in_halves: files may have them so, in another way.
+        class_name: name of the model's class in transformers.
+        keys: keys of config.json with their defaults, which are the defaults of transformers' class.
+        fixed: fields of ``Architecture`` that every model of the family has.
+        derived: (function that reads a number of config.json) -> further fields of ``Architecture``.
+        names: names of tensors that differ from ``NAMES``.
+        is_windowed: (config, index of the layer) -> whether the layer has a window. Used if there are no
+            ``layer_types``.
+        local_rope: layers with a window have a separate rope.
+        only: allowed values of a key.
+        experts_together: files have all experts of a layer in one tensor, in GPT-OSS's form (mixtures.Apart).
+        experts_in_halves: files may have all experts of a layer in one tensor, in Qwen3.5's form (mixtures.Apart).
     """
 
     class_name: str
@@ -235,7 +243,7 @@ FAMILIES = {
 
 
 def names_of(arch: Architecture) -> dict[str, str]:
-    """What files call each parameter of ``layout.LAYOUT`` that the architecture may have (``layout.load``)."""
+    """Return the tensor name of each parameter of ``layout.LAYOUT`` that the architecture may have."""
     names = {**NAMES, **FAMILIES[arch.family].names}
     if arch.delta:
         names |= hybrids.by_layer({path: name for path, name in names.items() if "." in path}, arch)
@@ -243,10 +251,14 @@ def names_of(arch: Architecture) -> dict[str, str]:
 
 
 def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
-    """What the config.json ``path`` says.
+    """Return the architecture that a config.json describes.
+
+    Args:
+        given: contents of the config.json.
+        path: the config.json, for error messages.
 
     Raises:
-        ConfigError: another family, a key that it does not know, or a value that a key cannot have.
+        ConfigError: an unknown family, an unknown key, or a value that is not allowed.
     """
     given = hybrids.text_of(given)
     kind = given.get("model_type")
@@ -264,7 +276,7 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
     for key in _SIZES:
         if key not in config:
             raise ConfigError(f"{path}: {key} is missing")
-    if config.get("num_local_experts") is not None:  # as transformers 5 writes them of any family
+    if config.get("num_local_experts") is not None:  # transformers 5 writes this key for every family
         config["num_experts"] = config["num_local_experts"]
     for key, allowed in {"is_causal": (True,), **family.only}.items():
         if config[key] not in allowed:
@@ -310,7 +322,7 @@ def _flag(path: Any, key: str, value: Any) -> bool:
 
 
 def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, ...]:
-    """Of each layer; () where all are alike and plain."""
+    """Return the kind of each layer, or () if all layers have the kind ``Layer()``."""
     count = config["num_hidden_layers"]
 
     def listed(key: str, allowed: tuple[Any, ...], otherwise: Callable[[int], Any]) -> list[Any]:
@@ -350,7 +362,7 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
 
 
 def config_of(arch: Architecture) -> dict[str, Any]:
-    """config.json in the spelling that every version of transformers reads."""
+    """Return the contents of a config.json that every version of transformers can read."""
     family = FAMILIES[arch.family]
     windows = [layer.window for layer in arch.by_layer]
     kind = lambda layer: "linear" if layer.is_delta else "sliding" if layer.window else "full"
@@ -383,7 +395,7 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "architectures": [family.class_name],
         "model_type": arch.family,
         "torch_dtype": "float32",
-        "pad_token_id": None,  # or some classes of transformers put one there, and leave its row out of training
+        "pad_token_id": None,  # else some classes of transformers set a default and do not train its row
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.width,
         "intermediate_size": arch.ffn,

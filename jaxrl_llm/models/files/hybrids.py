@@ -1,6 +1,6 @@
-"""What config.json and tensors of hybrids say: models whose layers are attention and the gated delta rule by turns.
+"""Keys of config.json and tensor names of hybrids: models that alternate attention and the gated delta rule.
 
-Owns: those keys and names, what they may be. Does not know: other families, how anything is computed.
+Owns: these keys, their allowed values, these names. Does not know: other families, any computation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAMES = {
     **{f"blocks.shared_{name}": f"{_SHARED}.{name}_proj.weight" for name in ("gate", "up", "down")},
     "blocks.shared_router": _SHARED + "_gate.weight",
 }
-# Of the rule, in the order of Delta's sizes.
+# Keys of the gated delta rule with their defaults, in the order of Delta's sizes.
 _SIZES = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
@@ -45,14 +45,15 @@ KEYS = {
     "full_attention_interval": 4,
     "partial_rotary_factor": 0.25,
 }
-# What released files of Qwen3.5 say besides: of a second model, of a dtype that is float32 here, and what is so anyway.
+# Further keys in released files of Qwen3.5: about a second model, about a dtype that is always float32 here, and keys
+# with only one possible value.
 RELEASED = {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
 RELEASED |= {"attn_output_gate": True, "mlp_only_layers": None}
 ONLY_RELEASED = {"attn_output_gate": (True,), "mlp_only_layers": (None, [])}
-ONLY = {"hidden_act": ("swish", "silu")}  # the rule's convolution has it too
-WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # model_type of models that see, whose text_config is of a family here
+ONLY = {"hidden_act": ("swish", "silu")}  # the rule's convolution has the same activation
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # model_type of models with images; their text_config is of a family here
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
-# Of experts: Qwen3.5's, and Qwen3-Next's.
+# Keys of experts with their defaults, of Qwen3.5 and of Qwen3-Next.
 EXPERTS_5 = {
     **dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512),
     **dict(num_local_experts=None, intermediate_size=None),
@@ -61,12 +62,13 @@ EXPERTS_NEXT = {
     **dict(EXPERTS_5, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
     **dict(intermediate_size=5632, decoder_sparse_step=1, mlp_only_layers=None),
 }
-# In rope_parameters; a text's tokens have one position in all the sections of mrope.
+# Keys in rope_parameters besides those of scaling. mrope needs no code, because for text all its sections have the same
+# position.
 OF_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
 class _OfSome(str):
-    """What files call a parameter that some layers have: its i-th is the i-th of them."""
+    """Tensor name of a parameter that only some layers have. Index i means the i-th of these layers."""
 
     layers: tuple[int, ...]
 
@@ -75,7 +77,10 @@ class _OfSome(str):
 
 
 def by_layer(names: dict[str, str], arch: Architecture) -> dict[str, str]:
-    """Names of stacked parameters, whose "{layer}" is the layer's number where not all layers have them."""
+    """Return tensor names of stacked parameters that map an index in the stack to the number of the layer.
+
+    The two numbers differ if not all layers have the parameter.
+    """
     made = {path: _OfSome(name) for path, name in names.items()}
     for path, name in made.items():
         name.layers = arch.layers_with(path.partition(".")[2])
@@ -83,10 +88,10 @@ def by_layer(names: dict[str, str], arch: Architecture) -> dict[str, str]:
 
 
 def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta | None:
-    """Sizes of the rule; None where it is not among the family's ``keys``.
+    """Return the sizes of the gated delta rule, or None if the family's ``keys`` have no such rule.
 
     Raises:
-        ConfigError: a size that is none.
+        ConfigError: a size is not valid.
     """
     if "linear_num_key_heads" not in keys:
         return None
@@ -98,7 +103,7 @@ def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta |
 
 
 def text_of(given: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of the model of texts alone, where it is of one that sees images too."""
+    """Return the text model's config if the config.json is of a model with images, else the config unchanged."""
     text = given.get("text_config")
     if given.get("model_type") not in WITH_IMAGES or not isinstance(text, dict):
         return given
@@ -106,16 +111,18 @@ def text_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def ends_of(given: dict[str, Any]) -> Any:
-    """A config.json's ``eos_token_id``, of the model of texts where it has none of its own; None where none is said."""
+    """Return ``eos_token_id`` of a config.json, or else of its text model; None if neither has one."""
     own, text = given.get("eos_token_id"), given.get("text_config")
     return text.get("eos_token_id") if own is None and isinstance(text, dict) else own
 
 
 def experts_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
-    """What an ``Architecture`` has of experts; {} where they are not among the family's ``keys``, or no layer has some.
+    """Return the fields of an ``Architecture`` about experts.
+
+    The result is {} if the family's ``keys`` have no shared experts, or if no layer has experts.
 
     Raises:
-        ConfigError: a size that is none, or layers of which some have experts and others not.
+        ConfigError: a size is not valid, or only some of the layers have experts.
     """
     if "shared_expert_intermediate_size" not in keys or config["num_experts"] == 0:
         return {}
@@ -134,7 +141,10 @@ def experts_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> dict[
 
 
 def rotary_size(path: Any, config: dict[str, Any], keys: dict[str, Any], head_size: int) -> int:
-    """How much of a head rope turns, 0 = all: of a family whose ``keys`` let it turn a part."""
+    """Return the number of dimensions of a head that rope rotates; 0 = all.
+
+    Only families with ``partial_rotary_factor`` among their ``keys`` can rotate a part of the head.
+    """
     if "partial_rotary_factor" not in keys:
         return 0
     given = config["rope_scaling"] or config["rope_parameters"] or {}
@@ -147,7 +157,7 @@ def rotary_size(path: Any, config: dict[str, Any], keys: dict[str, Any], head_si
 
 
 def config_of(arch: Architecture) -> dict[str, Any]:
-    """The keys of config.json that say this of an architecture."""
+    """Return the config.json keys of an architecture's partial rotation and gated delta rule."""
     said = {"partial_rotary_factor": (arch.rotary_size or arch.head_size) / arch.head_size}
     if d := arch.delta:
         sizes = (d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps)

@@ -1,6 +1,6 @@
-"""What config.json says of rope. transformers 5 folds ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``.
+"""Rope in config.json. transformers 5 merges ``rope_theta`` and ``rope_scaling`` into ``rope_parameters``.
 
-Owns: how files nest it. Does not know: what the numbers mean (models.rope).
+Owns: the nesting of rope keys in files. Does not know: the meaning of the numbers (models.rope).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from jaxrl_llm.models.files import hybrids
 
 
 def ropes_of(path: Any, config: dict[str, Any], size: int, *, local: bool, keys: dict[str, Any]) -> dict[str, Any]:
-    """Bases and scaling of an ``Architecture``.
+    """Return the fields of an ``Architecture`` about rope: the bases and the scaling.
 
     Args:
-        size: the dimensions of a head that rope turns.
-        local: layers with a window have a rope of their own.
-        keys: that the family knows.
+        path: the config.json, for error messages.
+        config: its contents, with defaults for absent keys.
+        size: number of dimensions of a head that rope rotates.
+        local: layers with a window have a separate rope.
+        keys: the keys of the family.
     """
     given = config["rope_scaling"] or config["rope_parameters"] or {}
     nearby = {"rope_theta": config.get("rope_local_base_freq")}
@@ -39,29 +41,31 @@ def ropes_of(path: Any, config: dict[str, Any], size: int, *, local: bool, keys:
         return found
     if kind in ("llama3", "yarn", "longrope"):
         given[rope.ORIGINAL] = config[rope.ORIGINAL] or given.get(rope.ORIGINAL, config["max_position_embeddings"])
-    if kind == "longrope":  # where the file states no factor, the context that it states says it
+    if kind == "longrope":  # without a factor in the file, the ratio of the two contexts is the factor
         most = positive(path, "max_position_embeddings", config["max_position_embeddings"])
         given["factor"] = given.get("factor") or most / positive(path, rope.ORIGINAL, given[rope.ORIGINAL])
     return found | {"rope_scaling": rope.scaling(path, kind, given, size)}
 
 
 def keys_of(arch: Architecture, keys: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of rope and of positions, so that transformers 4 and 5 make the same frequencies of it.
+    """Return the config.json keys about rope and positions.
+
+    transformers 4 and 5 compute the same frequencies from these keys.
 
     Args:
-        keys: that the family knows.
+        keys: the keys of the family.
     """
     scaling, most = arch.rope_scaling, arch.max_positions
     if scaling is None:
         plain = {"max_position_embeddings": most, "rope_theta": arch.rope_theta, "rope_scaling": None}
         said = {"rope_type": "default", "rope_theta": arch.rope_theta}
-        return plain | ({"rope_parameters": said} if keys["rope_parameters"] else {})  # or it would be the family's own
+        return plain | ({"rope_parameters": said} if keys["rope_parameters"] else {})  # else: the family's default
     numbers, beside = dict(scaling.numbers), {}
-    if scaling.kind == "longrope":  # 4 finds the original context here alone, and the factor in both contexts' ratio
+    if scaling.kind == "longrope":  # transformers 4 reads the original context here; the factor is the ratio
         beside = {rope.ORIGINAL: numbers[rope.ORIGINAL]}
         most = round(numbers["factor"] * numbers[rope.ORIGINAL])
     if scaling.kind == "yarn" and numbers[rope.ORIGINAL] == most:
-        del numbers[rope.ORIGINAL]  # what it is where it is not stated; stated, it says that the factor is 1
+        del numbers[rope.ORIGINAL]  # this is the default; if stated, it would mean that the factor is 1
     numbers = {"rope_type": scaling.kind, **numbers}
     return {"max_position_embeddings": most, "rope_theta": arch.rope_theta, "rope_scaling": numbers, **beside}
 
@@ -73,8 +77,8 @@ def _object(path: Any, value: Any) -> dict[str, Any]:
 
 
 def _base(path: Any, given: dict[str, Any]) -> tuple[float, Any, dict[str, Any]]:
-    """Base and kind of a rope, and what else is said of it."""
-    kind = given.get("rope_type", given.get("type", "default"))  # "type" until 2024
+    """Return the base (theta) of a rope, its kind, and its other numbers."""
+    kind = given.get("rope_type", given.get("type", "default"))  # files until 2024 have the key "type"
     rest = {key: value for key, value in given.items() if key not in ("rope_theta", "rope_type", "type")}
     if rest.pop("partial_rotary_factor", 1.0) not in (1.0, None):
         raise ConfigError(f"{path}: partial_rotary_factor={given['partial_rotary_factor']!r:.60} must be 1")
