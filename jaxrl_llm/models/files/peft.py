@@ -1,6 +1,6 @@
-"""Folders of adapters in PEFT's format, adapter_config.json and adapter_model.safetensors: both ways.
+"""Reading and writing of adapter folders in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-Owns: the files of a folder. Needs neither torch nor peft. Does not know: the base's files, what adapters compute.
+Owns: the files of a folder. Needs neither torch nor peft. Does not know: the base's files, the computation of adapters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
-# Keys whose values change nothing of what an adapter that is loaded computes. Others must be absent or say nothing.
+# Keys that do not change the outputs of a loaded adapter. Keys in neither INERT nor READ must be absent or empty.
 INERT = {
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version", "inference_mode"),
     *("lora_dropout", "qalora_group_size", "target_modules", "exclude_modules", "eva_config", "loftq_config"),
@@ -37,15 +37,15 @@ INERT = {
 }
 READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
 READ |= {"init_lora_weights": True}
-PLACES = ("", "experts_")  # where a matrix of a target may be: in the block, in each expert
-MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}  # what it calls the matrices of an expert
-# First values for which PEFT leaves the base as it is.
+PLACES = ("", "experts_")  # prefixes of a target's matrices: in the block, in each expert
+MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's names for the matrices of an expert
+# Values of init_lora_weights with which PEFT does not change the base.
 INITS = (True, False, "gaussian", "orthogonal", "eva")
 NOTHING = (None, False, "none", {}, [])
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Whether a folder has adapters, and no model."""
+    """Return whether a folder has adapters and no model."""
     folder = Path(os.path.expanduser(folder))
     return os.path.isfile(folder / CONFIG) and not os.path.exists(folder / "config.json")
 
@@ -55,10 +55,10 @@ def _tensors(folder: str | Path) -> hf.Folder:
 
 
 def base_of(folder: str | Path) -> str:
-    """Path or name of the base, as adapter_config.json says it.
+    """Return path or name of the base in adapter_config.json.
 
     Raises:
-        ConfigError: it says none, or one version of it among several.
+        ConfigError: no base is named, or a revision other than main of a model on the hub.
     """
     said = read_json(Path(folder, CONFIG))
     name, version = said.get("base_model_name_or_path"), said.get("revision")
@@ -73,10 +73,10 @@ def base_of(folder: str | Path) -> str:
 
 
 def read_config(folder: str | Path) -> LoraConfig:
-    """Rank, scale and targets of the adapters in ``folder``; the targets are those of its tensors.
+    """Return rank, scale and targets of the adapters in ``folder``. The targets are read from the tensor names.
 
     Raises:
-        ConfigError: no such files, another method than LoRA, or a variant that the model code lacks.
+        ConfigError: files are missing, the method is not LoRA, or the model code does not support the variant.
     """
     path = Path(os.path.expanduser(folder), CONFIG)
     given = READ | read_json(path)
@@ -99,7 +99,14 @@ def read_config(folder: str | Path) -> LoraConfig:
 
 
 def check(model: Model, mesh: Mesh, path: str) -> None:
-    """Raise now what ``load`` of ``model.lora.path`` would find missing or misshapen; ``path`` is the base's."""
+    """Check the LoRA settings, and the adapters in ``model.lora.path`` if it is set, without reading weights.
+
+    Args:
+        path: ``model.path``, the base.
+
+    Raises:
+        ConfigError: settings do not fit the model or the adapters, or a tensor is missing or has another shape.
+    """
     config = model.lora
     if config.rank and is_run(path):
         raise ConfigError(
@@ -130,36 +137,37 @@ def check(model: Model, mesh: Mesh, path: str) -> None:
 
 
 def load(folder: str | Path, model: Model, mesh: Mesh) -> Params:
-    """Adapters of ``folder``, the learned part of the parameters (``lora.split``), straight onto the shards.
+    """Read the adapters of ``folder`` directly onto their shards. They are the first result of ``lora.split``.
 
     Raises:
-        ConfigError: an unreadable file, or a missing, misshapen or unknown tensor.
+        ConfigError: an unreadable file, or a tensor that is missing, unknown or of another shape.
     """
     return layout.load(_tensors(folder), names_of(model), *_expected(model, mesh))
 
 
 def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
-    """Shapes of adapters, and what they are."""
+    """Return the shapes of the model's adapters, and a description of them for error messages."""
     config = model.lora
     return lora.split(model.abstract_params(mesh))[0], f"adapters of {', '.join(config.targets)} of rank {config.rank}"
 
 
 def begin(model: Model, mesh: Mesh, base: Params | None = None, *, seed: int) -> Params:
-    """Adapters as training finds them: those of ``model.lora.path``, or new ones (``lora.init``)."""
+    """Return the adapters at the start of training: from ``model.lora.path``, or new ones (``lora.init``)."""
     return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, base, seed=seed)
 
 
 def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[Any, ...]:
-    """The fields of a ``Source`` of the adapters in the folder ``path``, merged into their base as that is loaded.
+    """Return the fields of a ``Source`` for the adapters in the folder ``path``.
 
-    Its folder is the base's, whose like an export is.
+    The adapters are merged into their base when weights are loaded. The source's ``folder`` is the base's folder,
+    because exports copy its files.
 
     Args:
         resolve: (path, *, setting) -> source of the base.
-        over: path or name of the base; "" = as the folder says.
+        over: path or name of the base; "" = the base in adapter_config.json.
 
     Raises:
-        ConfigError: the base is not there, or is adapters itself.
+        ConfigError: the base does not exist, or it is a folder of adapters.
     """
     named, config = over or base_of(path), read_config(path)
     if is_adapter(named):
@@ -179,7 +187,7 @@ def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[A
 
 
 def names_of(model: Model) -> dict[str, str]:
-    """What files call the A, B and m of each matrix that ``layout.LAYOUT`` has."""
+    """Return the tensor names of A, B and m for each matrix that can be a target."""
     of_base = families.names_of(model.arch)
     stem = lambda name: "base_model.model." + of_base[f"blocks.{name}"].removesuffix("weight")
     kinds = ((lora.A, "lora_A.weight"), (lora.B, "lora_B.weight"), (lora.M, "lora_magnitude_vector"))
@@ -189,28 +197,28 @@ def names_of(model: Model) -> dict[str, str]:
 
 
 def check_folder(folder: Path) -> None:
-    """``ConfigError`` where a model lies that adapters would be taken for."""
+    """Raise a ``ConfigError`` if the folder holds a model: readers would take the adapters for this model."""
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} holds a model (config.json); adapters need a folder of their own")
 
 
 def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str, **like: Any) -> None:
-    """Write adapters, float32, so that ``peft.PeftModel.from_pretrained`` over the base has the same logits.
+    """Write adapters in float32, so that ``peft.PeftModel.from_pretrained`` over the base has the same logits.
 
-    Where there are none, the parameters as ``hf.export`` does, with what else that takes.
-
-    adapter_config.json comes last: without it an interrupted folder is not taken for adapters.
+    Without adapters, ``hf.export`` writes the parameters. adapter_config.json is written last. An interrupted export
+    therefore leaves a folder that is not read as adapters.
 
     Args:
-        base: what adapter_config.json is to call the base: ``model.path``.
+        base: name of the base in adapter_config.json: ``model.path``.
+        like: further arguments of ``hf.export``.
 
     Raises:
-        ConfigError: a model is in the folder.
+        ConfigError: the folder holds a model.
     """
     if not model.lora.rank:
         return hf.export(learned, model, tokenizer, folder, **like)
     tensors = layout.stored_tensors(learned, names_of(model))
-    arrays = {name: fetch() for name, _, fetch in tensors}  # what is split over hosts, all of them gather
+    arrays = {name: fetch() for name, _, fetch in tensors}  # all hosts gather the arrays that are split over hosts
     if not hosts.is_first():
         return
     folder = Path(folder)

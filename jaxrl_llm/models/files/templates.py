@@ -1,8 +1,9 @@
-"""Chat templates: programs of a model's maker, run for so long and no longer, and what they are told besides messages.
+"""Chat templates: rendering with a time limit, their arguments, and the date that they print.
 
-Some print today's date (Llama 3.2, SmolLM3, GPT-OSS): by calls of ``strftime_now``. In a run that is the day it began.
+A chat template is a program from the model's authors. Some templates print today's date by ``strftime_now`` (Llama 3.2,
+SmolLM3, GPT-OSS). In a run, this date is always the day on which the run began.
 
-Owns: what a setting may tell one, the time it has, which day it is. Does not know: token ids, what stays text.
+Owns: arguments from the settings, the time limit, the date. Does not know: token ids, which texts stay plain text.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.stored import read_text, read_whole
 
 DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
-TEMPLATE_SECONDS = 10.0  # that a prompt may take
+TEMPLATE_SECONDS = 10.0  # time limit per prompt
 TURN = "(a turn of the assistant's)"
-CALL_ID = "call{:05}"  # of calls and their answers: Mistral's templates refuse one without nine letters or digits
-# What transformers' apply_chat_template takes for itself and no template sees, or what every prompt tells it.
+CALL_ID = "call{:05}"  # id of a call and its answer; Mistral's templates require exactly nine letters or digits
+# Arguments of transformers' apply_chat_template that templates do not receive, or that every prompt sets.
 OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
 OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 
 
 def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) -> dict[str, Any]:
-    """``prompts.chat_template_kwargs`` for a template; ``hide`` is done to every text in them.
+    """Return ``prompts.chat_template_kwargs`` for a template, with ``hide`` applied to every text.
 
     Raises:
-        ConfigError: one that the template does not name: it would change nothing; a date that is none.
+        ConfigError: the template does not use a key, so the key would have no effect; or the date is not valid.
     """
     for key in given:
         if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(template)):
@@ -52,9 +53,9 @@ def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) ->
 
 
 def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
-    """The config of a run, whose chat template prints the day on which the run began, where it prints one at all.
+    """Return the config of a run with the day on which the run began, if its chat template prints a date.
 
-    Of another day a resumed run would not find its questions again.
+    With another day, the prompts of a resumed run would differ from the prompts that it saved.
     """
     given, day = config.prompts.chat_template_kwargs, hosts.exchange(hosts.is_first() and _day(config, workdir))[0]
     if DATE in given or day is None:
@@ -62,15 +63,16 @@ def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
     prompts = dataclasses.replace(config.prompts, chat_template_kwargs={**given, DATE: day})
     try:
         tokenizer.encode_prompt("a", **prompts.encoding)
-    except ConfigError:  # the template prints none
+    except ConfigError:  # the template prints no date
         return config
     return dataclasses.replace(config, prompts=prompts)
 
 
 def _day(config: Config, workdir: pathlib.Path) -> str | None:
-    """On which the run of a workdir began; today where there is none. None: its template prints none.
+    """Return the day on which the run of a workdir began, or today for a new run.
 
-    It stands in config.json, and where a new machine has none, or one cut short, in the checkpoints.
+    None: the run's template prints no date. The day is read from the workdir's config.json. If that file is missing or
+    incomplete, as on a new machine, the day is read from the checkpoints.
     """
     try:
         settings = json.loads((workdir / "config.json").read_bytes())
@@ -79,7 +81,7 @@ def _day(config: Config, workdir: pathlib.Path) -> str | None:
         if (saved := read_whole(checkpoints, None, read_text, say=False, is_alone=True)) is None:
             return datetime.date.today().isoformat()
         settings = saved[1]["config"]
-    with contextlib.suppress(LookupError, TypeError):  # one without a day is of a run without one
+    with contextlib.suppress(LookupError, TypeError):  # settings without a day: the run has no day
         return settings["prompts"]["chat_template_kwargs"][DATE]
     return None
 
@@ -87,21 +89,22 @@ def _day(config: Config, workdir: pathlib.Path) -> str | None:
 def between_turns(
     fast: Any, said: list[dict[str, str]], told: dict[str, Any], ends: list[str], other: str | None = None
 ) -> str:
-    """The text from the end of an assistant's turn to the beginning of the next, messages ``said`` between them.
+    """Return the text between two assistant turns: from the end of one turn to the beginning of the next.
 
-    What templates do to the turn itself, such as to leave out what it thought, is not looked at: it stays as it is.
+    The messages ``said`` are between the two turns. Templates may change the first turn, for example leave out its
+    thoughts. Such changes are ignored: the sampled turn stays as it is.
 
     Args:
-        ends: texts of the tokens that end a turn, one of which the policy has drawn.
-        other: that of the token which it has drawn in their place: the template's end of the turn is still to come.
+        ends: texts of the tokens that end a turn. The policy has sampled one of these tokens, unless ``other`` is set.
+        other: text of a different last token. The template's end of the turn is then part of the result.
 
     Raises:
-        ConfigError: the template refuses.
+        ConfigError: the template raises an error.
     """
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": TURN}]
     try:
         after = rendered(fast, [*turn, *said], told).partition(TURN)[2]
-    except Exception as error:  # jinja's, of a package we need not know
+    except Exception as error:  # jinja's errors, from a package that is not imported here
         who = " and a ".join(message["role"] for message in said)
         raise ConfigError(f"the chat template refuses an answer by a {who}: {error}") from error
     if other is not None:
@@ -111,7 +114,7 @@ def between_turns(
 
 
 def deep(change: Callable[[str], str], value: Any) -> Any:
-    """``change`` done to every text in nested lists and dicts, keys too."""
+    """Apply ``change`` to every text in nested lists and dicts, including keys."""
     if isinstance(value, dict):
         return {deep(change, key): deep(change, x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
@@ -120,12 +123,16 @@ def deep(change: Callable[[str], str], value: Any) -> Any:
 
 
 def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
-    """The text of ``messages`` up to the assistant's turn. A sandbox bounds what a template reaches, this its time.
+    """Render ``messages`` up to the beginning of the assistant's turn, with a time limit.
 
-    What tools return a template that knows no such role has from the user, in Qwen's form. One that leaves out any of
-    the ``tool_calls`` is refused: ValueError.
+    Jinja's sandbox limits what a template can access; this function limits its time. If the template has no role
+    "tool", results of tools become messages of the user in Qwen's form.
+
+    Raises:
+        ValueError: the template leaves out some of the ``tool_calls``.
+        TimeoutError: the template runs for more than ``TEMPLATE_SECONDS``. Only the main thread has this limit.
     """
-    template = fast.get_chat_template(tools=told.get("tools"))  # of several, the one that is taken
+    template = fast.get_chat_template(tools=told.get("tools"))  # transformers selects one if there are several
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
@@ -134,7 +141,7 @@ def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) ->
         messages = _told_by_user(messages)
     messages = _identified(messages)
     how = {"add_generation_prompt": True, "tokenize": False}
-    if DATE in told:  # transformers hands no function on to a template
+    if DATE in told:  # transformers does not pass functions on to a template
         told = dict(told)
         how["chat_template"] = _on_day(template, told.pop(DATE))
     say = functools.partial(fast.apply_chat_template, **told, **how)
@@ -145,7 +152,7 @@ def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) ->
             raise ValueError("it has no place for these tool_calls")
         return say(messages)
 
-    if threading.current_thread() is not threading.main_thread():  # which alone has signals
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         return render()
     handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
     try:
@@ -156,9 +163,10 @@ def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) ->
 
 
 def _identified(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with an id of each call, and of the call that a tool's message answers: by the ids given, or in order.
+    """Return messages in which every tool call has an id, and every tool message has the id of its call.
 
-    Each turn's begin anew: what a run's tools return is rendered without the turns before.
+    Tool messages are matched to calls by their ids, or else in order. Ids begin again in every turn, because a run
+    renders tool results without the earlier turns.
     """
     said, known, place = [], {}, 0
     for message in messages:
@@ -176,7 +184,7 @@ def _identified(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages with a mark in place of the name of each function that is called, and the marks."""
+    """Return messages with a unique mark in place of each called function's name, and the list of marks."""
     marks, marked = [], []
     for message in messages:
         calls = []
@@ -188,7 +196,7 @@ def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
 
 
 def _told_by_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Messages of tools as the user's, those that follow each other as one."""
+    """Return messages in which tool messages are messages of the user. Consecutive tool messages become one."""
     told = []
     for is_tool, run in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
         if is_tool:
@@ -200,6 +208,6 @@ def _told_by_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:
 
 @functools.lru_cache
 def _on_day(template: str, day: str) -> str:
-    """The template with the date where it asks for today's."""
+    """Return the template with ``day`` in place of its calls for today's date."""
     on = datetime.date.fromisoformat(day)
     return DATE_CALL.sub(lambda call: json.dumps(on.strftime(call[2]), ensure_ascii=False), template)
