@@ -1,6 +1,6 @@
-"""A run: a config and a model's shape on a mesh become the programs of an actor and of a learner.
+"""A run: the programs of an actor and of a learner for a config and an architecture on a mesh.
 
-``train`` compiles them for the devices it has; ``plan`` compiles the same ones for a pod it has not.
+``train`` compiles the programs for the present devices. ``plan`` compiles the same programs for a pod that is absent.
 
 Owns: which programs a run has, and the shapes that pass between them. Does not know: weights, data, time.
 """
@@ -36,7 +36,7 @@ from jaxrl_llm.runtime.programs import Program, host_share, memory_limit
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The static parts of a run. Abstract values are ``jax.ShapeDtypeStruct`` with shardings."""
+    """Static parts of a run. Abstract values are ``jax.ShapeDtypeStruct`` with shardings."""
 
     config: Config
     mesh: Mesh
@@ -54,16 +54,16 @@ class Run:
 
     @property
     def beside(self) -> dict[str, Any]:
-        """What lives on a device that no program tells (``programs.in_use_bytes``)."""
+        """Device memory that the programs' sizes do not show: keyword arguments of ``programs.in_use_bytes``."""
         frozen = sharding.device_bytes(self.learner.frozen)
         return {"keeps_slots": self.config.rollout.lookahead_prompts > 0, "frozen": frozen}
 
     @property
     def abstract_checkpoint(self) -> dict[str, Any]:
-        """Return what a checkpoint may have, by part.
+        """Return the abstract arrays that a checkpoint may have, by part.
 
-        The parts of ``PASSING`` are in it if the run was stopped inside a generation. The sampler is always in it if
-        its slots outlive an iteration.
+        A checkpoint has the parts of ``PASSING`` if the run was stopped during a generation. It always has the sampler
+        if decode slots keep open rollouts between iterations.
         """
         state = {"train": self.learner.abstract_state, "ring": self.learner.abstract_ring}
         state |= self.learner.abstract_memory
@@ -72,7 +72,7 @@ class Run:
         return state | {"sampler": self.sampler.abstract_state()} | rounds
 
     def programs(self) -> dict[str, Program]:
-        """Every program of the run by name."""
+        """Return every program of the run by name."""
         programs = self.sampler.programs(self.sampler_params) | self.learner.programs()
         whole = sharding.replicated(self.mesh, 0)
         for part, state in (self.abstract_checkpoint | self.learner.frozen).items():
@@ -92,13 +92,18 @@ class Run:
 def assemble(
     config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh, reference: Architecture | None = None
 ) -> Run:
-    """The run of a config.
+    """Build the run of a config.
 
     Args:
-        reference: shape of the frozen reference; None = as the model's.
+        reference: architecture of the frozen reference; None = the model's architecture.
 
     Raises:
-        ConfigError: a batch number does not divide over the mesh, or a model does not fit it or the row width.
+        ConfigError: one of these:
+
+            - The mesh does not divide a batch number.
+            - A model does not fit the mesh or the row width.
+            - The folder ``executables`` does not exist.
+            - The devices cannot use host memory, but a setting needs host memory.
     """
     if config.executables and not os.path.isdir(config.executables):
         raise ConfigError(f"executables={config.executables!r} must be a folder that plan --save has written, or ''")
@@ -168,7 +173,7 @@ def assemble(
 
 
 def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str], written: str) -> str:
-    """What the run is about to do, in words and in the four batch numbers; some of the rows that were skipped."""
+    """Return the text printed at the start: devices, model, questions, batch sizes, checkpoint, first skipped rows."""
     config, arch = run.config, run.model.arch
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     others = config.rows_per_iteration - config.rollouts_per_iteration
@@ -201,7 +206,14 @@ def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped
 
 
 def check_room(run: Run, *made: tuple[Any, ...]) -> None:
-    """Refuse what has no room on a device, a run's arrays or those ``made``, each with its settings; ConfigError."""
+    """Check that arrays fit in the memory of a device.
+
+    Args:
+        made: (arrays, names of the settings that make them large); none = the arrays of ``run``.
+
+    Raises:
+        ConfigError: one of the entries does not fit.
+    """
     c = flatten(run.config)
     for tree, *names in made or (
         ((run.learner.abstract_state, run.learner.frozen), "model.path", "model.reference_path"),
@@ -213,7 +225,14 @@ def check_room(run: Run, *made: tuple[Any, ...]) -> None:
 
 
 def check_fits(tree: Any, mesh: Mesh, given: dict[str, Any]) -> None:
-    """Refuse arrays that have no room on a device, with the settings that they are so large by; ConfigError."""
+    """Check that arrays fit in the memory of a device.
+
+    Args:
+        given: settings that make the arrays large, by name, for the error message.
+
+    Raises:
+        ConfigError: the arrays do not fit.
+    """
     limit = memory_limit(mesh) or host_share(mesh)
     if (need := sharding.device_bytes(tree)) > limit:
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -221,7 +240,14 @@ def check_fits(tree: Any, mesh: Mesh, given: dict[str, Any]) -> None:
 
 
 def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model") -> Model:
-    """The model of a config; ConfigError where it does not fit the mesh or the row width."""
+    """Build the model of a config.
+
+    Args:
+        who: "model" or "reference", for error messages and quantisation.
+
+    Raises:
+        ConfigError: the model does not fit the mesh or the row width.
+    """
     tensor = mesh.shape["tensor"]
     if arch.num_heads % tensor or arch.num_kv_heads % tensor:
         name = "tensor" if tensor == config.mesh.tensor else "sampler_tensor"
