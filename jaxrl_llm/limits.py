@@ -1,7 +1,7 @@
-"""Which sizes fit together, and which texts are allowed.
+"""Rules for settings: which sizes fit together, and which texts are allowed.
 
-Owns: those rules and their words. Does not know: bounds of one number, which stand at its setting (config), what
-functions need of each other (method_config), devices, files.
+Owns: these rules and their messages. Does not know: bounds of a single number, which are declared at its setting
+(config), which functions need each other (method_config), devices, files.
 """
 
 from __future__ import annotations
@@ -12,21 +12,23 @@ from typing import Any
 
 from jaxrl_llm.runtime.nested import MOST, chosen_functions, flatten, plain_text, unread
 
-FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # of questions: these read a file
-# Texts that a model reads; the others are names, of files mostly.
+FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # sources of questions that read a file
+# Texts that a model reads. Other text settings are names, mostly of files.
 TEXTS = ("prompts.system_prompt", "sampling.stop_strings", "sampling.stop_tokens")
-# Questions that a source makes before a run begins.
+# Largest number of questions that a source may generate before a run begins.
 MOST_MADE = 10_000_000
 
 
 def complaint(config: Any, flat: dict[str, Any]) -> str | None:
-    """The first rule a config breaks, naming the setting, its value and what is allowed; None where it keeps all.
+    """Return a message about the first rule that a config breaks, or None if it breaks none.
+
+    The message names the setting, its value and the allowed values.
 
     Args:
         config: a ``Config`` whose fields have their declared types.
-        flat: its leaves by dotted name.
+        flat: the leaves of ``config`` by dotted name.
     """
-    for path, value in flatten(config, whole=True).items():  # functions have checked their own
+    for path, value in flatten(config, whole=True).items():  # functions check their own settings
         for item in value if isinstance(value, tuple) else (value,):
             if wrong := _wrong(path, item):
                 return f"{path}={value!r:.200} {wrong}"
@@ -44,7 +46,7 @@ def complaint(config: Any, flat: dict[str, Any]) -> str | None:
 
 
 def _wrong(path: str, item: Any) -> str | None:
-    """What a value, or one of several, must be and is not."""
+    """Return the rule that a value, or one entry of a tuple, breaks; None if it breaks none."""
     if isinstance(item, str):
         is_text = path in TEXTS and not re.search("[\ud800-\udfff]", item)
         return None if is_text or (item.isprintable() and len(item) < 4096) else "must be printable text, and not long"
@@ -62,7 +64,10 @@ def _is_json(value: Any) -> bool:
 
 
 def _combinations(c: Any, flat: dict[str, Any]):
-    """(is kept, what to say otherwise) of every rule over several settings, each [by.name] where its value is said."""
+    """Yield (is kept, error message) of every rule over several settings.
+
+    A setting's name in square brackets, as in [update.batch_size], is replaced by its name and value.
+    """
     asked = c.num_iterations * c.rollout.prompts_per_iteration * (1 + c.rollout.max_resample_rounds)
     rows = c.rows_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
     for count, *names in (
