@@ -1,4 +1,4 @@
-"""The actor: published weights and questions become scored rollouts.
+"""The actor: the half of an iteration that generates rollouts with published weights and scores them.
 
     next questions -> completions, scored while others are still generated -> further questions if groups are tied
                                                                            -> rollouts from external sources

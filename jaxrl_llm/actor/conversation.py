@@ -60,9 +60,9 @@ class Played:
 
     Attributes:
         messages: the messages of each row after the prompt.
-        replies: the environment's replies to the turns of each row. A row without a complete turn has one reply: the
-            start of its episode if episodes have rewards, otherwise an empty reply.
-        max_turns: the largest number of turns of a row.
+        replies: the environment's replies to the turns of each row. A row without a complete turn has one reply. This
+            reply is the start of its episode if episodes have rewards, otherwise an empty reply.
+        max_turns: the limit on turns per row.
         instances: the public attributes of each row's environment instance, if a reward function asks for them.
     """
 

@@ -225,6 +225,9 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
 
     Returns:
         (training questions, held-out questions, one message per skipped row for ``first_skipped``).
+
+    Raises:
+        ConfigError: among others, if no training question or no held-out question is left.
     """
 
     def loaded_from(prompts: PromptsConfig) -> tasks.Loaded:

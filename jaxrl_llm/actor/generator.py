@@ -2,7 +2,7 @@
 
     device   | chunk 1 | chunk 2                  | chunk 3                  | ...
     host       chunk 2   flags of 1, chunk 3,       flags of 2, chunk 4, ...
-                         scoring of what ended in 1
+                         scoring of 1's groups
 
 The host dispatches the next chunk before it reads the flags of the previous chunk. Therefore the device does not wait
 for the host. A chunk that is dispatched after the last necessary chunk does nothing.

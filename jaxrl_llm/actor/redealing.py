@@ -1,8 +1,8 @@
 """Redistribution of unfinished rollouts when a run resumes with a different number of data shards.
 
     prompts, rows    entry e of shard m has the global index m E + e, and keeps this index when M and E change
-    slots            slots keep their global index in the same way; a row continues if the row and its slot are in the
-                     same new shard, otherwise the row restarts from its prompt
+    slots            slots keep their global index in the same way. A row continues if the row and its slot are in the
+                     same new shard. Otherwise the row restarts from its prompt.
 
 No row restarts when shards are merged. A row that restarts is drawn with the same noise. With the same weights (a run
 without ``rollout.lookahead_prompts``) a restarted row gets the same tokens again. The KV cache of a restarted row is

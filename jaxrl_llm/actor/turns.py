@@ -1,9 +1,9 @@
 """Multi-turn completions on the device: rows wait for their environment, then read its answer.
 
-    step       the policy ends a turn; its row waits in its slot, and decode steps skip the slot
-    chunk      a row that has waited through a whole chunk appends its answer and reads the answer tokens; each forward
-               reads the next tokens of some rows, and forwards repeat until all answers are read
-    step       the policy draws again, after the last token of the answer
+    step       The policy ends a turn. Its row waits in its slot, and decode steps skip the slot.
+    chunk      A row that has waited through a whole chunk appends its answer and reads the answer tokens. Each forward
+               reads the next tokens of some rows. Forwards repeat until all answers are read.
+    step       The policy draws again, after the last token of the answer.
 
 To read tokens means to compute their keys and values for the KV cache. Only the state decides which chunk takes an
 answer; the speed of the environment has no influence. Therefore a run that was stopped and resumed draws the same rows.
