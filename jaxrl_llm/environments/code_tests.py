@@ -321,7 +321,7 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
     if prefix and defining:
         code, line = f"{prefix}\n{code}", line + 1
     elif prefix:
-        is_body = code.lstrip("\r\n")[:1].isspace()  # or else its indentation is the body's, and not its fence's
+        is_body = code.lstrip("\r\n")[:1].isspace()  # keep the indentation of a function's body
         lines = (code if is_body else indented).splitlines(keepends=True)
         end = next((i for i, one in enumerate(lines) if i and one[0] not in " \t\r\n"), len(lines))
         code = prefix + "".join(lines[:end])
@@ -334,7 +334,7 @@ def _answer(completion: str) -> str:
     _, mark, text = completion.partition(THOUGHT)
     if not mark:
         return completion
-    outside, place = "", 0  # the text with its blocks blanked
+    outside, place = "", 0  # the text with its code blocks replaced by spaces
     for block in _Fences(text).blocks() if THOUGHT in text else ():
         outside += text[place : block.start] + " " * (block.end - block.start)
         place = block.end

@@ -144,7 +144,7 @@ class Dream:
         try:
             step = imagined(self.task, self.seen, self.history, action)
         except Exception as error:
-            self._failure = error  # the policy reads a tool's error and would continue without a world
+            self._failure = error  # for get_reward: the policy only reads a tool's error, and would go on
             raise
         self.seen, self.is_over = step["next"], step["over"]
         self.reward += step["reward"]

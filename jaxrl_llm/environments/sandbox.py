@@ -147,8 +147,8 @@ class Result:
         exception: type and text of the exception, else "".
         exit_code: 0; 1 after an exception; the argument of sys.exit; -n if signal n ended it. With ``Tests`` it is -9
             if the program's process still ran when the tests ended.
-        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" if this limit was reached, else
-        "".
+        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" if the program reached this
+            limit, else "".
         finished: whether the program ran to the end of its text, without an exception or a call of exit.
         seconds: time from the fork until all processes had ended.
         lines: numbers of the program's lines that ran, with ``Tests.traced``. The program's process reports them.

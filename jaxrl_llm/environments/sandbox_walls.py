@@ -3,7 +3,7 @@
 All functions use ctypes and the standard library. ``enclose`` is for the process that forks programs, the other
 functions for each program:
 
-    enclose            user, mount, pid, network, ipc and uts namespaces; a read-only root that contains only Python
+    enclose            user, mount, pid, network, ipc and uts namespaces; a read-only root with ``bound_paths`` only
     mount_tmp          mount a tmpfs before the fork; unmount_tmp removes it after the program
     limit              resource limits; this step and the next ones cannot be undone
     give_up_rights     drop all capabilities
@@ -115,7 +115,7 @@ def enclose() -> None:
         OSError: the system does not allow it; the message names the call. This process can then no longer be used.
     """
     own = (os.geteuid(), os.getegid())
-    with contextlib.suppress(OSError):  # not permitted unless root, and not in some user namespaces
+    with contextlib.suppress(OSError):  # only root may do this, and not in every user namespace
         os.setgroups([])
     helper, ask = _map_from_outside([(NOBODY, NOBODY), own] if own[0] == 0 else [own])
     try:
@@ -146,9 +146,9 @@ def enclose() -> None:
 
 
 def _map_from_outside(choices: list[tuple[int, int]]) -> tuple[int, int]:
-    """Fork a helper outside the namespace, which maps user and group 0. Return its process id and its start pipe.
+    """Fork a helper that stays outside the namespace. Return its process id and the pipe that starts it.
 
-    The helper maps them to the first of ``choices`` that the kernel accepts.
+    The helper maps user and group 0 of the namespace to the first of ``choices`` that the kernel accepts.
     """
     asked, ask = os.pipe()
     target = os.getpid()

@@ -1,6 +1,6 @@
 """HLO reader: the text of a compiled program as computations, instructions and shapes with their memory layout.
 
-Owns: reading that text. Does not know: what instructions do.
+Owns: reading that text. Does not know: the meaning of instructions.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def sizes(text: str, *ops: str) -> list[int]:
 
 
 def moved(text: str, *kinds: str) -> list[int]:
-    """Return the number of elements of each array that collectives of these kinds produce (none named = all kinds).
+    """Return the number of elements of each array that collectives of these kinds produce. Without kinds, all count.
 
     Collectives may be split into a start and a done instruction.
     """

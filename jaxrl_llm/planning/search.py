@@ -1,7 +1,7 @@
 """Layout search: find the layouts of a run (mesh, micro-batch, remat) that fit a slice, the fastest first.
 
 Layouts whose arrays alone do not fit are removed before anything is compiled. The other layouts are sorted by an
-estimate from the model's algebra. For the first of them, the important programs are compiled.
+estimate from the model's algebra. The main programs of the first layouts are compiled.
 
 Owns: which layouts exist, the estimate. Does not know: how a program is compiled or timed.
 """
@@ -45,7 +45,7 @@ class Layout:
 
 
 def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator[MeshConfig]:
-    """Yield the meshes whose axes the model can use: it must divide its experts, heads and key-value heads evenly."""
+    """Yield the meshes whose axes divide the model's experts, heads and key-value heads evenly."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for fsdp, expert, context, tensor in itertools.product(divisors, repeat=4):
         used = fsdp * expert * context * tensor

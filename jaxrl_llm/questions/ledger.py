@@ -4,7 +4,7 @@ The prompt's token ids and the environment's hidden text identify a question. It
 visit, for every copy in the data, and for answers that other programs give to it. A ``group_id`` is one visit.
 
 Owns: the identity of questions, the counts of answers, the numbers that methods keep per question, their checkpoint
-format. Does not know: which questions are asked, what the numbers mean.
+format. Does not know: which questions are asked, the meaning of the numbers.
 """
 
 from __future__ import annotations

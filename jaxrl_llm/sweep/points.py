@@ -188,7 +188,7 @@ def log_uniform(low: float, high: float) -> Callable[[np.random.Generator], floa
 
 
 def point_name(point: Point) -> str:
-    """Return the name of a point's folder: its settings, for readers, and a hash of them, to make it unique.
+    """Return the name of a point's folder: its settings, which people can read, and a hash, which makes it unique.
 
     The name depends only on the point. Other points and the sweep's base config do not change it.
     """
@@ -248,7 +248,7 @@ def _with_own_bucket(config: Config, name: str) -> Config:
     """
     if not (bucket := config.checkpoint.bucket):
         return config
-    folder = f"{bucket.rstrip('/')}/{re.sub('[=+]', '_', name)}"  # characters allowed in bucket names
+    folder = f"{bucket.rstrip('/')}/{re.sub('[=+]', '_', name)}"  # "=" and "+" are not allowed in such folder names
     return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, bucket=folder))
 
 

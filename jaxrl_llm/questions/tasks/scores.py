@@ -8,7 +8,7 @@
     majority     1.0 if the answer is the most frequent one of the question's completions; no label is read (TTRL)
     short_steps  between 1/2 and 1 for a right answer, more for fewer steps (paragraphs); 0.0 for a wrong one
 
-``jaxrl_llm.scoring.answers`` says what the answer of a completion is and when two answers are the same.
+``jaxrl_llm.scoring.answers`` finds the answer of a completion and decides when two answers are the same.
 
 Owns: these functions. Does not know: how an answer is found and read, questions, jax.
 """
