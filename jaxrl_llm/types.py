@@ -88,11 +88,11 @@ class Rollout(WithColumns):
     tokens: jax.Array  # [B, S] i32, 0 past `length`
     prompt_length: jax.Array  # [B] i32
     length: jax.Array  # [B] i32, prompt + completion; EOS is counted
-    behaviour_logp: jax.Array  # [B, S] f32 nats, 0.0 where policy_version is -1
+    behaviour_logp: jax.Array  # [B, S] f32 nats, 0.0 if policy_version is -1
     group_id: jax.Array  # [B] i32, the same for all rows of one prompt; below 0 for external rows
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion and for tokens of an environment
     stop_reason: jax.Array  # [B] i8, STOP_*
-    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # what a method needs (views.COLUMNS)
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # columns of the method (views.COLUMNS)
 
 
 @flax.struct.dataclass
@@ -171,7 +171,7 @@ class Experience(WithColumns):
     reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 if not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False if the reward failed, the row is filtered out or is padding
-    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # what a method needs (views.COLUMNS)
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # columns of the method (views.COLUMNS)
 
 
 @flax.struct.dataclass

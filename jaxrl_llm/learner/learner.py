@@ -122,7 +122,7 @@ class LearnerPrograms:
         )
 
     def memory(self, ledger: Ledger) -> Memory:
-        """Return an empty memory of earlier rewards for the method's functions."""
+        """Return a new memory of earlier rewards for the method's functions."""
         sampling, environments = self.config.sampling, self.config.environments
         turns = environments.max_turns if environments.factory else 1
         sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns, self.config.rollout.group_size)

@@ -98,7 +98,7 @@ def choose(
         """Draw from the held groups with low <= age <= high (None = no limit), which are an interval of each ring."""
         first = [0 * lane.filled if low is None else lane.count_newest(lambda s: age(s) < low) for lane in rings]
         last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
-        # Pages of filled slots can be overwritten. With a delay, all rows of the one age can be gone.
+        # Pages of filled slots can be overwritten. With a delay, all rows of the required age can be lost.
         last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
         size = [jnp.maximum(end - start, 0) for start, end in zip(first, last, strict=True)]
 

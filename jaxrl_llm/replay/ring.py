@@ -190,17 +190,16 @@ def draw(
 ) -> tuple[RingState, Experience, DrawInfo]:
     """Draw an update batch without repeats. ``config.draw`` gives the weights of the slots that may be drawn.
 
-    A slot may be drawn if all of these hold:
+    A slot may be drawn if its row is trainable, is not retired and is within these limits:
 
-        retired              no: the row is trainable and not retired
-        max_age_steps        the row is at most this many iterations old (0 = no limit)
+        max_age_steps        largest age of the row in iterations (0 = no limit)
         max_uses             the row was drawn fewer times than this (0 = no limit)
-        delay_iterations     the row is exactly this old (0 = no delay)
+        delay_iterations     exact age of the row in iterations (0 = no delay)
 
-    Fresh rows are the rows inserted in this iteration:
+    Fresh rows are the rows inserted in this iteration. These settings choose between fresh and older rows:
 
-        fresh_fraction       share of the batch from fresh rows, rounded up per shard. The rest comes from older rows.
-                             If there are too few rows of one kind, the other kind fills the batch.
+        fresh_fraction       share of the batch from fresh rows, rounded up per shard (0 = no preference). The rest
+                             comes from older rows. If one kind has too few rows, the other kind fills the batch.
         fresh_batches        fresh_fraction is then the probability that the whole batch prefers fresh rows. Otherwise
                              the whole batch prefers older rows.
         fresh_from_iteration from this iteration on, only fresh rows are drawn
