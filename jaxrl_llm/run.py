@@ -101,7 +101,8 @@ def assemble(
         ConfigError: one of these:
 
             - The mesh does not divide a batch number.
-            - A model does not fit the mesh or the row width.
+            - A model does not fit the mesh, the row width or its other settings (``model_of``).
+            - The adapters cannot be split into modules (``adapter_modules``).
             - The folder ``executables`` does not exist.
             - The devices cannot use host memory, but a setting needs host memory.
     """
@@ -246,7 +247,7 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
         who: "model" or "reference", for error messages and quantisation.
 
     Raises:
-        ConfigError: the model does not fit the mesh or the row width.
+        ConfigError: the model does not fit the mesh, the row width or its settings of experts, adapters and rounding.
     """
     tensor = mesh.shape["tensor"]
     if arch.num_heads % tensor or arch.num_kv_heads % tensor:

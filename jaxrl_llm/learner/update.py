@@ -167,7 +167,7 @@ class Update:
             scalars = {name: moved(coefficient) for name, coefficient in state.scalars.items()}
             return TrainState(params, opt_state, state.step + 1, others, scalars)
 
-        # A skipped batch adds nothing to the metrics, except to the sampler-learner gap, because the gap shows faults.
+        # A skipped batch adds only to the sampler-learner gap, which shows faults, and to the counts below.
         told = sums | {"grad_norm_sum": norm["policy"], "update_count": jnp.float32(1)}
         told = {k: x if k.startswith(("gap_", "own_")) else jnp.where(usable, x, 0) for k, x in told.items()}
         return run_if(usable, apply, state), told | {
