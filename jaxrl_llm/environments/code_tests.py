@@ -1,11 +1,12 @@
 """Code tests: find the program in a completion and run a question's tests on it. Reward functions:
 
-    passed      1 if all tests pass, else 0 graded      1 if all tests pass, -0.3 if one fails, -0.6 at another error,
-    -1 if there is no program covered     like graded; it masks statements that no test has run, for
-    ``algorithm.reshaping=reward_mask`` by_turn     per turn: 1 or -1 for the last turn (all tests pass or not), -0.2
-    for an earlier turn without code (RLEF) share       the share of tests that pass parses      1 if the extracted
-    program is valid Python: for models that do not write Python yet stopped     1 if a limit of the sandbox ended a
-    test, else 0: a metric, to be used with weight 0
+    passed      1 if all tests pass, else 0
+    graded      1 if all tests pass, -0.3 if one fails, -0.6 at another error, -1 if there is no program
+    covered     like graded; it masks statements that no test has run, for ``algorithm.reshaping=reward_mask``
+    by_turn     per turn: 1 or -1 for the last turn (all tests pass or not), -0.2 for an earlier one without code (RLEF)
+    share       the share of tests that pass
+    parses      1 if the extracted program is valid Python: for models that do not write Python yet
+    stopped     1 if a limit of the sandbox ended a test, else 0: a metric, to be used with weight 0
 
 They read the columns of ``prompts.source="code"`` (questions/tasks/code.py). A test passes when it runs to its end. A
 test fails if it raises, exits early or reaches a limit. If the sandbox itself fails, the call raises: the reward has

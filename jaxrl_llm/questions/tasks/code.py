@@ -291,10 +291,10 @@ def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module
 
     A name belongs to the result in one of these cases:
 
-    - The tests use it, but it is not defined by the tests, by the setup or by Python. - The solution defines it and the
-    tests use it. - The tests use built-ins only, as for a function that must be called ``sum``. Then the names are the
-    functions of the
-      innermost calls.
+    - The tests use it, but it is not defined by the tests, by the setup or by Python.
+    - The solution defines it and the tests use it.
+    - The tests use built-ins only, as for a function that must be called ``sum``. Then the names are the functions of
+      the innermost calls.
 
     Without a solution, a class is a name that begins in upper case, if the tests read attributes of objects.
     """

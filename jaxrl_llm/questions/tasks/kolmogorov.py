@@ -4,9 +4,9 @@
 
 A program is an expression of whole numbers, lists in brackets and these functions:
 
-    range(a,b,s)     a, a+s, .. up to but without b             repeat(x,n)      x, n times in a row concat(x,y)      x,
-    then y                                  interleave(x,y)  alternating items; ends with the shorter reverse(x)       x
-    from its end to its start                scan(x)          cumulative sums
+    range(a,b,s)     a, a+s, .. up to but without b             repeat(x,n)      x, n times in a row
+    concat(x,y)      x, then y                                  interleave(x,y)  items in turn, as long as both last
+    reverse(x)       x from its end to its start                scan(x)          cumulative sums
 
 ``prompts.arguments``, whole numbers:
 

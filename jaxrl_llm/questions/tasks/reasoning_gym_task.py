@@ -1,10 +1,9 @@
 """Questions of any reasoning-gym dataset, by name and arguments, scored by the dataset's own scorer.
 
     name="chain_sum", arguments={"max_terms": 3}                       one dataset with its own arguments
-    name="chain_sum", arguments={"levels": 3}                          the first 3 levels of its curriculum, equally
-    many
-                                                                       questions each (prompts.shuffle=False keeps the
-                                                                       order from level 0 up)
+    name="chain_sum", arguments={"levels": 3}                          the first 3 levels of its curriculum, with
+                                                                       equally many questions each
+                                                                       (prompts.shuffle=False keeps their order)
     name="mix", arguments={"chain_sum": {"weight": 2, "levels": 3},    several datasets by weight (default 1); datasets
                            "leg_counting": {}}                         with levels rise together
 
