@@ -17,7 +17,7 @@ program that turns the first grid of each pair into the second. A program is a s
     steps      3; maximum number of steps of the program that made the question
 
 ``:reward`` is 1.0 for a program that solves the question. ``:hindsight``, for ``external.paths``, relabels the other
-programs. For each other result it makes the question that this result answers. The new group contains all
+programs. For each other result it makes the question that this result answers. The new group contains all valid
 programs of the old group, each scored on the new question (configs/codeit.py).
 
 Source: CodeIt, Butt et al. 2024, arXiv:2402.04858: programs are relabelled with the outputs that they have. Differs:
