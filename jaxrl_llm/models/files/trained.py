@@ -1,6 +1,6 @@
-"""A model that a run has trained: the weights of its checkpoint, of the shape and tokenizer of its ``model.path``.
+"""Models that a run has trained: weights from a checkpoint; architecture and tokenizer from the run's ``model.path``.
 
-Owns: what such a model is made of. Does not know: which folders are runs', how a checkpoint lies there (``weights``).
+Owns: how such a model is put together. Does not know: which folders are runs, the form of checkpoints (``weights``).
 """
 
 from __future__ import annotations
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 
 def check(config: Config, workdir: Path) -> None:
-    """Refuse to begin a run from what may be another, or be gone, when it is resumed, or where others' files are.
+    """Check the paths of a run that start from other runs, and the workdir.
+
+    A path must name one fixed checkpoint. A run's newest or best checkpoint could change, or be deleted, before the new
+    run is resumed.
 
     Raises:
-        ConfigError: a path names a run, not one checkpoint of it, or one of the run's own; the workdir is no run's.
+        ConfigError: a path names a run and not one checkpoint, or a checkpoint of the new run; or the workdir has files
+            that are not of a run.
     """
     weights.check_workdir(workdir)
     for name in ("path", "reference_path"):
@@ -53,10 +57,13 @@ def _told_of(setting: str, path: str) -> Iterator[None]:
 
 
 def base_of(run: str, config: Config, resolve: Callable[..., Source], over: str = "") -> Source:
-    """What a run was trained from: by its ``model.path``, or by ``over``, the place where --model says that it is now.
+    """Return the source of the model that a run was trained from.
+
+    Args:
+        over: the path of --model, if the model has moved; "" = the run's ``model.path``.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: the model does not exist.
     """
     if over:
         return resolve(over, setting="--model")
@@ -70,12 +77,12 @@ def base_of(run: str, config: Config, resolve: Callable[..., Source], over: str 
 
 
 def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any, ...]:
-    """The fields of a ``Source`` of the checkpoint of a run that ``path`` means (``weights.restore_params``).
+    """Return the fields of a ``Source`` for the checkpoint of a run that ``path`` names (``weights.restore_params``).
 
-    Adapters come merged into their base, as that is loaded.
+    Adapters are merged into their base when weights are loaded.
 
     Raises:
-        ConfigError: no whole checkpoint there, or what it was trained from is not there.
+        ConfigError: no complete checkpoint exists, or the model that it was trained from does not exist.
     """
     with _told_of(setting, path):
         config, _ = weights.config_of_run(path)
@@ -91,7 +98,7 @@ def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any
     def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
         if not adapters.rank:
             return weights.restore_params(path, model.abstract_params(mesh))[0]
-        under = base.load_params(of(model).base, mesh, seed=config.seed)  # random ones were of the run's own seed
+        under = base.load_params(of(model).base, mesh, seed=config.seed)  # a random base has the run's seed
         is_base = functools.partial(lora.check_frozen, own=lora.identity(under), path=config.model.path)
         found, _ = weights.restore_params(path, learned(model, mesh), is_base)
         whole = lora.merge(found, jax.tree.map(lambda x: x.astype("float32"), under), adapters)
