@@ -1,10 +1,10 @@
-"""How a Llama's parameters lie in files, and how they travel from there to their shards and back.
+"""Layout of parameters in files, and their transfer between files and shards.
 
-Files store one matrix per layer, [out, in] with the heads folded into a dimension; ours are stacked
-[layers, out, ..., in]. Each shard is put together from the slices of the stored tensors that it needs,
-so the host never holds more than one shard of one parameter besides the arrays themselves.
+Files store one matrix per layer, [out, in], with heads and head size folded into one dimension. Our parameters are
+stacked: [layers, out, ..., in]. Each shard is built from the slices of the stored tensors that it needs. Therefore the
+host holds at most one shard of one parameter in addition to the arrays themselves.
 
-Owns: that correspondence. Does not know: file formats, the names tensors have in them.
+Owns: the correspondence of dimensions. Does not know: file formats, names of tensors.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import delta, lora
 from jaxrl_llm.models.transformer import Params
 
-# For each dimension of a stored tensor, the dimensions of ours that are folded into it.
-# Ours are counted without the axes that are stacked: the layers', and the experts'.
+# For each dimension of a stored tensor, our dimensions that are folded into it.
+# Our dimensions are counted without the stacked axes of layers and experts.
 _VECTOR, _MATRIX, _AXES = ((0,),), ((0,), (1,)), ("layer", "expert")
 _EXPERTS = ("experts_gate", "experts_up", "experts_down")
 LAYOUT = {
@@ -51,16 +51,16 @@ class TensorFile(Protocol):
     shapes: Mapping[str, tuple[int, ...]]  # of every tensor by its name
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of one tensor, float32."""
+        """Return a part of one tensor in float32."""
 
 
 def load(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> Params:
-    """Parameters, each shard read from the file and put straight onto its device.
+    """Read parameters from a file. Each shard is read separately and copied directly to its device.
 
     Args:
-        names: what the file calls each parameter of ``LAYOUT``; "{layer}" and "{expert}" stand for numbers.
-        shapes: of the parameters, with shardings.
-        what: the file should hold, for complaints.
+        names: tensor name of each parameter of ``LAYOUT``, with "{layer}" and "{expert}" in place of numbers.
+        shapes: shapes, dtypes and shardings of the parameters.
+        what: description of the expected contents, for error messages.
 
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
@@ -71,7 +71,7 @@ def load(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) 
 
 
 def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> None:
-    """Compare the file's tensors with the parameters by name and shape; reads no weight.
+    """Compare the file's tensors with the parameters by name and shape, without reading weights.
 
     Raises:
         ConfigError: as ``load``.
@@ -82,8 +82,8 @@ def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str)
             raise ConfigError(f"{file.path}: tensor {name} is missing")
         if tuple(file.shapes[name]) != shape:
             raise ConfigError(f"{file.path}: tensor {name} has shape {tuple(file.shapes[name])}, not {shape}")
-    # A weight that is left out (a bias, an expert) would be another model that runs without complaint.
-    # A tied head may be stored all the same; it equals the embedding.
+    # If a weight (a bias, an expert) were ignored, a different model would run without an error.
+    # A tied head may be stored too, because it equals the embedding.
     extra = [name for name in file.shapes if name not in expected and name != names["head"]]
     if extra:
         raise ConfigError(
@@ -93,20 +93,21 @@ def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str)
 
 
 def _by_path(params: Params) -> dict[str, Any]:
-    """Every parameter, or its shape, in the tree's order."""
+    """Return every parameter, or its shape, by its path in the tree's order."""
     return {".".join(key.key for key in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
-# Of a stacked parameter, split over devices as that is.
+# Return one layer of a stacked parameter, with the parameter's sharding.
 _of_layer = jax.jit(lambda x, layer: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
 
 
 def stored_tensors(params: Params, names: Mapping[str, str], *, num_held: int = 1) -> Iterator[Stored]:
-    """Every tensor of a file that holds ``params``: its name, its shape and a function that fetches it.
+    """Yield every tensor of a file that holds ``params``: its name, its shape and a function that fetches it.
 
-    Fetching in this order moves each stacked parameter to the host once; it holds the last ``num_held``. Arrays
-    that are split over hosts are gathered by all of them, a layer at a time: each device holds what is gathered.
+    If tensors are fetched in this order, each stacked parameter moves to the host once. The host keeps the last
+    ``num_held`` parameters. Arrays that are split over hosts are gathered by all hosts, one layer at a time, because
+    every device holds the gathered array.
     """
     flat = _by_path(params)
     is_here = lambda path: getattr(flat[path], "is_fully_addressable", True)
@@ -126,7 +127,7 @@ def stored_tensors(params: Params, names: Mapping[str, str], *, num_held: int = 
 
 
 def _tensors(by_path: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple]:
-    """Name and shape of every tensor in a file, path of what it stores, and where in the axes that are stacked."""
+    """Yield name and shape of every tensor in a file, the parameter's path, and the index in its stacked axes."""
     for path, leaf in by_path.items():
         n = _num_stacked(path, len(leaf.shape))
         for at in np.ndindex(leaf.shape[:n]):
@@ -138,18 +139,21 @@ def _num_stacked(path: str, ndim: int) -> int:
 
 
 def stored_dims(path: str, ndim: int) -> tuple[tuple[int, ...], ...]:
-    """For each dimension that files store those of ours, with what is stacked before them one by one."""
+    """Return for each stored dimension the parameter's dimensions that are folded into it.
+
+    Stacked dimensions come first, each by itself.
+    """
     n = _num_stacked(path, ndim)
     return (*((dim,) for dim in range(n)), *(tuple(n + dim for dim in group) for group in LAYOUT[path]))
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a parameter in files; ``shape`` is its own, of one layer."""
+    """Return the shape of a parameter in files. ``shape`` is our shape of one layer."""
     return tuple(math.prod(shape[dim] for dim in group) for group in stored_dims(path, len(shape)))
 
 
 def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    devices_of = collections.defaultdict(list)  # of each part: replicas share what was read
+    devices_of = collections.defaultdict(list)  # part -> its devices; replicas share one read
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
         devices_of[tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))].append(device)
 
@@ -165,7 +169,7 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
         return out
 
     def put(ranges: tuple[tuple[int, int], ...]) -> list[jax.Array]:
-        value = part(ranges)  # the host holds one at a time
+        value = part(ranges)  # the host holds one part at a time
         return jax.block_until_ready([jax.device_put(value, device) for device in devices_of[ranges]])
 
     shards = [shard for ranges in devices_of for shard in put(ranges)]

@@ -1,7 +1,8 @@
-"""Text to token ids and back: a Hugging Face fast tokenizer.
+"""Conversion between text and token ids by a Hugging Face fast tokenizer.
 
-Owns: chat templates, special tokens, which ids end a turn. Importing this module stays light: transformers
-is imported when a tokenizer is made. Does not know: prompts of a task, batches, devices.
+This module is fast to import, because transformers is imported only when a tokenizer is made.
+
+Owns: chat templates, special tokens, which ids end a turn. Does not know: prompts of a task, batches, devices.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ Messages = list[dict[str, str]]
 
 # Tokens that end a turn in chat templates, besides the tokenizer's own EOS.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
-IMAGE = "<image_soft_token>"  # Gemma's, which its models of text alone have no row for
+IMAGE = "<image_soft_token>"  # a token of Gemma; Gemma's models for text only have no embedding for it
 
-# No text has halves of surrogate pairs: they hide what looks special in a user's text while a template is rendered.
+# Valid text has no halves of surrogate pairs. While a template is rendered, they replace the characters of special
+# tokens in a user's text, so that these stay plain text.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -42,20 +44,20 @@ SPELLED_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer:
-    """A fast tokenizer of transformers with the few verbs this project needs.
+    """A fast tokenizer of transformers with the few methods that this project needs.
 
     Attributes:
-        vocab_size: ids are below it; the model's table may be larger.
+        vocab_size: all ids are smaller than this number. The model's embedding table may be larger.
         eos_ids: every id that ends a completion.
-        end_id: the one that the chat template ends an answer with, or the tokenizer's own; None where there is none.
-        bos_id, pad_id: as the files say, None where they do not.
-        byte_ids: tokens of one byte each of SentencePiece's byte fallback; none in other tokenizers.
+        end_id: the id with which the chat template ends an answer, else the tokenizer's EOS; None if there is none.
+        bos_id, pad_id: ids from the tokenizer's files; None if the files have none.
+        byte_ids: the single-byte tokens of SentencePiece's byte fallback; empty for other tokenizers.
     """
 
     def __init__(self, fast: Any, eos_ids: tuple[int, ...] = ()):
-        """``eos_ids``: further ids that end a completion (from a generation config)."""
+        """Wrap the tokenizer ``fast``. ``eos_ids`` are further ids that end a completion (from a generation config)."""
         self._fast = fast
-        fast("")  # undoes what its file says of truncation and padding, before threads share it
+        fast("")  # resets truncation and padding from the tokenizer's file, before threads share the tokenizer
         self.bos_id: int | None = fast.bos_token_id
         self.pad_id: int | None = fast.pad_token_id
         vocabulary = fast.get_vocab()
@@ -64,22 +66,28 @@ class Tokenizer:
         fallback = (vocabulary.get(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_ids: frozenset[int] = frozenset(i for i in fallback if i is not None)
         template = str(fast.chat_template)
-        ends = () if "<|return|>" in vocabulary else END_OF_TURN  # of GPT-OSS's, <|end|> ends one message of several
+        ends = () if "<|return|>" in vocabulary else END_OF_TURN  # in GPT-OSS, <|end|> ends one of several messages
         turn_ends = [vocabulary[end] for end in ends if end in vocabulary and end in template]
         own = [] if fast.eos_token_id is None else [fast.eos_token_id]
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
         self.end_id: int | None = next(iter([*turn_ends, *self.eos_ids]), None)
         added = fast.added_tokens_decoder.items()
-        # A plain token that a generation config ends at, as an export's does at stop tokens, is text as in the run.
+        # Plain end tokens from a generation config stay text. An export lists stop tokens there, and they are text in
+        # the run.
         self._special = special = {i: token for i, token in added if token.special or i in (*own, *turn_ends)}
-        # Of the template: Llama 3.1's <|eom_id|> is another one, Qwen's <|endoftext|> none.
+        # Besides end_id, end tokens in the template end a turn: Llama 3.1's <|eom_id|> does, Qwen's <|endoftext|> does
+        # not.
         self._turn_ends = {self.end_id} | {i for i in self.eos_ids if i in special and special[i].content in template}
         texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
         self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
 
     def ending_at(self, stop_tokens: Sequence[str]) -> Tokenizer:
-        """The same with ``sampling.stop_tokens`` among the ids that end a completion; ConfigError: one is no token."""
+        """Return a copy for which ``sampling.stop_tokens`` also end a completion.
+
+        Raises:
+            ConfigError: a stop token is not exactly one token.
+        """
         other = copy.copy(self)
         for text in stop_tokens:
             ids = self.encode(text, special_tokens=True)
@@ -89,11 +97,14 @@ class Tokenizer:
         return other
 
     def renamed_by(self, other: Tokenizer) -> str:
-        """The first used id that is an added token to either and another text to ``other``, in words; "" = none is."""
+        """Describe the first added token of either tokenizer whose id has another text in ``other``; "" = none.
+
+        Reserved and unused tokens are ignored.
+        """
         of_any = {*self._fast.added_tokens_decoder, *other._fast.added_tokens_decoder}
         for i in sorted(i for i in of_any if i < self.vocab_size):
             own, text = (tokenizer._fast.convert_ids_to_tokens(i) for tokenizer in (self, other))
-            if own not in (None, text) and not re.search("reserved|unused", own):  # no text of a student's has those
+            if own not in (None, text) and not re.search("reserved|unused", own):  # no text contains reserved tokens
                 return f"id {i} is {own!r:.60} to the one and {text!r:.60} to the other"
         return ""
 
@@ -106,18 +117,20 @@ class Tokenizer:
         special_tokens: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[list[int]]:
-        """Token ids of prompts, ready for a completion each.
+        """Return the token ids of prompts, up to the beginning of the completion.
 
         Args:
-            prompts: texts, or messages with "role" and "content", and "tool_calls" where the template has them.
-            chat_template: True wraps text as a user's message and renders the template up to the assistant's
-                turn. False: the text is the prompt, with the special tokens the tokenizer puts at a start.
-            system_prompt: a system message before prompts that have none of their own; "" leaves it to the template.
-            special_tokens: what looks like a special token in these texts is one, not the template's own alone.
-            chat_template_kwargs: what the template is told besides, such as ``enable_thinking`` or ``tools``.
+            prompts: texts, or messages with "role", "content", and "tool_calls" if the template supports them.
+            chat_template: True: a text becomes a user's message, and the template is rendered up to the assistant's
+                turn. False: the text is the prompt, after the special tokens that the tokenizer puts at the start.
+            system_prompt: system message of prompts that have none. "": the template may add its default.
+            special_tokens: True: texts of special tokens in the prompts become special tokens. False: they stay plain
+                text, and only the template's special tokens are special.
+            chat_template_kwargs: further arguments of the template, such as ``enable_thinking`` or ``tools``.
 
         Raises:
-            ConfigError: messages, or a system prompt, without a chat template; one that the template refuses.
+            ConfigError: messages, a system prompt or template arguments without a chat template, or an error of the
+                template.
         """
         hide = _checked if special_tokens else self._hide
         if not chat_template:
@@ -127,7 +140,7 @@ class Tokenizer:
                 if given:
                     raise ConfigError(f"prompts.{name}={given!r:.200} needs prompts.chat_template=True; it is False")
             made = self._encode([hide(prompt) for prompt in prompts], at_start=True)
-            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in made]  # a text may have a beginning of its own
+            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in made]  # keep one BOS if the text has its own
         if not self._fast.chat_template:
             raise ConfigError("the tokenizer has no chat template: prompts.chat_template=False, or --nochat_template")
         told = templates.told(chat_template_kwargs or {}, self._fast.chat_template, hide)
@@ -139,17 +152,23 @@ class Tokenizer:
             messages = templates.deep(hide, messages)
             try:
                 texts.append(templates.rendered(self._fast, messages, told))
-            except Exception as error:  # templates raise jinja's errors, of a package we need not know
+            except Exception as error:  # jinja's errors, from a package that is not imported here
                 said = f"the chat template refuses the messages {prompt!r:.200}"
                 raise ConfigError(f"{said}: {str(error) or error!r}") from error
         return self._encode(texts, at_start=False)
 
     def encode_prompt(self, prompt: str | Messages, **how: Any) -> list[int]:
-        """Token ids of one prompt; see ``encode_prompts``."""
+        """Return the token ids of one prompt; see ``encode_prompts``."""
         return self.encode_prompts([prompt], **how)[0]
 
     def encode_answer(self, said: Messages, last: int | None = None, **how: Any) -> list[int]:
-        """Token ids of ``said`` after a turn of the model that ends with ``last``; else as ``encode_prompts``."""
+        """Return the token ids of the messages ``said`` after a turn of the model.
+
+        Args:
+            said: the messages between two turns of the model.
+            last: the last token of the model's turn.
+            how: the other arguments of ``encode_prompts``.
+        """
         said = [{**one, "content": (_checked if how["special_tokens"] else self._hide)(one["content"])} for one in said]
         text = "\n".join(one["content"] for one in said)
         if how["chat_template"]:
@@ -160,7 +179,11 @@ class Tokenizer:
         return self._encode([text], at_start=False)[0]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Token ids of the text and nothing else; ``special_tokens``: what looks like one is one."""
+        """Return the token ids of the text, without tokens at its start.
+
+        Args:
+            special_tokens: True: texts of special tokens become special tokens. False: they stay plain text.
+        """
         return self._encode([_checked(text) if special_tokens else self._hide(text)], at_start=False)[0]
 
     def _encode(self, texts: list[str], *, at_start: bool) -> list[list[int]]:
@@ -181,7 +204,12 @@ class Tokenizer:
 
     @functools.cached_property
     def _speller(self) -> tuple[Any, str, dict[int, int]]:
-        """A copy that spells special tokens, except after a sign that no text foresees; the sign; the ids of these."""
+        """Return a tokenizer that encodes the texts of special tokens as plain text, unless a sign precedes them.
+
+        Returns:
+            The tokenizer; the sign, a random string that no text can predict; and a map from the ids of signed special
+            tokens to the ids of the special tokens.
+        """
         core, sign = copy.deepcopy(self._fast.backend_tokenizer), secrets.token_hex(16)
         core.encode_special_tokens = True
         core.add_special_tokens([token.content for token in self._special.values()])
@@ -190,20 +218,20 @@ class Tokenizer:
         return core, sign, {core.token_to_id(sign + token.content): i for i, token in self._special.items()}
 
     def decode(self, ids: list[int]) -> str:
-        """Text without special tokens and ends of turns."""
-        # The clean-up deletes spaces before punctuation: the text would not be what was sampled.
+        """Return the text of token ids without special tokens and ends of turns."""
+        # No clean-up: it deletes spaces before punctuation, so the text would differ from the sampled text.
         ids = [int(i) for i in ids if i not in self._special]
         return self._fast.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Characters of the longest token, as the tokenizer's file spells it."""
+        """Return the number of characters of the longest token, as it is written in the tokenizer's file."""
         return max(map(len, self._fast.get_vocab()), default=1)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token's text, which may be a part of a character.
 
-        Tokenizers of bytes spell each byte as a letter, SentencePiece spells bytes as <0xE2> and a space as U+2581.
+        Byte-level tokenizers write each byte as one letter. SentencePiece writes bytes as <0xE2> and a space as U+2581.
         """
         spelled = self._fast.convert_ids_to_tokens(int(token)) or ""
         if token in self._fast.added_tokens_decoder:
@@ -216,9 +244,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _spells_bytes(self) -> bool:
-        """Whether the tokenizer spells each byte of a text as one letter (GPT-2's alphabet)."""
+        """Return whether the tokenizer writes each byte of a text as one letter (GPT-2's alphabet)."""
         decoder = json.loads(self._fast.backend_tokenizer.to_str())["decoder"]
-        return "ByteLevel" in str(decoder)  # alone, or one of a sequence
+        return "ByteLevel" in str(decoder)  # as the only decoder, or in a sequence
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files; ``load_tokenizer`` and transformers read them."""
@@ -230,7 +258,9 @@ class Tokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder; ids that end a turn also from its generation_config.json and config.json.
+    """Return the tokenizer of a Hugging Face folder.
+
+    Ids that end a completion are also read from generation_config.json and config.json.
 
     Raises:
         ConfigError: no tokenizer.json, or it cannot be read.
@@ -252,8 +282,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def fast_tokenizer_class() -> type:
-    # Before the first import. A forked reward worker would otherwise print a warning at every start, and
-    # without torch transformers advises to install it.
+    # Set before the first import of transformers. Otherwise a forked reward worker prints a warning at every start, and
+    # transformers without torch prints advice to install torch.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
