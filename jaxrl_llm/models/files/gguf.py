@@ -1,6 +1,6 @@
-"""GGUF files of Llama models: shape, tokenizer, and weights dequantised slice by slice onto the shards.
+"""Reading of GGUF files of Llama models: architecture, tokenizer, and weights dequantised slice by slice.
 
-Owns: the names and conventions of llama.cpp's converter, tokenizers from tables. Does not know: other families.
+Owns: names and conventions of llama.cpp's converter, tokenizers built from tables. Does not know: other families.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from jaxrl_llm.models.transformer import Model, Params
 
 
 class Cut(NamedTuple):
-    """How text comes to byte-level BPE.
+    """Preparation of text for byte-level BPE: normalisation and the split into words.
 
     Attributes:
-        pattern: what is a word, as the models' tokenizer.json has it; "": as GPT-2 has it.
-        digits_alone: before the words are cut.
-        nfc: accents are joined with their letters first (Unicode's normal form C).
-        whole_words: a word that is a token is one, though no merges lead to it.
-        begins: the beginning token stands before a text, unless a file says otherwise.
+        pattern: regular expression of words, as in the models' tokenizer.json; "": GPT-2's pattern.
+        digits_alone: split digits into single digits before the split into words.
+        nfc: first combine letters and accents (Unicode's normal form C).
+        whole_words: a word that is in the vocabulary becomes one token, even if no merges lead to it.
+        begins: by default, the beginning token is put before a text. A file can override this.
     """
 
     pattern: str = ""
@@ -40,10 +40,11 @@ class Cut(NamedTuple):
     begins: bool = False
 
 
-# Contractions, words after at most one other sign, {} digits, other signs, ends of lines, spaces.
+# Alternatives: contractions; words with at most one other character before them; digits, as many as {} allows; other
+# characters; ends of lines; spaces.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _WORDS += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-# By the name that llama.cpp gives them.
+# By the names in llama.cpp.
 PRE_TOKENIZERS = {
     "gpt-2": Cut(),
     "smollm": Cut(digits_alone=True),
@@ -51,7 +52,7 @@ PRE_TOKENIZERS = {
     "qwen2": Cut(_WORDS.replace("{}", ""), nfc=True),
 }
 
-# A template for models that were never taught one: the contents, one after the other.
+# Chat template of models that were not trained with one: the contents of all messages, concatenated.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 NAMES = {
@@ -71,20 +72,20 @@ NAMES = {
 
 
 def read_architecture(path: str | Path) -> Architecture:
-    """Shape of the model in a GGUF file.
+    """Return the architecture of the model in a GGUF file.
 
     Raises:
-        ConfigError: unreadable, another architecture, or a rope variant that the model code lacks.
+        ConfigError: an unreadable file, another architecture, or a rope variant that the model code does not support.
     """
     file = _open(path)
     get = file.get
     kind = get("general.architecture")
     if kind != "llama":
         raise ConfigError(f"{path}: general.architecture={kind!r} is not supported; supported: llama")
-    # Of llama.cpp, a factor without a type is linear; until 2023 it was called otherwise.
+    # In llama.cpp, a factor without a type means linear scaling. The key was different until 2023.
     stretch = file.metadata.get("llama.rope.scaling.factor", file.metadata.get("llama.rope.scale_linear"))
     scaled = file.metadata.get("llama.rope.scaling.type", "none" if stretch is None else "linear")
-    # Llama 3 scaling is stored as a table of factors without the numbers they came from.
+    # GGUF stores Llama 3 scaling as a table of factors, from which its numbers cannot be read.
     if "rope_freqs.weight" in file.shapes or scaled not in ("none", "linear"):
         raise ConfigError(f"{path}: scaled rope in GGUF is not supported; use the model's Hugging Face folder")
     if NAMES["embedding"] not in file.shapes:
@@ -116,24 +117,24 @@ def read_architecture(path: str | Path) -> Architecture:
 
 
 def load_params(path: str | Path, model: Model, mesh: Mesh) -> Params:
-    """Float32 parameters of a GGUF file, dequantised straight onto the shards.
+    """Read and dequantise the parameters of a GGUF file directly onto their shards.
 
     Raises:
-        ConfigError: a missing, misshapen or unknown tensor, or a quantisation that cannot be read.
+        ConfigError: a tensor is missing, unknown or of another shape, or its quantisation is not supported.
     """
     return layout.load(_open(path), NAMES, model.abstract_params(mesh), f"a model of the family {model.arch.family}")
 
 
 def check_weights(path: str | Path, model: Model, mesh: Mesh) -> None:
-    """Raise the ``ConfigError`` that ``load_params`` would for names and shapes, from the file's header alone."""
+    """Raise the ``ConfigError`` of ``load_params`` about names and shapes. Only the file's header is read."""
     layout.check(_open(path), NAMES, model.abstract_params(mesh), f"a model of the family {model.arch.family}")
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer and chat template stored in a GGUF file: byte-level BPE, or SentencePiece's BPE by scores.
+    """Return the tokenizer in a GGUF file, with its chat template: byte-level BPE, or SentencePiece's BPE by scores.
 
     Raises:
-        ConfigError: another kind of tokenizer, or one whose parts do not fit each other.
+        ConfigError: another kind of tokenizer, or tables that do not fit together.
     """
     file = _open(path)
     asked = lambda key, other=None: file.metadata.get(f"tokenizer.ggml.{key}", other)
@@ -150,7 +151,7 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
         if type(value) is not bool:
             raise ConfigError(f"{path}: tokenizer.ggml.{key}={value!r:.60} must be a bool")
     try:
-        # Rows of the embedding that no text comes to, at the end: a folder's tokenizer does not list them.
+        # Drop unused tokens at the end, which are padding of the embedding. A folder's tokenizer does not list them.
         num = max(i for i, kind in enumerate(types, start=1) if kind != gguf.TokenType.UNUSED)
         of = lambda wanted: [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
         role = lambda name: None if (i := asked(f"{name}_token_id")) is None else tokens[:num][i]
@@ -170,28 +171,28 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
             return make_scored_tokenizer(scores=scores, unknown=role("unknown"), space_first=first, **common)
         merges, known = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")], set(tokens[:num])
         if wrong := [pair for pair in merges if "".join(pair) not in known]:
-            raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # the library would end the thread
+            raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # else the library panics
         return make_bpe_tokenizer(merges=merges, pre_tokenizer=pre, **common)
     except ConfigError:
         raise
-    except Exception as error:  # tokenizers raises plain ones
+    except Exception as error:  # the package tokenizers raises plain Exceptions
         raise ConfigError(f"{path}: its tokenizer cannot be read ({error})") from error
 
 
-# The reader makes an object of each item of a list.
+# Limits memory: the reader creates an object for each item of a list.
 MOST_ITEMS = 2**22
 
 
 def make_bpe_tokenizer(
     *, tokens: list[str], merges: list[tuple[str, str]], pre_tokenizer: str, **common: Any
 ) -> Tokenizer:
-    """A byte-level BPE tokenizer from its tables.
+    """Return a byte-level BPE tokenizer built from its tables.
 
     Args:
-        tokens: text of every id, bytes written with GPT-2's stand-ins.
+        tokens: text of every id, with bytes written in GPT-2's alphabet.
         merges: pairs of tokens, most frequent first.
         pre_tokenizer: a key of ``PRE_TOKENIZERS``.
-        common: as ``_finished`` has them.
+        common: arguments of ``_finished``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -213,13 +214,16 @@ def make_bpe_tokenizer(
 def make_scored_tokenizer(
     *, tokens: list[str], scores: list[float], unknown: str | None, space_first: bool, **common: Any
 ) -> Tokenizer:
-    """SentencePiece's BPE: of all neighbours that make a token, those that make the one of the highest score first.
+    """Return a tokenizer with SentencePiece's BPE.
+
+    Of all neighbours that form a token, the pair whose token has the highest score is merged first.
 
     Args:
-        tokens: text of every id, spaces written as U+2581, single bytes as "<0x0A>".
-        unknown: the token of what has none; None: there is none, as with all 256 bytes.
-        space_first: a text is read as if a space stood before it.
-        common: as ``_finished`` has them.
+        tokens: text of every id, with spaces written as U+2581 and single bytes as "<0x0A>".
+        scores: score of every token.
+        unknown: the token for text without a token. None: there is none, for example if all 256 bytes are tokens.
+        space_first: encode a text as if a space came before it.
+        common: arguments of ``_finished``.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -249,12 +253,13 @@ def _finished(
     chat_template: str | None = None,
     **roles: str | None,
 ) -> Tokenizer:
-    """A tokenizer with its added tokens, which text comes to whole.
+    """Add the added tokens and the tokens at the beginning and end of texts, and wrap the tokenizer.
 
     Args:
-        special: added tokens that decoding leaves out; ``plain``: those that it shows.
-        begins, ends: a text gets the beginning, the end token.
-        roles: the tokens that are bos, eos, pad and unk, or None.
+        special: added tokens that decoding leaves out.
+        plain: added tokens that decoding shows.
+        begins, ends: add the beginning token, or the end token, to every text.
+        roles: the tokens bos, eos, pad and unk, or None.
     """
     fast_class = fast_tokenizer_class()
     from tokenizers import AddedToken, processors
@@ -275,10 +280,10 @@ def _finished(
 
 
 def make_byte_tokenizer() -> Tokenizer:
-    """The bytes of UTF-8 as ids 0..255, 256 = beginning, 257 = end, 258 = padding; needs no files."""
+    """Return a tokenizer of UTF-8 bytes, ids 0..255, with 256 = beginning, 257 = end, 258 = padding. Needs no files."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    # GPT-2's printable stand-ins: bytes that print stand for themselves, the others follow from 256 on.
+    # GPT-2's alphabet: printable bytes are their own letters, the others are the letters from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     stand_in = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
@@ -297,9 +302,10 @@ def make_byte_tokenizer() -> Tokenizer:
 
 
 class _Reader(gguf.GGUFReader):
-    """Holds its map of the file as a plain array: slices of ``np.memmap`` cost 2 s for 150,000 tokens and merges.
+    """GGUF reader that is faster and checks sizes.
 
-    And counts what it reads: a header may say that there is more than the file has.
+    The mapped file is a plain array, because slices of ``np.memmap`` cost 2 s for 150,000 tokens and merges. Sizes are
+    checked, because a header can claim more data than the file has.
     """
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
@@ -324,9 +330,9 @@ class _Reader(gguf.GGUFReader):
 class _File:
     def __init__(self, path: str):
         try:
-            with np.errstate(over="raise"):  # of offsets
+            with np.errstate(over="raise"):  # overflow of offsets
                 reader = _Reader(path)
-            # The reader's fields are many small arrays; these are plain Python values.
+            # Convert the reader's fields, which are many small arrays, to plain Python values.
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
         except FileNotFoundError as error:
             raise ConfigError(f"{path}: no such file") from error
@@ -348,14 +354,14 @@ class _File:
         module = name.split(".")[-2]
         if module not in heads:
             return part
-        # llama.cpp rotates neighbouring pairs and stores each head's rows interleaved for it; ours are halves.
+        # llama.cpp rotates neighbouring rows and stores each head's rows interleaved. Our rope rotates two halves.
         head_size = self.shapes[name][0] // self.metadata.get(heads[module], self.get(heads["attn_q"]))
         pairs = part.reshape(-1, head_size // 2, 2, part.shape[1])
         return pairs.swapaxes(1, 2).reshape(part.shape)
 
 
 def _dequantise(path: str, tensor: gguf.ReaderTensor, index: tuple[slice, ...]) -> np.ndarray:
-    """A part of a tensor in float32. Only the quantisation blocks that it touches are unpacked."""
+    """Return a part of a tensor in float32. Only the quantisation blocks of this part are unpacked."""
     unreadable = ConfigError(f"{path}: tensor {tensor.name} is {tensor.tensor_type.name}, which cannot be read")
     if tensor.data.dtype.kind == "f":
         return tensor.data[index].astype(np.float32)
@@ -381,10 +387,13 @@ def _open(path: str | Path) -> _File:
 
 @functools.lru_cache(maxsize=1)
 def _open_version(path: str, modified_ns: int) -> _File:
-    """Parsing the header takes a second, and shape, tokenizer and weights each want it."""
+    """Open a file of a given modification time.
+
+    The result is cached, because parsing the header takes a second. Architecture, tokenizer and weights all need it.
+    """
     return _File(path)
 
 
 def _decimal(value: float) -> float:
-    """The short decimal number that was rounded to float32: 1e-05, not 9.999999747378752e-06."""
+    """Return the shortest decimal number with the same float32 value: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -1,19 +1,23 @@
-"""What config.json and tensors of mixtures of experts say, and files that hold the experts of a layer together.
+"""Mixtures of experts in files: keys of config.json, tensor names, and tensors that hold all experts of a layer.
 
-Parameters are of one expert each (``layout``), and so are the tensors of most families. GPT-OSS has them in one:
+``layout`` reads one tensor per expert, and most families store one tensor per expert. GPT-OSS stores all experts of a
+layer in one tensor:
 
-    experts.gate_up_proj [E,D,2F], bias [E,2F]     rows of gate and up by turns
+    experts.gate_up_proj [E,D,2F], bias [E,2F]     outputs of gate and up alternate
     experts.down_proj    [E,F,D],  bias [E,D]
 
-It was released in MXFP4: in place of [E,I,O] are blocks [E,O,I/32,16] of bytes, two numbers of 4 bits in each, the
-first in the lower half, and scales [E,O,I/32], a byte s for 32 numbers: x = 2^(s - 127) FP4[bits].
+GPT-OSS was released in MXFP4. Two tensors replace each matrix [E,I,O]:
 
-Qwen3.5's were released as experts.gate_up_proj [E,2F,D], rows of gate and then of up, and experts.down_proj [E,D,F].
+    blocks [E,O,I/32,16]    bytes with two 4-bit numbers each, the first in the lower half
+    scales [E,O,I/32]       one byte s for 32 numbers: x = 2^(s - 127) FP4[bits]
+
+Qwen3.5 was released with experts.gate_up_proj [E,2F,D], all rows of gate and then all of up, and experts.down_proj
+[E,D,F].
 
 Source: OCP Microscaling Formats 1.0, 5.3 and 6.3; transformers' integrations/mxfp4.py.
 Letters: E experts, O outputs, I inputs, D width, F ffn.
-Owns: the keys and names of mixtures, the tensors of one expert in files of all. Does not know: other families, how
-anything is computed.
+Owns: keys and names of mixtures, access to single experts in tensors of all experts. Does not know: other families,
+any computation.
 """
 
 from __future__ import annotations
@@ -51,19 +55,25 @@ GPT_OSS_KEYS = {
 }
 GPT_OSS_ONLY = {"swiglu_alpha": (GLU_ALPHA,), "hidden_act": ("silu",)}
 
-# Of float4's bits: a sign, two of exponent, one of mantissa.
+# Value of each float4 code: a sign bit, two exponent bits, one mantissa bit.
 FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 FP4 = np.concatenate([FP4, -FP4])
 PER_SCALE = 32
 
 
 def sizes(get: Callable[[str], Any]) -> dict[str, Any]:
-    """How many experts there are, and of a token."""
+    """Return the number of experts, and the number of experts per token."""
     return {"num_experts": get("num_experts", most=32767), "experts_per_token": get("num_experts_per_tok")}
 
 
 def names(block: str, *stored: str, router: str = "gate") -> dict[str, str]:
-    """Of the router and of gate, up and down, which are ``stored`` so, one tensor an expert."""
+    """Return tensor names of the router and of the experts' matrices, with one tensor per expert.
+
+    Args:
+        block: the part of the name between layer and router.
+        stored: the names of gate, up and down in files.
+        router: the name of the router in files.
+    """
     found = {}
     for kind, end in (("weight", ""), ("bias", "_bias")):
         found[f"blocks.router{end}"] = f"{_LAYER}{block}{router}.{kind}"
@@ -73,7 +83,7 @@ def names(block: str, *stored: str, router: str = "gate") -> dict[str, str]:
 
 
 def check_quantisation(path: Any, given: Any) -> None:
-    """Raise a ``ConfigError`` where the config.json ``path`` says that weights are of another kind than MXFP4."""
+    """Raise a ``ConfigError`` if ``quantization_config`` in the config.json ``path`` is set and is not MXFP4."""
     if given not in (None, False) and (not isinstance(given, dict) or given.get("quant_method") != "mxfp4"):
         known = "supported: quant_method 'mxfp4'"
         raise ConfigError(f"{path}: quantization_config={given!r:.60} is not supported; {known}")
@@ -81,30 +91,30 @@ def check_quantisation(path: Any, given: Any) -> None:
 
 _TOGETHER = re.compile(r"(.*\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
 _APART = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.(weight|bias)")
-_DIMS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}  # of a tensor of all experts
+_DIMS = {"": 3, "_bias": 2, "_blocks": 4, "_scales": 3}  # number of dimensions of a tensor of all experts
 _PARTS = {"gate_up": ("gate", "up"), "down": ("down",)}
 
 
 def is_code(name: str) -> bool:
-    """Whether a tensor's bytes are MXFP4's."""
+    """Return whether a tensor holds bytes of MXFP4."""
     return name.endswith(("_proj_blocks", "_proj_scales"))
 
 
 def decoded(blocks_OGb: np.ndarray, scales_OG: np.ndarray) -> np.ndarray:
-    """MXFP4's bytes [O,G,16] and [O,G] as float32 [O,32 G]."""
+    """Decode MXFP4 blocks [O,G,16] and scales [O,G] to float32 [O,32 G]."""
     bits = np.stack([blocks_OGb & 15, blocks_OGb >> 4], axis=-1).reshape(*scales_OG.shape, PER_SCALE)
-    with np.errstate(over="ignore"):  # a scale of 255 means no number, and becomes none
+    with np.errstate(over="ignore"):  # a scale of 255 means NaN, and numbers can overflow
         return np.ldexp(FP4[bits], scales_OG.astype(np.int32)[..., None] - 127).reshape(len(scales_OG), -1)
 
 
 class Apart:
-    """A folder's tensors (``layout.TensorFile``), those of all experts seen as one of each.
+    """A view of a folder's tensors (``layout.TensorFile``) with one tensor per expert.
 
     Args:
-        in_halves: they are as Qwen3.5 has them; else as GPT-OSS.
+        in_halves: True: tensors of all experts have Qwen3.5's form. False: they have GPT-OSS's form.
 
     Raises:
-        ConfigError: a tensor of experts that is shaped like none.
+        ConfigError: the shape of an experts' tensor is not valid.
     """
 
     def __init__(self, file: Any, *, in_halves: bool = False):
@@ -152,7 +162,7 @@ class Apart:
 
 
 def name_together(name: str) -> str:
-    """Of the tensor of all experts of a layer that an expert's is part of; of any other its own."""
+    """Return the name of the tensor of all experts that contains an expert's tensor. Other names are unchanged."""
     if not (apart := _APART.fullmatch(name)):
         return name
     block, _, part, kind = apart.groups()
@@ -160,7 +170,11 @@ def name_together(name: str) -> str:
 
 
 def together(tensors: Iterable[Any], *, is_together: bool) -> Iterator[Any]:
-    """``layout.Stored`` with the experts of a layer in one tensor; ``is_together`` False: as they are."""
+    """Yield the tensors (``layout.Stored``) with all experts of a layer joined in one tensor.
+
+    Args:
+        is_together: False: yield the tensors unchanged.
+    """
     found: dict[str, dict[tuple[int, str], Any]] = {}
     for name, shape, fetch in tensors:
         apart = _APART.fullmatch(name) if is_together else None
