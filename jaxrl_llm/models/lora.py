@@ -142,7 +142,7 @@ def in_whole(part: Any, module: jax.Array, config: LoraConfig) -> Any:
 
 
 def _by_rank(move: Callable[[jax.Array, int], jax.Array], learned: Any) -> Any:
-    """Apply ``move`` to each A and B with the index of its rank dimension. m stays as it is."""
+    """Apply ``move`` to each A and B with the index of its rank dimension. m is unchanged."""
 
     def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         name = path[-1].key

@@ -15,7 +15,7 @@ weights. The balance cost is the auxiliary loss of Switch Transformers, as trans
 f_e is k times expert e's share of all choices, over all tokens and layers. P_e is the expert's mean probability.
 
 Letters: B rows, T tokens, D width, F an expert's ffn, E experts, k experts of a token, X = B T, A = X k choices.
-Owns: the experts' parameters, who computes what. Does not know: files, losses, samplers.
+Owns: the experts' parameters, the split of their computation over devices. Does not know: files, losses, samplers.
 """
 
 from __future__ import annotations

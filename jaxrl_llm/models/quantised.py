@@ -81,7 +81,7 @@ def multiply(
 ) -> jax.Array:
     """Return ``linear(x, w)`` for a weight that was published rounded, or that is rounded to ``kind`` here.
 
-    Weights that are neither, by their ``name``, are used as they are.
+    Other weights are used unchanged. ``name`` decides whether a weight can be rounded.
     """
     w_OI, scale_O = factors(w, x_BTI.shape[-1], kind if _is_rounded(name, kind) else "compute")
     out_BTO = linear(x_BTI, w_OI)
@@ -126,7 +126,7 @@ def _values(w: Any) -> jax.Array:
 
 
 def _round(w_OI: jax.Array, kind: str) -> Any:
-    import qwix  # an extra, and slow to import
+    import qwix  # an optional dependency, and slow to import
 
     # qwix divides by 127.5, so that each row's largest weight is halfway between two integers. Two programs may then
     # round it differently. This factor changes the divisor to 127.

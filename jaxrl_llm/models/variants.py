@@ -89,7 +89,7 @@ def attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> tuple[Any, ...
 
 
 def turn(w: jax.Array) -> jax.Array:
-    """Transpose the last two dimensions of an array. A vector stays as it is."""
+    """Transpose the last two dimensions of an array. A vector is unchanged."""
     return w.mT if w.ndim > 1 else w
 
 

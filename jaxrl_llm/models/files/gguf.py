@@ -228,7 +228,7 @@ def make_scored_tokenizer(
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     ids, merges = {token: i for i, token in enumerate(tokens)}, []
-    for token, _ in sorted(zip(tokens, scores, strict=True), key=lambda pair: -pair[1]):  # ties: by id
+    for token, _ in sorted(zip(tokens, scores, strict=True), key=lambda pair: -pair[1]):  # equal scores: by id
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [pair for pair in halves if ids.keys() >= set(pair)]
         merges += sorted(known, key=lambda pair: [ids[half] for half in pair])

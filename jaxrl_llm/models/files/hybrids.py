@@ -62,8 +62,8 @@ EXPERTS_NEXT = {
     **dict(EXPERTS_5, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
     **dict(intermediate_size=5632, decoder_sparse_step=1, mlp_only_layers=None),
 }
-# Keys in rope_parameters besides those of scaling. mrope needs no code, because for text all its sections have the same
-# position.
+# Keys in rope_parameters that are not about scaling. mrope needs no code, because for text all its sections have the
+# same position.
 OF_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 

@@ -120,7 +120,7 @@ class Apart:
     def __init__(self, file: Any, *, in_halves: bool = False):
         self.path, self.modified_ns, self._file, self._in_halves = file.path, file.modified_ns, file, in_halves
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, tuple[Any, ...]] = {}  # stored name, its kind, the expert, which part of how many
+        self._places: dict[str, tuple[Any, ...]] = {}  # stored name, its kind, expert, part, number of parts
         for name, shape in file.shapes.items():
             if found := _TOGETHER.fullmatch(name):
                 self._add(name, shape, *found.groups())

@@ -92,7 +92,7 @@ def between_turns(
     """Return the text between two assistant turns: from the end of one turn to the beginning of the next.
 
     The messages ``said`` are between the two turns. Templates may change the first turn, for example leave out its
-    thoughts. Such changes are ignored: the sampled turn stays as it is.
+    thoughts. Such changes are ignored: the sampled turn is not changed.
 
     Args:
         ends: texts of the tokens that end a turn. The policy has sampled one of these tokens, unless ``other`` is set.

@@ -253,7 +253,7 @@ class Tokenizer:
         self._fast.save_pretrained(str(folder))
         path = Path(folder) / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 5 writes a name that 4 does not know
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"  # version 5 writes a name that version 4 does not know
         path.write_text(json_lines.written(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -272,7 +272,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         fast = fast_tokenizer_class().from_pretrained(str(folder))
         stated = [(path, hybrids.ends_of(json.loads(path.read_text(encoding="utf-8")))) for path in files]
-    except Exception as error:  # transformers and tokenizers raise many kinds, the latter plain Exception
+    except Exception as error:  # many kinds of errors; the package tokenizers raises plain Exceptions
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
     listed = [(path, [] if eos is None else eos if isinstance(eos, list) else [eos]) for path, eos in stated]
     for path, eos in listed:
