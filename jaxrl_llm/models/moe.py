@@ -62,7 +62,7 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
 
     Args:
         mesh: the learner's or the sampler's.
-        who: "model" or another name of the checked model, for error messages.
+        who: "model" or "reference", for error messages. Settings that need experts require them only in the model.
 
     Raises:
         ConfigError: the mesh or a setting does not fit.

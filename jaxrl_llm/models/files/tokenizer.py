@@ -166,7 +166,7 @@ class Tokenizer:
 
         Args:
             said: the messages between two turns of the model.
-            last: the last token of the model's turn.
+            last: the last token of the model's turn; None = a token that ends a turn.
             how: the other arguments of ``encode_prompts``.
         """
         said = [{**one, "content": (_checked if how["special_tokens"] else self._hide)(one["content"])} for one in said]
