@@ -1,1 +1,1 @@
-"""What a run says about itself: metrics, the live line, the page."""
+"""Reports of a run: its metrics, its live progress line and its HTML page."""

@@ -1,6 +1,6 @@
-"""The charts of a report: which metrics each shows, in the report's order.
+"""Table of the charts in a report, in the order of the report, with the metrics that each chart shows.
 
-Owns: that table. Does not know: how a chart is drawn (html).
+Owns: the table CHARTS. Does not know: how a chart is drawn (html).
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from jaxrl_llm.reports.metric_table import AGE_LABELS, FUNCTIONS_SHOWN, TURNS_SH
 
 @dataclasses.dataclass(frozen=True)
 class Chart:
-    """One picture: ``lines`` are metrics by label; ``band`` is the metric of a +- band around the first line."""
+    """One chart of a report.
+
+    ``lines`` maps labels to metric names. ``band`` names the metric whose value is the half-width of a band around the
+    first line.
+    """
 
     title: str
     unit: str
     lines: dict[str, str]
     band: str = ""
-    dots: tuple[str, str] | None = None  # drawn where there is a value alone: evaluations
+    dots: tuple[str, str] | None = None  # (label, metric), drawn with markers: evaluations are sparse
     stacked: bool = False
     limits: tuple[float | None, float | None] = (0, None)
 

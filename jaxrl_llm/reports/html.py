@@ -1,9 +1,9 @@
 """The report of a run: DIR/report.html, one self-contained page.
 
-Reads what the run left: metrics.jsonl, and where present config.json, eval_before.json, eval_after.json and
+Reads metrics.jsonl of the run. If they exist, also reads config.json, eval_before.json, eval_after.json and
 samples.jsonl.
 
-Owns: what is on the page. Does not know: how it looks (page), how the run was made.
+Owns: the content of the page. Does not know: its appearance (page), how the run was made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxrl_llm.runtime.nested import function_defaults
 from jaxrl_llm.runtime.stored import step_of
 
 Rows = list[dict[str, Any]]
-# Stands below the iterations: those that reuse rollouts are cheaper than those that do not.
+# Shown below the iteration axis, because iterations that reuse rollouts cost less compute than other iterations.
 COMPUTE_AXIS = "iteration / compute until then: sum of B + mu R, in rollouts trained"
 
 
@@ -37,7 +37,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     """Write ``workdir/report.html`` from the files of the run and return its path.
 
     Raises:
-        ConfigError: no metrics.jsonl, nothing in it, or a file of the run that cannot be read.
+        ConfigError: metrics.jsonl is missing or empty, or a file of the run cannot be read.
     """
     workdir = pathlib.Path(workdir)
     metrics = read_metrics(workdir)
@@ -57,9 +57,9 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     title, made_of = workdir.resolve().name, ""
     if config is not None:
         if max(metrics[-1]["iteration"], newest) < config.num_iterations:
-            after = None  # what is there is of an earlier end
+            after = None  # the run is not finished: the file comes from an earlier, shorter run
         made_of = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
-    # Versions, commit, devices and processor, as config.json has them.
+    # Versions, commit, devices and processor as recorded in config.json.
     names = ("commit", "devices", "processor")
     named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in names}}
     packages = [item for item in named.items() if item[1]]
@@ -79,12 +79,12 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
 
 
 def _values(metrics: Rows, name: str) -> list[tuple[int, float]]:
-    """(iteration, value) wherever the metric has a number."""
+    """Return (iteration, value) for each row in which the metric is a number."""
     return [(row["iteration"], row[name]) for row in metrics if name in row and row[name] is not None]
 
 
 def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dict | None, newest: int) -> str:
-    """The few numbers one asks for first; ``newest`` is the iteration of the newest checkpoint."""
+    """Return the cards with the most important numbers. ``newest`` is the iteration of the newest checkpoint."""
 
     def card(title: str, value: str, note: str = "") -> str:
         return f'<div class="card"><span>{title}</span><b>{value}</b><small>{note}</small></div>'
@@ -97,7 +97,7 @@ def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dic
         "held-out, first and last": of("eval/pass_rate"),
         "training rollouts, first and last": of("rollout/pass_rate"),
     }
-    best = max(rates, key=lambda name: min(len(rates[name]), 2))  # the first that has both ends
+    best = max(rates, key=lambda name: min(len(rates[name]), 2))  # the first entry that has two values
     cards = []
     for title, values, form, note in (
         ("Pass rate", rates[best], ".0%", best),
@@ -125,7 +125,10 @@ def _duration(seconds: float) -> str:
 
 
 def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
-    """The compute spent until an iteration, as text; "" between iterations. None where the run has not measured it."""
+    """Return a function from an iteration to the compute spent until then, as text.
+
+    The text is "" for a number that is not an iteration. Return None if the run did not measure its compute.
+    """
     spent = dict(_values(metrics, "time/compute_rollouts"))
 
     def shown(x: float) -> str:
@@ -155,7 +158,7 @@ def _charts(metrics: Rows) -> str:
 
 
 def _draw(axes: Any, *, chart: Chart, metrics: Rows, series: list) -> None:
-    """``series``: colour and points of each line."""
+    """Draw a chart on ``axes``. ``series`` has the colour and the points of each line."""
     if chart.stacked:
         _draw_stack(axes, series)
     else:
@@ -175,13 +178,13 @@ def _draw_lines(axes: Any, series: list, width: dict[int, float]) -> None:
 
 
 def _draw_stack(axes: Any, series: list) -> None:
-    """Draw series one upon the other: each iteration is a whole that is divided."""
+    """Draw the series stacked, so that the top line is their sum in each iteration."""
     iterations = np.unique([x for _, values in series for x, _ in values])
     floor = np.zeros(len(iterations))
     for colour, values in series:
         known = dict(values)
         top = floor + [known.get(x, 0.0) for x in iterations.tolist()]
-        # One shape of all iterations: a bar each takes seconds from a thousand on.
+        # One shape for all iterations, because one bar per iteration takes seconds from a thousand iterations on.
         axes.stairs(top, np.append(iterations - 0.5, iterations[-1] + 0.5), baseline=floor, fill=True, color=colour)
         floor = top
     if len(iterations) == 1:
@@ -189,7 +192,7 @@ def _draw_stack(axes: Any, series: list) -> None:
 
 
 def _text(value: Any) -> str:
-    """A prompt or completion, escaped; messages are joined."""
+    """Return a prompt or a completion as escaped HTML; the messages of a conversation are joined."""
     if isinstance(value, list):
         value = "\n".join(f"{message['role']}: {message['content']}" for message in value)
     return f"<pre>{page.text(value)}</pre>"
@@ -202,7 +205,7 @@ def _reward(value: float | None) -> str:
 
 
 def _before_after(before: dict | None, after: dict | None) -> str:
-    """The same question answered before and after, one row each: the first answers to the first eight."""
+    """Return a table of the first eight questions with their first answers before and after training."""
     answers: dict[tuple[int, str], dict[str, str]] = {}
     for moment, evaluation in (("before", before), ("after", after)):
         for i, sample in enumerate(evaluation["samples"][:: evaluation["num_samples"]][:8] if evaluation else ()):
@@ -213,7 +216,7 @@ def _before_after(before: dict | None, after: dict | None) -> str:
 
 
 def _rollouts(samples: Rows) -> str:
-    """A few rollouts of the first and of the last iteration that wrote some."""
+    """Return a table of up to four rollouts each of the first and the last iteration in samples.jsonl."""
     rows = []
     for iteration in sorted({row["iteration"] for row in (*samples[:1], *samples[-1:])}):
         for row in [row for row in samples if row["iteration"] == iteration][:4]:
@@ -231,7 +234,7 @@ def _plain(value: Any) -> str:
 
 
 def _settings(config: Config) -> str:
-    """Changed settings in sight, the rest folded."""
+    """Return a visible table of the changed settings and a folded table of the settings at their default."""
     values, default = flatten(config), flatten(Config()) | function_defaults(config)
 
     def rows(names: list[str], *columns: dict[str, Any]) -> list[str]:
@@ -246,7 +249,7 @@ def _settings(config: Config) -> str:
 
 
 def print_samples(workdir: pathlib.Path) -> None:
-    """Three held-out completions of the trained model, or of its last rollouts where nothing is held out."""
+    """Print three held-out completions of the trained model, or its last three rollouts without an evaluation."""
     evaluation = read_evaluation(workdir / "eval_after.json")
     rows = evaluation["samples"][:: evaluation["num_samples"]][:3] if evaluation else None
     if rows is None:

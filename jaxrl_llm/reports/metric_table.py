@@ -1,9 +1,9 @@
-"""The metrics of a run: names, units, meanings.
+"""Table of the metrics of a run: their names, units and meanings.
 
-``METRICS`` is the one place where a metric has them; writing a name that is not there raises.
+``METRICS`` is the only declaration of a metric. ``MetricsWriter.write`` raises on a name that is not in ``METRICS``.
 
-Owns: that table, which of the learner's sums stand behind the plain ones, figures by turn, by reward function and of an
-evaluation. Does not know: how other values come about (metrics).
+Owns: the table METRICS, the mapping from the learner's sums to metrics, and the metrics by turn, by reward function and
+of an evaluation. Does not know: how the other values are computed (metrics).
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ import numpy as np
 
 from jaxrl_llm.types import AGE_BUCKETS, OUTCOME_SCORE, Rewards
 
-# Ages of rollouts by bucket: "0", "1", "2-3", ..., "16+".
+# Labels of the age buckets of rollouts: "0", "1", "2-3", ..., "16+".
 _LOWEST = (0, *(highest + 1 for highest in AGE_BUCKETS))
 AGE_LABELS = (
     *(f"{low}-{high}" if low < high else f"{high}" for low, high in zip(_LOWEST, AGE_BUCKETS, strict=False)),
     f"{_LOWEST[-1]}+",
 )
-# The reward function that takes the majority answer of a question for its label (TTRL).
+# The reward function that uses the majority answer to a question as its label (TTRL).
 VOTE = "jaxrl_llm.questions.tasks.scores:majority"
-# Turns whose rewards are shown each by itself; later ones count in the total alone.
+# Number of turns with a reward metric of their own. The rewards of later turns count only in the total.
 TURNS_SHOWN = 4
-# Reward functions whose scores are shown each by itself; later ones too count in the total alone.
+# Number of reward functions with a metric of their own. The scores of later functions count only in the total.
 FUNCTIONS_SHOWN = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """Unit, and meaning with its denominator, of one value per iteration."""
+    """Unit and meaning of a metric, which has one value per iteration. The meaning states the denominator."""
 
     unit: str
     meaning: str
 
 
-# Name -> what it is. An iteration samples rollouts, scores them, puts them in the ring and takes U optimizer steps.
+# Maps names to metrics. An iteration samples rollouts, scores them, puts them in the ring and takes U optimizer steps.
 METRICS: dict[str, Metric] = {
     "rollout/generated_rows": Metric(
         "rollouts",
@@ -272,7 +272,7 @@ METRICS: dict[str, Metric] = {
     "eval/error_count": Metric("rollouts", "Held-out completions whose reward failed otherwise (reward/error_count)."),
 }
 
-# Those that are one sum over another, where the learner has the sums (learner.update): what is divided, and by what.
+# Metrics that are ratios of two sums of the learner (learner.update): (numerator, denominator).
 RATIOS = {
     "update/loss": ("loss_sum", "update_count"),
     "update/entropy_nats": ("entropy_sum", "token_count"),
@@ -297,7 +297,7 @@ RATIOS = {
     "replay/unique_prompts_mean": ("unique_prompt_count", "batch_count"),
 }
 
-# Those that the learner has as they are: by what name, their type, and of what there must be any (of a maximum).
+# Metrics copied from the learner: (name in the learner, type, optional count). If the count is 0, the metric is NaN.
 TAKEN = {
     "update/ratio_max": ("ratio_max", float, "update_count"),
     "update/old_policy_gap_max_nats": ("old_gap_max", float, "update_count"),
@@ -313,7 +313,11 @@ TAKEN = {
 
 
 def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
-    """Figures of rollouts that have several turns, ``turns`` of each, and of masked tokens where there are any."""
+    """Return the metrics by turn and the number of masked tokens.
+
+    ``turns`` has the number of turns of each rollout. It is empty without an environment: then there are no metrics by
+    turn. The count of masked tokens is left out if it is 0.
+    """
     values: dict[str, float] = {}
     if rewards.masked and any(rewards.masked):
         values["rollout/masked_tokens"] = sum(map(len, rewards.masked))
@@ -328,7 +332,10 @@ def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
 
 
 def function_values(functions: Sequence[str], rewards: Rewards) -> dict[str, float]:
-    """What each of ``rewards.functions`` has given; {} where there is one, which is the total."""
+    """Return the mean score of each of the first ``FUNCTIONS_SHOWN`` reward functions.
+
+    Return {} if there is only one function, because its score is the total. Only finite scores count.
+    """
     given = [np.asarray(rewards.parts[name]) for name in functions[:FUNCTIONS_SHOWN] if len(functions) > 1]
     scored = {f"rollout/reward_function_{k}": part[np.isfinite(part)] for k, part in enumerate(given, start=1)}
     return {name: float(part.mean()) for name, part in scored.items() if part.size}
@@ -337,11 +344,11 @@ def function_values(functions: Sequence[str], rewards: Rewards) -> dict[str, flo
 def vote_values(
     functions: Sequence[str], weights: Sequence[float], threshold: float, sizes: Sequence[int], rewards: Rewards
 ) -> dict[str, float]:
-    """Return how good the labels are that ``scores:majority`` votes for; {} if it is not among the functions.
+    """Return the quality of the labels that ``scores:majority`` votes for, or {} if it is not among the functions.
 
     Args:
-        threshold: the other function finds an answer right if its score is at least this.
-        sizes: rollouts of each group, in the order of the rewards.
+        threshold: an answer counts as right if its score by the other function, of weight 0, is at least this.
+        sizes: number of rollouts of each group, in the order of the rewards.
 
     Source: TTRL, arXiv:2504.16084, label accuracy, reward accuracy and majority ratio.
     """
@@ -367,7 +374,10 @@ def vote_values(
 
 
 def evaluation_values(result: Mapping[str, Any]) -> dict[str, float | None]:
-    """Rates and lengths of an evaluation (of ``actor.evaluation.evaluate``, or its file) as metrics."""
+    """Return the rates and lengths of an evaluation as metrics.
+
+    ``result`` comes from ``actor.evaluation.evaluate`` or from its file.
+    """
     return {
         "eval/pass_rate": result["pass_rate"],
         "eval/completion_length_tokens": result["completion_length_tokens"],

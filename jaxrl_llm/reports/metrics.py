@@ -1,7 +1,7 @@
-"""What a run says about itself: metrics.jsonl, samples.jsonl, TensorBoard and a live line.
+"""Metrics of a run: metrics.jsonl, samples.jsonl, TensorBoard events and a live progress line.
 
-Owns: the division of sums by counts, the files, cutting them back on resume. Does not know: what a metric means
-(metric_table), how sums come about.
+Owns: the division of sums by counts, the files, cutting the files back on resume. Does not know: what a metric means
+(metric_table), how the sums are computed.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ FILES = ("metrics.jsonl", "samples.jsonl")
 
 
 def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_tied: int) -> dict[str, float]:
-    """Figures of the iteration's rollouts; names and denominators as in ``METRICS``.
+    """Return the metrics of the iteration's rollouts, with the names and denominators of ``METRICS``.
 
     Args:
-        groups: all that were generated, with ``lengths`` and ``stop_reasons``.
-        rewards: of their rows.
-        num_tied: groups of them that teach nothing.
+        groups: all generated groups, with ``lengths`` and ``stop_reasons``.
+        rewards: the rewards of all rows of the groups.
+        num_tied: number of degenerate groups, which give no learning signal.
     """
     scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
     num_rollouts = len(rewards.outcome)
@@ -79,7 +79,7 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
 
 
 def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
-    """Figures of the tokens that the iteration drew, of rollouts that are left out or still open too."""
+    """Return the metrics of all tokens sampled in the iteration, also of rollouts that are left out or unfinished."""
     tokens = max(draws.tokens, 1.0)
     sampling = config.sampling
     values = {
@@ -94,10 +94,11 @@ def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
 
 
 def draw_warning(values: dict[str, float]) -> str | None:
-    """What to say of a sampler whose tokens are not what its distributions say; None where they are.
+    """Return a warning if the sampled tokens do not match the model's distributions; otherwise None.
 
-    Beyond six standard errors, which no honest sampler reaches by chance (a normal deviate does once in 5e8 times); a
-    thousandth of a nat is rounding. Not a number is not what they say either.
+    The test compares the entropy of the sampled tokens with the entropy of the distributions. The limit is six standard
+    errors, because a normal deviate exceeds six about once in 5e8 times. Differences up to 1e-3 nats count as rounding.
+    NaN also gives the warning.
     """
     names = ("sampled_entropy_nats", "model_entropy_nats", "sampled_entropy_error_nats")
     numbers = [values.get(f"rollout/{name}", 0.0) for name in names]
@@ -111,7 +112,7 @@ def draw_warning(values: dict[str, float]) -> str | None:
 
 
 def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
-    """Figures of the iteration's updates from its sums and counts: the one place where means are taken."""
+    """Return the metrics of the iteration's updates: divide their sums by their counts. Means are taken only here."""
     used = used | {"reused_count": int(used["real_count"]) - int(used["first_use_count"])}
     ratio = lambda total, count: float(used[total]) / float(used[count]) if used[count] > 0 else math.nan
     taken = lambda given, kind, count="": kind(used[given]) if not count or used[count] > 0 else math.nan
@@ -133,7 +134,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
     if "value_loss_sum" in used:
         moment = lambda x: float(used["token_count"]) * float(used[f"{x}_square_sum"]) - float(used[f"{x}_sum"]) ** 2
         whole, rest = moment("return"), moment("value_error")
-        rounding = 1e-5 * float(used["token_count"]) * float(used["return_square_sum"])  # more than that of such sums
+        rounding = 1e-5 * float(used["token_count"]) * float(used["return_square_sum"])  # above the sums' error
         values["update/explained_variance"] = 1 - rest / whole if whole > rounding else math.nan
     if "update_s" in used:
         values["time/update_s"] = used["update_s"]
@@ -142,15 +143,16 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
 
 
 def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:
-    """What the run has cost in trained rollouts, the sum of B + mu R, from the iteration's seconds and counts.
+    """Return the cost ratio mu and the compute of the run, the sum of B + mu R in trained rollouts.
 
-    Where mu is not declared, an iteration that trained on nothing has none and adds nothing.
+    mu is ``replay.cost_ratio`` if it is set, else the measured ratio. An iteration without training has no measured mu:
+    its compute is then counted as 0.
 
     Args:
-        before: what the run had cost before this iteration.
+        before: compute of the run before this iteration.
 
     Source: Arnal et al. 2026, arXiv:2604.08706, section 4. Differs: generation and training alternate on one mesh, so
-    mu is a ratio of seconds, not of workers; B counts the rows that were really drawn.
+    mu is a ratio of seconds, not of workers. B counts the rows that were actually drawn.
     """
     generated, trained = values["rollout/generated_rows"], values["replay/drawn_rows"]
     generate_s = values["time/generate_s"] + values["time/reward_s"]
@@ -162,9 +164,9 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
 
 
 class MetricsWriter:
-    """Appends to metrics.jsonl, samples.jsonl and tensorboard/ in ``workdir``, and to shared_rollouts.jsonl if asked.
+    """Writer of metrics.jsonl, samples.jsonl and tensorboard/ in ``workdir``.
 
-    The first host writes for all.
+    With ``share_rollouts`` it also writes shared_rollouts.jsonl. Only the first host writes.
     """
 
     def __init__(self, workdir: str | os.PathLike, config: MetricsConfig):
@@ -177,10 +179,12 @@ class MetricsWriter:
         self._tensorboard: RecordWriter | None = None
 
     def write(self, iteration: int, values: dict[str, Any]) -> None:
-        """Append one object: ``iteration`` and the values, numbers that are not finite and None as null.
+        """Append one JSON object with ``iteration`` and the values to metrics.jsonl.
+
+        Non-finite numbers and None are written as null.
 
         Raises:
-            KeyError: a name that ``METRICS`` does not declare.
+            KeyError: ``METRICS`` does not declare one of the names.
         """
         if unknown := values.keys() - METRICS.keys():
             raise KeyError(f"not declared in METRICS: {', '.join(sorted(unknown))}")
@@ -193,7 +197,7 @@ class MetricsWriter:
                 (self._workdir / "tensorboard").mkdir(exist_ok=True)
                 path = self._workdir / "tensorboard" / f"events.out.tfevents.{time.time_ns()}"
                 self._tensorboard = RecordWriter(str(path))
-                # What a killed run wrote from this iteration on is not shown.
+                # A START event makes TensorBoard hide the events of a killed run from this iteration on.
                 start = Event(step=iteration, session_log=SessionLog(status=SessionLog.START))
                 events = [Event(file_version="brain.Event:2"), start, *events]
             for event in events:
@@ -201,20 +205,23 @@ class MetricsWriter:
             self._tensorboard.flush()
 
     def state(self) -> dict[str, int]:
-        """Size in bytes of each file, for the checkpoint."""
+        """Return the size in bytes of each file, for the checkpoint."""
         return {name: file.tell() for name, file in self._files.items()}
 
     def restore(self, state: dict[str, int], iteration: int = 0, values: Any = None) -> list[str]:
-        """Cut the files back to where a checkpoint was written, so that a resumed run repeats no line.
+        """Cut the files back to their state at a checkpoint, so that a resumed run repeats no line.
 
-        ``{}`` (no checkpoint) empties them; one that was not written then stays. Lines that cannot be read go too.
+        An empty ``state`` (no checkpoint) empties the files. If ``state`` has sizes, a file missing from it keeps its
+        size. Lines of metrics.jsonl and samples.jsonl that cannot be read are removed.
 
         Args:
-            state: ``state()`` of then, maybe of another machine's files, where sizes do not say what is to stay.
-            iteration: iterations finished; with ``values`` of the last its line in metrics.jsonl was still to come.
+            state: ``state()`` at the checkpoint, perhaps of files on another machine. Therefore the iterations in
+                the lines of metrics.jsonl and samples.jsonl decide what is cut, not the sizes.
+            iteration: finished iterations at the checkpoint.
+            values: metrics of the last iteration, if the checkpoint was saved before their line was written.
 
         Returns:
-            What to say of a file that has not what it had then.
+            One warning for each file whose size differs from its size in ``state``.
         """
         said = []
         for name, file in self._files.items():
@@ -225,7 +232,7 @@ class MetricsWriter:
                 kept = b"".join(line for line in whole if json.loads(line).get("iteration", 0) <= last)
                 file.truncate(same := len(kept) if data.startswith(kept) else 0)
                 file.write(kept[same:])
-            elif not said:  # else it is another machine's too, and its lines name no iteration
+            elif not said:  # after a warning the sizes may be of another machine's files; its lines have no iteration
                 file.truncate(min(size, file.tell()))
             if (now := file.seek(0, os.SEEK_END)) != size:
                 said.append(
@@ -234,20 +241,23 @@ class MetricsWriter:
         return said
 
     def close(self) -> None:
-        with contextlib.ExitStack() as stack:  # every one, whatever a full disk says of another
+        with contextlib.ExitStack() as stack:  # close every file, even if closing another file fails on a full disk
             for file in (*self._files.values(), *([self._tensorboard] if self._tensorboard else [])):
                 stack.callback(file.close)
 
     def append(self, lines: Mapping[str, list[dict[str, Any]]]) -> None:
-        """Append to files, by name, one JSON object a line; who reads meanwhile may see the last one in part."""
-        for name in lines.keys() & self._files.keys():  # others are not asked for, or another host's to write
+        """Append JSON objects to files, one per line. ``lines`` maps file names to objects.
+
+        A concurrent reader may see an incomplete last line.
+        """
+        for name in lines.keys() & self._files.keys():  # skip files that are not requested or that another host writes
             texts = (json_lines.written(row, ensure_ascii=False) + "\n" for row in lines[name])
             self._files[name].write("".join(texts).encode())
             self._files[name].flush()
 
 
 def plain_numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
-    """Return the metrics as JSON has them: null for None and for a number that is not finite."""
+    """Return the metrics as JSON values. Non-finite numbers become None, which JSON writes as null."""
     return {name: x if x is None or isinstance(x, int) else json_lines.finite(float(x)) for name, x in values.items()}
 
 
@@ -258,18 +268,18 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
         ConfigError: there is no such file, or a row is damaged (``records.read_metric_rows``).
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
-    if not os.path.isfile(path):  # False too for a name that no file can have
+    if not os.path.isfile(path):  # also False for an invalid file name
         raise ConfigError(f"no metrics.jsonl in {workdir}")
     return records.read_metric_rows(path)
 
 
 class Progress:
-    """One live line on a terminal, one line per iteration elsewhere.
+    """Progress display: one live line on a terminal, one printed line per iteration otherwise.
 
     Args:
-        num_iterations: of the whole run.
+        num_iterations: number of iterations of the whole run.
         start: iterations finished before this process began.
-        console: where to write; default standard output.
+        console: the console to print to; the default is standard output.
     """
 
     def __init__(self, num_iterations: int, start: int = 0, console: rich.console.Console | None = None):
@@ -280,7 +290,7 @@ class Progress:
         if self._console.is_terminal:
             self._bar = rich.progress.Progress(
                 rich.progress.BarColumn(bar_width=12),
-                # A narrow terminal folds the line instead of losing its end.
+                # A plain column wraps the line on a narrow terminal instead of cutting off its end.
                 rich.progress.TextColumn("{task.description}", markup=False, table_column=rich.table.Column()),
                 console=self._console,
                 auto_refresh=False,
@@ -291,11 +301,14 @@ class Progress:
             self._bar.start()
 
     def restart_clock(self) -> None:
-        """The loop begins now: what came before (compiling, loading) has no part in the estimate."""
+        """Restart the clock of the ETA, so that time before the loop (compiling, loading) does not count."""
         self._times = [time.monotonic()]
 
     def update(self, iteration: int, values: dict[str, Any]) -> None:
-        """Show the state after ``iteration`` iterations; values as given to ``MetricsWriter.write``, any may lack."""
+        """Show the state after ``iteration`` iterations.
+
+        ``values`` are metrics as for ``MetricsWriter.write``; any of them may be missing.
+        """
         self._times.append(time.monotonic())
         if warning := draw_warning(values):
             self.note(warning)
@@ -306,7 +319,7 @@ class Progress:
             self._bar.update(self._task, completed=iteration, description=line, refresh=True)
 
     def note(self, text: str) -> None:
-        """Print above the live line."""
+        """Print a text above the live line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
@@ -314,13 +327,13 @@ class Progress:
             self._bar.stop()
 
     def _remaining_s(self, iteration: int) -> float:
-        # The first iteration compiles: it counts only while there is no other.
+        # The first iteration includes compilation, so use its time only while no other iteration is finished.
         times = self._times[1:] if len(self._times) > 2 else self._times
         return (times[-1] - times[0]) / (len(times) - 1) * (self._total - iteration)
 
 
 def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_s: float) -> str:
-    """``iteration 3/20 | reward 0.41 | pass 0.38 | ... | ETA 4:05``; "-" where there is no number."""
+    """Return ``iteration 3/20 | reward 0.41 | pass 0.38 | ... | ETA 4:05``, with "-" for missing values."""
     numbers = plain_numbers(values)
 
     def shown(name: str, form: str) -> str:

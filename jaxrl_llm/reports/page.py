@@ -1,9 +1,9 @@
-"""A page that needs no other file: its style, its pictures, its tables.
+"""Building blocks of a self-contained HTML page: its style, its pictures and its tables.
 
-Pictures are inline SVG drawn by matplotlib in placeholder colours that the page's style sheet replaces, so that they
-follow light and dark.
+Pictures are inline SVG that matplotlib draws in placeholder colours. ``picture`` replaces the placeholders by variables
+of the style sheet, so that the pictures follow the light and dark themes.
 
-Owns: how a page looks. Does not know: what is on it.
+Owns: the appearance of a page. Does not know: the content of a page.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ PAGE = pathlib.Path(__file__).with_name("page.html")  # the frame and its style 
 INK, FAINT = "#010101", "#020202"
 SERIES = tuple(f"#{3 + i:02x}{3 + i:02x}{3 + i:02x}" for i in range(8))
 COLOURS = {INK: "var(--muted)", FAINT: "var(--line)"} | {c: f"var(--series-{i})" for i, c in enumerate(SERIES)}
-DASHES = ("-", "--", ":", "-.")  # series beyond the colours begin the colours again, broken
+DASHES = ("-", "--", ":", "-.")  # with more series than colours, the colours repeat with the next line style
 
 
 def text(value: Any) -> str:
-    """Any value as text between tags or in an attribute, whatever it has in it."""
+    """Return any value as escaped HTML text, safe between tags and in an attribute."""
     return html.escape(visible(str(value)))
 
 
 def stroke(number: int) -> tuple[str, str]:
-    """Colour and line style of a picture's ``number``-th series."""
+    """Return the colour and the line style of the ``number``-th series of a picture."""
     return SERIES[number % len(SERIES)], DASHES[number // len(SERIES) % len(DASHES)]
 
 
 def write_page(path: pathlib.Path, title: str, sections: Sequence[str]) -> pathlib.Path:
-    """Write the page at ``path`` in one go and return the path; ``title`` is text, sections are HTML."""
+    """Write the whole page to ``path`` and return the path. ``title`` is plain text; ``sections`` are HTML."""
     before, after = PAGE.read_text(encoding="utf-8").split("{{body}}")
     page = before.replace("{{title}}", text(title)) + "\n".join(sections) + after
     bucket.write_whole(path, page)
@@ -62,7 +62,7 @@ def folded(summary: str, body: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[str], classes: str = "") -> str:
-    """A table of ``row``s; nothing without any."""
+    """Return an HTML table of rows made by ``row``, or "" if there are no rows."""
     if not rows:
         return ""
     cells = "".join(f"<th>{name}</th>" for name in head)
@@ -70,7 +70,11 @@ def table(head: Sequence[str], rows: Sequence[str], classes: str = "") -> str:
 
 
 def legend(keys: Sequence[tuple[int, str, str]]) -> str:
-    """(colour's number, label, "line" or "dot") of each series; nothing for a single one."""
+    """Return the legend of a picture, or "" if it has fewer than two series.
+
+    Args:
+        keys: (number of the series, label, "line" or "dot") of each series.
+    """
     if len(keys) < 2:
         return ""
 
@@ -98,13 +102,13 @@ def picture(
     whole_x: bool = True,
     second_x: Callable[[float], str] | None = None,
 ) -> str:
-    """What ``draw(axes)`` draws, as an inline ``<svg>`` whose colours are the style sheet's.
+    """Return the drawing of ``draw(axes)`` as an inline ``<svg>`` in the colours of the style sheet.
 
     Args:
-        label: read out instead of the picture.
-        salt: keeps the ids of two pictures of a page apart.
-        whole_x: ticks at whole numbers alone.
-        second_x: what stands below the number of a tick, from that number: another measure of the same axis.
+        label: the text alternative of the picture (``aria-label``), for screen readers.
+        salt: makes the SVG ids of this picture differ from the ids of the other pictures of the page.
+        whole_x: put ticks only at whole numbers.
+        second_x: maps the number of a tick to a second label below it: another measure of the same axis.
     """
     import matplotlib
 
@@ -131,7 +135,7 @@ def picture(
         out = io.StringIO()
         drawn.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     svg = out.getvalue()
-    # Names of groups would repeat from picture to picture, and nothing refers to them.
+    # The ids of groups would be the same in several pictures of a page. Nothing refers to them, so drop them.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     for placeholder, shown in COLOURS.items():
         svg = svg.replace(placeholder, shown)

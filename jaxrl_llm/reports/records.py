@@ -1,9 +1,9 @@
-"""Rows of a run's files, read and checked: metrics.jsonl, samples.jsonl, eval_*.json.
+"""Readers that check the rows of a run's files: metrics.jsonl, samples.jsonl and eval_*.json.
 
-A file can be damaged by a disk or edited by hand. Its rows are checked once, here, so that nothing that reads them
-later meets a value of another type.
+A disk can damage a file, and a person can edit it. This module checks the rows once, when a file is read. Later code
+can rely on the types of the fields.
 
-Owns: which fields a row has and of which type. Does not know: who reads them.
+Owns: the fields of a row and their types. Does not know: who reads the rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGEST_COUNT = 10**12
 
 
 class Kind(NamedTuple):
-    """What a field holds: a test of its value, and the words for it in an error."""
+    """Type of a field: a test of its value, and its description in an error message."""
 
     accepts: Callable[[Any], bool]
     words: str
@@ -83,10 +83,10 @@ def read_metric_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_samples(path: Path, fields: Mapping[str, Kind] = SAMPLE_FIELDS) -> list[dict[str, Any]]:
-    """Return the rows of a samples.jsonl; none if there is no such file.
+    """Return the rows of a samples.jsonl, or an empty list if the file does not exist.
 
     Args:
-        fields: those that the caller reads.
+        fields: the fields that the caller reads. Only these fields are checked.
 
     Raises:
         ConfigError: a line is not a JSON object, or one of the fields is missing or has another type.
@@ -100,7 +100,9 @@ def read_samples(path: Path, fields: Mapping[str, Kind] = SAMPLE_FIELDS) -> list
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:
-    """Return an eval_*.json: ``pass_rate``, ``num_samples`` per question, ``samples``; None if there is no such file.
+    """Return the content of an eval_*.json, or None if the file does not exist.
+
+    The keys are ``pass_rate``, ``num_samples`` (per question) and ``samples``.
 
     Raises:
         ConfigError: the file is not a JSON object, or a value has another type.
@@ -118,10 +120,12 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
 
 
 def read_made_with(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Take ``made_with`` out of the settings of config.json: ``versions``, ``commit``, ``devices``, ``files``.
+    """Remove ``made_with`` from the settings of config.json and return it.
+
+    Its keys are ``versions``, ``commit``, ``devices``, ``files``.
 
     Raises:
-        ConfigError: it has another type.
+        ConfigError: ``made_with`` or its ``versions`` is not an object.
     """
     made_with = settings.pop("made_with", {})
     is_mapping = isinstance(made_with, dict) and isinstance(made_with.get("versions", {}), dict)
@@ -142,5 +146,5 @@ def _check_row(row: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -
 def _shortened(value: Any) -> str:
     try:
         return f"{value!r:.60}"
-    except ValueError:  # a whole number of more digits than Python prints
+    except ValueError:  # Python refuses to print a whole number of this many digits
         return f"a {type(value).__name__} that is too large to print"
