@@ -64,7 +64,9 @@ def test_the_same_holds_over_a_mesh_and_with_adapters():
     sampling = sampling_of("recompute", model, mesh=MeshConfig(data=2, tensor=2), slack=1)
     rollout = generated(sampling, CALLS)
     assert (~has_one_version(rollout)).sum() > 8
-    assert gaps(sampling.sampler, rollout).max() <= 1e-5
+    # Sums over the tensor axis are rounded in another order. Measured: 0.9e-5 with jax 0.10.2, 5.1e-5 with 0.12.0.1.
+    # Caches that were not read again are wrong by more than 1e-2 (above).
+    assert gaps(sampling.sampler, rollout).max() <= 1e-4
 
 
 @pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
