@@ -3,12 +3,12 @@
     python -m studies.bandit
 
 A softmax policy over a few arms climbs the expected gradient of (r - (V + delta_V)) log pi(arm) on arms that an old
-policy draws, as a FIFO of rollouts far behind would give them; V is that policy's mean reward. The table tells where
-it ends: well below 0 it keeps several arms, just below 0 most runs end on one, at 0 and above all do, on the best arm
-or not.
+policy draws, like a FIFO with very old rollouts. V is the mean reward of the old policy. The table shows where the
+trained policy ends. With delta_V well below 0 it keeps several arms. Just below 0 most runs end on one arm. At 0 and
+above all runs end on one arm, which need not be the best.
 
 Source: Arnal et al. 2025, arXiv:2506.20520; the limit under a fixed behaviour, ``limit``, is derived there.
-Owns: the bandit, its dynamics. Does not know: anything of the package.
+Owns: the bandit, its dynamics. Does not know: the package jaxrl_llm.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ def softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def gradient(policy: np.ndarray, behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndarray:
-    """Of E_behaviour[(r - (V + delta_v)) log policy] by the logits [..., A]:  mu (r - V - delta_v) + delta_v pi."""
+    """Return the gradient of E_behaviour[(r - (V + delta_v)) log policy] by the logits [..., A].
+
+    The gradient is mu (r - V - delta_v) + delta_v pi, with the behaviour mu and the policy pi.
+    """
     value = (behaviour @ rewards)[..., None]
     return behaviour * (rewards - value - delta_v) + delta_v * policy
 
 
 def limit(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndarray:
-    """Where the policy goes under a fixed behaviour, for delta_v below 0.
+    """Return the limit of the policy under a fixed behaviour, for delta_v below 0.
 
-    pi(y) = (a_y - c)+ / -delta_v with a_y = mu(y) (r_y - V - delta_v), and c such that it sums to 1.
+    pi(y) = (a_y - c)+ / -delta_v with a_y = mu(y) (r_y - V - delta_v). The constant c makes pi sum to 1.
     """
     assert delta_v < 0
     a = behaviour * (rewards - behaviour @ rewards - delta_v)
@@ -45,7 +48,7 @@ def limit(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndar
 
 
 def run(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float, *, steps: int = 3000, rate: float = 1.0):
-    """The policy [..., A] after so many steps from the behaviour on."""
+    """Return the policy [..., A] after ``steps`` gradient steps that start from the behaviour."""
     logits = np.log(behaviour)
     for _ in range(steps):
         logits = logits + rate * gradient(softmax(logits), behaviour, rewards, delta_v)
@@ -53,7 +56,7 @@ def run(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float, *, steps: in
 
 
 def summary(policy: np.ndarray, rewards: np.ndarray) -> tuple[float, float, int]:
-    """Expected reward, entropy in nats, arms with at least 1 % of the mass."""
+    """Return the expected reward, the entropy in nats, and the number of arms with more than 1 % of the mass."""
     return (
         float(policy @ rewards),
         float(-np.sum(policy * np.log(np.maximum(policy, 1e-300)))),
@@ -65,7 +68,10 @@ HEAD = ("delta_V", "reward", "entropy, nats", "arms with 1 %", "end on one arm",
 
 
 def rows() -> list[list[str]]:
-    """Of 20 behaviours by delta_V, as ``HEAD``: medians of the first three figures, numbers of behaviours."""
+    """Return a table row for each delta_V, with the columns ``HEAD``, over 20 random behaviours.
+
+    Reward, entropy and the number of arms are medians. The last two columns count behaviours.
+    """
     found = []
     for delta_v in DELTAS:
         behaviours = softmax(np.stack([2 * np.random.default_rng(s).normal(size=8) for s in range(20)]))

@@ -1,12 +1,13 @@
-"""What a run of the study costs: in trained rollouts at a declared or its own measured mu, and in seconds.
+"""Cost of a run of the study: in trained rollouts, at the declared or the arm's own measured mu, and in seconds.
 
     compute = sum over iterations of trained (1 + f/3) + generated (mu + g/3)
 
-trained and generated are the rollouts that the run really drew and really sampled, resampling rounds included; f and g
-count the forward passes beside that of the update that its method makes of a drawn and of a fresh rollout (of a
-reference, of an old policy, of a whole batch before its update). A forward is a third of a forward and backward.
+"trained" and "generated" count the rollouts that the run actually drew and sampled, including resampling rounds.
+f and g count the extra forward passes of a method per drawn and per fresh rollout, besides the forward pass of the
+update. Examples are passes of a reference, of an old policy, or over a whole batch before its update. A forward pass
+costs a third of a forward and backward pass.
 
-Owns: these sums, the noise that the theory's cost wants to be like the measured one. Does not know: what is learned.
+Owns: these sums, the fit of the theory's noise to measured costs. Does not know: what is learned.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from jaxrl_llm.sweep.table import Run
 from studies.design import COST_RATIO
 
 GENERATED, TRAINED = "rollout/generated_rows", "replay/drawn_rows"
-FORWARD = 1 / 3  # of a forward and backward
+FORWARD = 1 / 3  # cost relative to a forward and backward pass
 
 
 class Forwards(NamedTuple):
-    """Forward passes beside that of the update."""
+    """Numbers of extra forward passes, besides the forward pass of the update."""
 
     of_trained: int
     of_generated: int
 
 
 def forwards(config: Config) -> Forwards:
-    """What a method adds to an iteration."""
+    """Return the extra forward passes that the method of ``config`` makes per trained and per generated rollout."""
     algorithm = config.algorithm
     of_trained = sum(algorithm.loss_needs(name) for name in OTHER_POLICIES)
     of_trained += bool(algorithm.correction) and algorithm.correction.fact("over_batch") is not None
@@ -47,44 +48,47 @@ def forwards(config: Config) -> Forwards:
 
 
 class Times(NamedTuple):
-    """Seconds of an iteration of an arm, medians of iterations that had the machine to themselves (studies.timing)."""
+    """Median seconds of an iteration of an arm, measured with nothing else on the machine (studies.timing)."""
 
-    generate_s: float  # rewards included
+    generate_s: float  # includes the rewards
     update_s: float
-    iteration_s: float  # without evaluation and checkpoint
-    generated: float  # rollouts
+    iteration_s: float  # excludes evaluation and checkpoints
+    generated: float  # rollouts per iteration, like ``trained``
     trained: float
 
     @property
     def train_s(self) -> float:
-        """Seconds to train on a rollout; what a method asks of other policies is in it."""
+        """Return the seconds to train on one rollout, including the method's forward passes of other policies."""
         return self.update_s / self.trained
 
     @property
     def mu(self) -> float:
-        """Seconds to generate a rollout over seconds to train on one."""
+        """Return the seconds to generate a rollout divided by the seconds to train on one."""
         return (self.generate_s / self.generated) / self.train_s
 
 
 def read_times(path: pathlib.Path) -> dict[str, Times]:
-    """By arm, as a sweep calls it with its rate."""
+    """Return the times in a file by arm. An arm has the name that its sweep gives it, including the learning rate."""
     return {name: Times(**times) for name, times in json.loads(path.read_text())["times"].items()}
 
 
 def line(times: Sequence[Times]) -> Seconds:
-    """replay_plan's fit of the seconds of an iteration to the rollouts that it generates."""
+    """Fit the seconds of an iteration to the number of generated rollouts (``replay_plan.Seconds``)."""
     return Seconds.of([(t.generated, t.iteration_s) for t in times], statistics.mean(t.trained for t in times))
 
 
 def compute(run: Run, extra: Forwards, mu: float = COST_RATIO) -> np.ndarray:
-    """Compute so far at each row of the run, in trained rollouts."""
+    """Return the cumulative compute at each row of the run, in trained rollouts."""
     generated, trained = (np.array([row[name] or 0.0 for row in run.rows], float) for name in (GENERATED, TRAINED))
     each = trained * (1 + FORWARD * extra.of_trained) + generated * (mu + FORWARD * extra.of_generated)
     return np.cumsum(each)
 
 
 def seconds(run: Run, times: Times) -> np.ndarray:
-    """Seconds so far at each row; where a run resampled, its generation cost more by what it generated more."""
+    """Return the cumulative seconds at each row.
+
+    The seconds of generation scale with the number of generated rollouts, so resampling costs more.
+    """
     generated = np.array([row[GENERATED] or 0.0 for row in run.rows], float)
     more = times.generate_s * (generated / times.generated - 1)
     return np.cumsum(times.iteration_s + more)
@@ -92,12 +96,12 @@ def seconds(run: Run, times: Times) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """The theory's rho and alpha for which its cost J is most like the costs measured, but for a factor.
+    """The theory's rho and alpha whose cost J fits the measured costs best, up to a constant factor.
 
     Attributes:
-        costs: with these, at the mu that they were fitted at.
-        error: root mean square of the differences of logarithms.
-        left_out_error: likewise of each arm from the fit to the others.
+        costs: the cost model with the fitted rho and alpha, at the mu of the fit.
+        error: root mean square of the differences between the logarithms of theory and measurement.
+        left_out_error: the same error for each arm, predicted from a fit to the other arms.
     """
 
     costs: Costs
@@ -106,7 +110,12 @@ class Noise:
 
     @classmethod
     def of(cls, mu: float, measured: Mapping[tuple[int, int], float]) -> Noise:
-        """From costs by (y, N / B), finite ones; rho is looked for from 0.001 to 1, alpha from 0 to 0.49."""
+        """Fit rho in [0.001, 1] and alpha in [0, 0.49] by grid search.
+
+        Args:
+            mu: cost ratio of the measured costs.
+            measured: finite costs by (y, N / B): replay ratio, and ring in batches.
+        """
         rhos, alphas = np.geomspace(1e-3, 1, 61).tolist(), np.linspace(0, 0.49, 99).tolist()
         grid = [Costs(mu, rho, alpha) for rho in rhos for alpha in alphas]
         theory = np.log([[costs.relative_cost(y * n, y) for y, n in measured] for costs in grid])

@@ -1,10 +1,13 @@
-"""The replay study's design: arms that differ in how often a rollout is used, at equal compute, each at its own rate.
+"""Design of the replay study: arms differ in how often they use a rollout, at equal compute, each at its own rate.
 
-Declared before the runs: the learning rate of an arm is the one of three or four with the largest mean held-out pass
-rate over the whole run (sweep.table.best_points), on seeds 100 and 101; reported are seeds 0 to 3, which chose
-nothing. What a run does beyond the budget counts for nothing.
+These rules were declared before the runs:
 
-Owns: what an arm sets and is called, how its rate is chosen. Does not know: model, task, objective
+- The learning rate of an arm is one of three or four. It has the largest mean held-out pass rate over the whole run
+  (sweep.table.best_points) on seeds 100 and 101.
+- The reported results are of seeds 0 to 3, which are not used to choose the rate.
+- Iterations beyond the budget do not count.
+
+Owns: the settings and the name of an arm, the choice of its rate. Does not know: model, task, objective
 (configs/study_*.py).
 """
 
@@ -19,10 +22,10 @@ import numpy as np
 from jaxrl_llm.sweep.points import SEED, Point, Sweep, grid, product, seeds
 from jaxrl_llm.sweep.table import Run, best_points
 
-COST_RATIO = 5.28  # mu of the paper's 7B runs: generating a rollout costs so many times training on it
+COST_RATIO = 5.28  # mu of the paper's 7B runs: cost of generating a rollout over the cost of training on it
 GROUP = 8
 RATE, EVERY, SAMPLES = "optimizer.learning_rate", "eval.every_iterations", "eval.num_samples"
-COMPUTE = "time/compute_rollouts"  # so far
+COMPUTE = "time/compute_rollouts"  # cumulative
 RATES = (2e-4, 4e-4, 8e-4)
 TUNING, REPORTED = seeds(2, first=100), seeds(4)
 METRICS = ("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps")
@@ -30,12 +33,12 @@ METRICS = ("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay
 
 @dataclasses.dataclass(frozen=True)
 class Design:
-    """A study.
+    """Sizes of one study.
 
     Attributes:
-        batch: rollouts of a step.
-        on_policy_steps: what so many on-policy steps cost is the budget of every arm.
-        evaluations: of a run.
+        batch: rollouts per optimizer step.
+        on_policy_steps: the budget of every arm is the cost of this number of on-policy steps.
+        evaluations: planned number of evaluations per run.
     """
 
     batch: int
@@ -44,14 +47,17 @@ class Design:
 
     @property
     def budget(self) -> float:
-        """In trained rollouts."""
+        """Return the budget of an arm in trained rollouts."""
         return self.on_policy_steps * self.batch * (1 + COST_RATIO)
 
     def arm(self, ratio: int, batches: int, *, at_once: bool = False, **settings: Any) -> dict[str, Any]:
-        """Steps on B rollouts, B / ``ratio`` of them new, drawn from the last ``batches`` * B: the budget's.
+        """Return the settings of an arm that spends the budget.
+
+        Each step trains on B rollouts drawn from the last ``batches`` * B. B / ``ratio`` rollouts per step are new.
 
         Args:
-            at_once: an iteration is ``ratio`` such steps, before which all their new rollouts are generated.
+            at_once: an iteration has ``ratio`` steps and generates all their new rollouts before the first step.
+            settings: further settings of the arm.
         """
         assert self.batch % (ratio * GROUP) == 0, f"y = {ratio} leaves no whole groups of a batch of {self.batch}"
         steps = ratio if at_once else 1
@@ -67,7 +73,7 @@ class Design:
         }
 
     def label(self, settings: Mapping[str, Any]) -> str:
-        """What an arm is called: its replay ratio, its ring in batches, and what else it sets."""
+        """Return the name of an arm: its replay ratio, its ring in batches, and its other settings."""
         budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", EVERY)
         ratio = self.batch // (GROUP * settings["rollout.prompts_per_iteration"])
         shown = lambda value: f"{value:.3g}" if isinstance(value, float) else value
@@ -76,28 +82,31 @@ class Design:
 
 
 SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
-THRESHOLD = 0.40  # of the small model's held-out pass rate: compute is counted to it, declared before the runs
+THRESHOLD = 0.40  # held-out pass rate up to which compute is counted; declared before the runs
 SMOLLM2 = Design(batch=32, on_policy_steps=24, evaluations=24)  # configs/study_smollm2.py
 SMOLLM2_GPU = Design(batch=128, on_policy_steps=96, evaluations=48)  # configs/study_smollm2_gpu.py
 SMOLLM2_GPU_SHORT = Design(batch=128, on_policy_steps=40, evaluations=40)  # configs/sweeps/smollm2_gpu_tasks.py
 SMOLLM2_RATES = (1e-5, 2e-5, 4e-5)
-SMOLLM2_THRESHOLD = 0.30  # it begins at 0.16 and 0.17
+SMOLLM2_THRESHOLD = 0.30  # the pass rate begins at 0.16 and 0.17
 
 
 def tuning(arm: Point, samples: int) -> Point:
-    """The arm as it is run to choose its rate: evaluated a quarter as often, with fewer answers."""
+    """Return the arm for the runs that choose its rate: evaluated a quarter as often, with ``samples`` answers."""
     return arm | {EVERY: 4 * arm[EVERY], SAMPLES: samples}
 
 
 def as_reported(point: Point) -> Point:
-    """What ``tuning`` made it from; a point that chooses no rate is itself."""
+    """Return the point that ``tuning`` was applied to. Return a point without ``tuning`` unchanged."""
     if SAMPLES not in point:
         return point
     return {name: value for name, value in point.items() if name != SAMPLES} | {EVERY: point[EVERY] // 4}
 
 
 def within(spent: np.ndarray, budget: float) -> int:
-    """How many of a run's iterations the budget pays for, to the nearest one, by what was spent up to each."""
+    """Return the number of iterations that the budget pays for, rounded to the nearest iteration.
+
+    ``spent`` has the cumulative cost at each iteration.
+    """
     return int((spent <= budget + spent[-1] / len(spent) / 2).sum())
 
 
@@ -110,11 +119,11 @@ def sweep_of(
     choosing: Sequence[Point] = TUNING,
     budget: float = SUMS.budget,
 ) -> Sweep:
-    """Every arm at every rate on the seeds that choose, then at its best one on those that are reported.
+    """Return a sweep of every arm at every rate on the choosing seeds, then at its best rate on the reported seeds.
 
     Args:
-        samples: answers to each held-out question in the former.
-        budget: in trained rollouts.
+        samples: answers to each held-out question in the runs that choose the rate.
+        budget: compute of a run that counts, in trained rollouts.
     """
 
     def at_best(runs: Sequence[Run]) -> list[Point]:
@@ -127,7 +136,10 @@ def sweep_of(
 
 
 def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
-    """A sweep of the study: an arm is called by its settings without the learning rate, and by that."""
+    """Return a sweep whose runs are named by the label of the arm and its learning rate.
+
+    ``label`` receives the settings without the learning rate.
+    """
 
     def named(settings: Point) -> str:
         arm = {name: value for name, value in as_reported(settings).items() if name != RATE}
@@ -144,12 +156,12 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
 
 
 def is_reported(seed: int) -> bool:
-    """Whether runs of this seed are reported, and so chose no learning rate."""
+    """Return whether runs of this seed are reported. Reported seeds are not used to choose a learning rate."""
     return seed in {point[SEED] for point in REPORTED}
 
 
 def without_rate(name: str) -> str:
-    """What an arm is called, of what a sweep of the study calls its runs."""
+    """Return the name of an arm from the name of a run: drop the learning rate."""
     return name.rsplit(", rate ", 1)[0]
 
 
@@ -158,7 +170,7 @@ def smollm2_sweep(
     budget: float = SMOLLM2.budget,
     rates: Sequence[float] = SMOLLM2_RATES,
 ) -> Sweep:
-    """Of the study of SmolLM2, by task and name of the arm; rates chosen on one seed."""
+    """Return a sweep of the SmolLM2 study. ``arms`` are by task and name; one seed chooses the rates."""
     numbers = lambda digits: {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": digits}
     tasks = {
         "sums": {"prompts.name": "chain_sum", "prompts.arguments": numbers(1)},
