@@ -1,11 +1,14 @@
-"""Arms of a sweep from its raw metrics (studies.raw), and a table of them: a line for each.
+"""Arms of a sweep, computed from its raw metrics (studies.raw), and a table with one line per arm.
 
-Figures are of the seeds that chose no learning rate, up to the study's budget, with 95 % bootstrap intervals over seeds
-and questions (sweep.intervals). Held-out pass rate: mean of the last three evaluations. Compute to the declared
-threshold: where the mean of the seeds' curves, each point with its two neighbours, first reaches it, in batches. Where
-iterations were timed, two costs more: in seconds, and at each arm's own measured mu.
+The figures use the reported seeds, up to the study's budget. Intervals are 95 % bootstrap intervals over seeds and
+questions (sweep.intervals).
 
-Owns: figures of arms, the table of them. Does not know: how runs were made (jaxrl_llm.sweep), what they cost (costs).
+- Held-out pass rate: the mean of the last three evaluations.
+- Compute to the threshold, in batches: the point at which the mean curve of the seeds first reaches the threshold.
+  Each point of the curve is averaged with its two neighbours.
+- If iterations were timed: also the cost in seconds, and the cost at each arm's own measured mu.
+
+Owns: figures of arms, the table of arms. Does not know: how runs were made (jaxrl_llm.sweep), what they cost (costs).
 """
 
 from __future__ import annotations
@@ -25,22 +28,22 @@ from studies.costs import Times
 from studies.design import COST_RATIO, EVERY, GROUP, RATE, within, without_rate
 
 METRIC = "eval/pass_rate"
-LAST = 3  # evaluations that the end is the mean of
+LAST = 3  # number of evaluations averaged for the pass rate at the end
 DELTA_V = "algorithm.advantage.delta_v"
-ELSE = ("replay.capacity", "num_iterations", EVERY, RATE, SEED, DELTA_V)  # no matter to an iteration's seconds
+ELSE = ("replay.capacity", "num_iterations", EVERY, RATE, SEED, DELTA_V)  # do not affect an iteration's seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """Its reported runs, and draws of its learning curve.
+    """Reported runs of one arm, and bootstrap draws of its learning curve.
 
     Attributes:
-        curves: [1 + resamples, evaluations] held-out pass rate; row 0 is of all seeds and questions.
-        draws: of seeds and questions, the same for every arm.
-        at: [runs, evaluations] rows of the evaluations.
-        passed: [runs, evaluations, questions] answers that passed, of ``samples``.
-        times: of an iteration, where they were measured.
-        batch: rollouts of the study's batch, in which compute is counted.
+        curves: [1 + resamples, evaluations] held-out pass rate; row 0 is the mean of all seeds and questions.
+        draws: bootstrap draws of seeds and questions, the same for every arm.
+        at: [runs, evaluations] row numbers of the evaluations.
+        passed: [runs, evaluations, questions] number of answers that passed, out of ``samples``.
+        times: seconds of an iteration, or None if they were not measured.
+        batch: rollouts in the study's batch, which is the unit of compute.
     """
 
     name: str
@@ -55,38 +58,39 @@ class Arm:
     batch: int
 
     def end(self) -> np.ndarray:
-        """Draws of the held-out pass rate at the end."""
+        """Return draws of the held-out pass rate at the end."""
         return self.curves[:, -LAST:].mean(axis=1)
 
     def end_by_run(self) -> np.ndarray:
-        """The same of each run."""
+        """Return the held-out pass rate of each run at the end."""
         return self.passed[:, -LAST:].mean(axis=(1, 2)) / self.samples
 
     def pass_at(self, k: int, evaluation: int = -1) -> Interval:
-        """pass@k at an evaluation."""
+        """Return pass@k at an evaluation; the default is the last evaluation."""
         rates = intervals.pass_at_k(self.passed[:, evaluation][:, None], self.samples, k)
         return Interval.of(self.draws.curves(rates)[:, 0])
 
     def over(self, mu: float) -> np.ndarray:
-        """Compute at the evaluations [1 + resamples, evaluations] in batches, at a cost ratio."""
+        """Return the compute at the evaluations [1 + resamples, evaluations], in batches, at the cost ratio ``mu``."""
         return self._x([costs.compute(run, self.extra, mu) for run in self.runs]) / self.batch
 
     def over_own(self, base: Arm) -> np.ndarray:
-        """Compute at its own measured mu, as ``over``; in batches as long as the base takes to train on one.
+        """Return the compute as ``over`` does, but at the arm's own measured mu.
 
-        What a method adds to training and to generating is in the seconds of these.
+        The unit is the time in which the base trains on one batch. Extra forward passes are not added, because the
+        measured seconds include them.
         """
         assert self.times is not None and base.times is not None
         costs_at = [costs.compute(run, costs.Forwards(0, 0), self.times.mu) for run in self.runs]
         return self._x(costs_at) / self.batch * self.times.train_s / base.times.train_s
 
     def over_seconds(self) -> np.ndarray:
-        """Seconds at the evaluations [1 + resamples, evaluations]."""
+        """Return the seconds at the evaluations [1 + resamples, evaluations]."""
         assert self.times is not None
         return self._x([costs.seconds(run, self.times) for run in self.runs])
 
     def filled(self, threshold: float) -> bool:
-        """Whether its ring was full when the mean curve first reached the threshold."""
+        """Return whether the ring was full when the mean curve first reached the threshold."""
         generated = self._x([np.cumsum([row[costs.GENERATED] for row in run.rows]) for run in self.runs])
         return bool(self.to(threshold, generated)[0] >= self.runs[0].point["replay.capacity"])
 
@@ -94,20 +98,20 @@ class Arm:
         return self.draws.runs @ np.stack([x[rows] for x, rows in zip(so_far, self.at, strict=True)])
 
     def to(self, threshold: float, x: np.ndarray) -> np.ndarray:
-        """Draws of where the curve over ``x`` first reaches the threshold."""
+        """Return draws of the ``x`` at which the smoothed curve first reaches the threshold."""
         return intervals.first_crossing(x, intervals.smooth(self.curves), threshold)
 
     def after(self, name: str) -> Interval:
-        """Of a figure that each run got after it had trained."""
+        """Return the interval of a figure that was measured for each run after training."""
         return self.draws.mean_of([run.after[name] for run in self.runs])
 
     def at_first(self, threshold: float) -> int:
-        """The first evaluation at which the smoothed mean curve is at the threshold or above it, or the last of all."""
+        """Return the first evaluation at which the smoothed mean curve is at least the threshold, or the last one."""
         reached = intervals.smooth(self.curves)[0] >= threshold
         return int(reached.argmax()) if reached.any() else len(reached) - 1
 
     def around(self, metric: str, evaluation: int) -> Interval:
-        """Of a metric of training, its mean over the iterations between the evaluation before and the one after."""
+        """Return the mean of a training metric between the evaluations before and after ``evaluation``."""
         means = []
         for run, at in zip(self.runs, self.at, strict=True):
             begin, end = at[evaluation - 1] + 1 if evaluation else 0, at[min(evaluation + 1, len(at) - 1)]
@@ -115,17 +119,17 @@ class Arm:
         return self.draws.mean_of(means)
 
     def last_tenth(self, metric: str) -> Interval:
-        """Of a metric of training, its mean over each run's last tenth of the iterations that have it."""
+        """Return the mean of a training metric over the last tenth of the iterations that have the metric."""
         values = [[row[metric] for row in run.rows if row.get(metric) is not None] for run in self.runs]
         means = [np.mean(some[-max(1, len(some) // 10) :]) if some else np.nan for some in values]
         return self.draws.mean_of(means)
 
 
-Way = Callable[[Arm], np.ndarray]  # what an arm has cost at its evaluations
+Way = Callable[[Arm], np.ndarray]  # the cost of an arm at its evaluations
 
 
 def at_mu(mu: float) -> Way:
-    """Compute at a cost ratio."""
+    """Return a function from an arm to its compute at the cost ratio ``mu``."""
     return lambda arm: arm.over(mu)
 
 
@@ -133,10 +137,10 @@ DECLARED = at_mu(COST_RATIO)
 
 
 def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[Arm]:
-    """The arms of a study's file in the order of its sweep, by their reported runs, up to the budget.
+    """Return the arms of a study in the order of its sweep, from their reported runs up to the budget.
 
-    Some spend more than was planned, for what they resample, or for forwards that no sweep counted. One that has not
-    all its seeds yet is left out.
+    Runs are cut at the budget, because resampling and extra forward passes can cost more than the sweep planned. An arm
+    is left out until all its seeds are there.
     """
     found, (batch, budget) = [], _budget(study)
     arms = list(groups(study.reported()).values())
@@ -160,12 +164,12 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
 
 
 def times_of_work(arms: Mapping[str, Run], times: Mapping[str, Times]) -> dict[str, Times]:
-    """Of each arm by its name; those that do the same in an iteration share the medians of what was measured of them.
+    """Return the times by arm. Arms with the same work per iteration share the medians of their times.
 
-    An arm is missing where neither it was measured nor one that does the same.
+    An arm is missing if no arm with the same work was measured.
 
-    What differs between them is the noise of measuring: an iteration does not know how large the ring is, how far the
-    rates go or how many come after it.
+    The times of arms with the same work differ only by measurement noise. The size of the ring, the learning rate and
+    the number of iterations do not change the work of an iteration.
     """
     work = lambda run: repr(sorted((k, v) for k, v in run.point.items() if k not in ELSE))
     alike: dict[str, list[Times]] = {}
@@ -177,7 +181,7 @@ def times_of_work(arms: Mapping[str, Run], times: Mapping[str, Times]) -> dict[s
 
 
 def _budget(study: raw.Study) -> tuple[int, float]:
-    """A study's batch, and its budget in trained rollouts: what its on-policy arm, its config, costs."""
+    """Return the batch of a study and its budget in trained rollouts: the cost of its on-policy base config."""
     of_study = runpy.run_path(study.config)["get_config"]()
     batch = of_study.update.batch_size
     assert batch == of_study.rollout.prompts_per_iteration * of_study.rollout.group_size
@@ -185,18 +189,21 @@ def _budget(study: raw.Study) -> tuple[int, float]:
 
 
 def _up_to(run: Run, budget: float, extra: costs.Forwards) -> Run:
-    """Its rows up to a cost at the declared mu, to the nearest step."""
+    """Return the run with the rows that the budget pays for at the declared mu, to the nearest step."""
     return dataclasses.replace(run, rows=run.rows[: within(costs.compute(run, extra), budget)])
 
 
 def _evenly(at: np.ndarray) -> np.ndarray:
-    """Which of these evaluations are kept: not the one before the last if less than half a gap is between them."""
+    """Return the evaluations to keep.
+
+    The last but one is dropped if its gap to the last is less than half the gap before it.
+    """
     kept = np.arange(len(at))
     return np.delete(kept, -2) if len(at) > 2 and 2 * (at[-1] - at[-2]) < at[-2] - at[-3] else kept
 
 
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
-    """By arm, without its rate, and rate: the mean held-out pass rate of the choosing seeds, up to the budget."""
+    """Return the mean held-out pass rate on the choosing seeds up to the budget, by arm (without rate) and rate."""
     reported = {run.name for run in study.reported()}
     found: dict[str, dict[float, float]] = {}
     _, budget = _budget(study)
@@ -212,14 +219,15 @@ def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
 
 
 def gained(arm: Arm, base: Arm) -> Interval:
-    """How much higher an arm ends than the base."""
+    """Return the held-out pass rate of ``arm`` at the end minus the rate of ``base``."""
     return Interval.of(arm.end() - base.end())
 
 
 def saved(arm: Arm, base: Arm, threshold: float, way: Way) -> Interval:
-    """Share of the base's cost to the threshold that an arm saves; one that never gets there saves minus infinity.
+    """Return the share of the base's cost to the threshold that an arm saves.
 
-    Where the base does not get there either, it is charged what it spent, so the saving is understated.
+    The saving is minus infinity if the arm never reaches the threshold. If the base does not reach it, its total cost
+    is used, so the saving is understated.
     """
     x = way(base)
     return Interval.of(1 - arm.to(threshold, way(arm)) / np.minimum(base.to(threshold, x), x[:, -1]))
@@ -232,12 +240,14 @@ def table(
     base: Arm | None = None,
     more: Mapping[str, Callable[[Arm], str]] | None = None,
 ) -> str:
-    """Markdown, with costs by the clock where the base was timed; "-" of arms that were not.
+    """Return a Markdown table of arms.
+
+    If the base was timed, the table has costs by the clock, with "-" for arms that were not timed.
 
     Args:
         threshold: held-out pass rate up to which cost is counted.
-        base: savings are against it; None = no such column.
-        more: further columns by their head.
+        base: the arm that savings are relative to; None = no column of savings.
+        more: functions of further columns, by column head.
     """
     more = more or {}
     most = _most(arms[0])
@@ -253,13 +263,13 @@ def table(
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table."""
+    """Return a Markdown table."""
     first, *others = (f"| {' | '.join(cells)} |" for cells in (head, *rows))
     return "\n".join([first, "|" + "---|" * len(head), *others])
 
 
 def _most(arm: Arm) -> int:
-    """Largest k of pass@k that is shown."""
+    """Return the largest k of pass@k that the table shows."""
     return min(32, arm.samples)
 
 
@@ -284,7 +294,10 @@ def _cells(arm: Arm, threshold: float, base: Arm | None, is_timed: bool) -> list
 
 
 def on_policy(arms: Sequence[Arm]) -> Arm | None:
-    """The arm whose ring is its batch, all of it new, where there is one; of several, that which ends highest."""
+    """Return the on-policy arm: its ring is one batch, and each step replaces all of it.
+
+    Return the arm with the highest end if there are several, and None if there is none.
+    """
 
     def is_one(arm: Arm) -> bool:
         point = arm.runs[0].point

@@ -43,24 +43,24 @@ DIGITS = 4  # of a metric
 
 
 class Study(NamedTuple):
-    """What a file has."""
+    """Content of a raw file, read."""
 
     config: str
     made_with: dict[str, Any]
     runs: list[Run]
-    labels: dict[str, str]  # by run: what its sweep called its arm, with its rate
-    samples_of: dict[str, int]  # by run: answers to each held-out question
-    passed: dict[str, np.ndarray]  # by run: [evaluations, questions] answers that passed
-    before: dict[str, np.ndarray]  # by run, where it is on file: [questions] answers that passed before training
-    machines: dict[str, dict[str, Any]]  # by run: what it ran on
+    labels: dict[str, str]  # by run: name of its arm in the sweep, with the rate
+    samples_of: dict[str, int]  # by run: number of answers to each held-out question
+    passed: dict[str, np.ndarray]  # by run: [evaluations, questions] number of answers that passed
+    before: dict[str, np.ndarray]  # by run, if recorded: [questions] number of answers that passed before training
+    machines: dict[str, dict[str, Any]]  # by run: its machine
 
     def reported(self) -> list[Run]:
-        """Runs of seeds that chose no learning rate."""
+        """Return the runs of the reported seeds, which are not used to choose a learning rate."""
         return [run for run in self.runs if is_reported(run.point[SEED])]
 
 
 def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict[str, Any]:
-    """The file's content from the finished runs of a sweep.
+    """Return the content of a raw file from the finished runs of a sweep.
 
     Args:
         only: names of arms without their rates; the others are left out. () = every arm.
@@ -87,11 +87,13 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
 
 
 def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
-    """What a file has and some arms' runs, each in the place of itself; one of another machine says of which.
+    """Return the content of the file at ``path`` with the runs of ``content`` added.
+
+    A new run replaces a run of the same name. A run of another machine records its machine.
 
     Raises:
-        SystemExit: they are of other commits or versions, which one table would have side by side, or an arm is
-            reported at two learning rates.
+        SystemExit: the runs have another config, commit or versions than the file, or an arm would be reported at two
+            learning rates.
     """
     if not path.is_file():
         return content
@@ -111,7 +113,10 @@ def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
 
 
 def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
-    """SystemExit where runs of one seed and task, each a folder and its config, were asked other held-out questions."""
+    """Raise SystemExit if two runs of one seed and task were asked different held-out questions.
+
+    ``runs`` has the folder and the config of each run.
+    """
     asked: dict[str, tuple[pathlib.Path, list[str]]] = {}
     for workdir, config in runs:
         samples = json.loads((workdir / "eval_before.json").read_text())["samples"]
@@ -133,10 +138,10 @@ def _record(run: Run, workdir: pathlib.Path, config: Config, called: str) -> dic
 
 
 def _passed(path: pathlib.Path, threshold: float) -> list[int]:
-    """Answers of an evaluation that passed, of each question.
+    """Return the number of answers that passed, for each question of an evaluation.
 
     Raises:
-        SystemExit: the reward of one failed: it would count as a wrong answer.
+        SystemExit: the reward of an answer failed. The answer would count as wrong.
     """
     evaluation = json.loads(path.read_text())
     rewards = [one["reward"] for one in evaluation["samples"]]
@@ -146,7 +151,7 @@ def _passed(path: pathlib.Path, threshold: float) -> list[int]:
 
 
 def _between(rows: Sequence[Any], at: Sequence[int]) -> list[dict[str, float | None]]:
-    """A row for each evaluation: sums of what is counted, else means, over the iterations since the last one."""
+    """Return one row per evaluation over the iterations since the last one: sums for ``COUNTS``, otherwise means."""
     found, begin = [], 0
     for end in at:
         some = [row for row in rows if begin < row["iteration"] <= end]
@@ -170,7 +175,7 @@ def write(content: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def content_of(path: pathlib.Path) -> dict[str, Any]:
-    """What ``write`` has written."""
+    """Return the content that ``write`` wrote to a file."""
     return json.loads(lzma.decompress(path.read_bytes()))
 
 
@@ -180,7 +185,7 @@ def read(path: pathlib.Path) -> Study:
     for record in content["runs"]:
         columns = record["metrics"]
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        is_tuple = lambda v: isinstance(v, list) and not any(isinstance(x, dict) for x in v)  # and no list of functions
+        is_tuple = lambda v: isinstance(v, list) and not any(isinstance(x, dict) for x in v)  # not a list of functions
         point: Point = {name: tuple(v) if is_tuple(v) else v for name, v in record["point"].items()}
         runs.append(Run(record["name"], point, "finished", rows, after=record.get("after", {})))
         passed[record["name"]] = np.array(record["passed"])
@@ -193,7 +198,7 @@ def read(path: pathlib.Path) -> Study:
 
 
 def configs(study: Study, runs: Sequence[Run]) -> list[Config]:
-    """The whole config of each of some runs."""
+    """Return the whole config of each of the runs."""
     base = runpy.run_path(study.config)["get_config"]().to_dict()
     return [recorded(with_point(base, run.point)) for run in runs]
 

@@ -1,13 +1,14 @@
-"""What seeds say by themselves: paired t intervals, Holm's correction for many arms, ranks.
+"""Statistics over seeds alone: paired t intervals, Holm's correction for many arms, ranks.
 
-Percentile intervals of four seeds are narrower than their name (sweep.intervals). Here each seed has a figure of its
-own, an arm's is compared with the base's of the same seed, and the four differences have a t interval.
+Percentile intervals over four seeds cover less than their nominal 95 % (sweep.intervals). Here each seed gives one
+figure. The arm and the base are compared seed by seed, and the four differences give a t interval.
 
     low, high = mean -+ t(0.975, n - 1) s / sqrt(n)
 
-Savings are differences of logarithms of costs. A cost beyond what was run has no logarithm: no interval then.
+Savings are differences of logarithms of costs.
+If a run never reaches the threshold, its cost is infinite and there is no interval.
 Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
-Owns: those figures. Does not know: draws of questions (sweep.intervals), how tables look (all).
+Owns: these statistics. Does not know: draws of questions (sweep.intervals), how tables look (all).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from studies.arms import Arm, Way
 
 
 class Paired(NamedTuple):
-    """Mean of differences, its 95 % t interval, and the two-sided p value of no difference."""
+    """Mean of paired differences, its 95 % t interval, and the two-sided p value of the hypothesis of no difference."""
 
     mean: float
     low: float
@@ -33,7 +34,7 @@ class Paired(NamedTuple):
 
 
 def paired(differences: Sequence[float]) -> Paired:
-    """Of one difference for each seed; infinite ones make it NaN."""
+    """Return the paired t statistics of one difference per seed; NaN with p = 1 if a difference is not finite."""
     x = np.asarray(differences, float)
     if not np.isfinite(x).all():
         return Paired(*[np.nan] * 3, 1.0)
@@ -44,7 +45,7 @@ def paired(differences: Sequence[float]) -> Paired:
 
 
 def by_seed(arm: Arm) -> list[Arm]:
-    """Each seed's run as an arm of its own, of which nothing is drawn."""
+    """Return each seed's run as an arm of its own, without bootstrap draws."""
     alone, found = Resampling(1, arm.passed.shape[2], resamples=0), []
     for i, run in enumerate(arm.runs):
         passed, at = arm.passed[i : i + 1], arm.at[i : i + 1]
@@ -54,19 +55,19 @@ def by_seed(arm: Arm) -> list[Arm]:
 
 
 def ends(arm: Arm, base: Arm) -> Paired:
-    """How much higher an arm ends than the base."""
+    """Compare the held-out pass rates at the end: ``arm`` minus ``base``."""
     return paired(arm.end_by_run() - base.end_by_run())
 
 
 def saved(arm: Arm, base: Arm, threshold: float, way: Way) -> Paired:
-    """Share of the base's cost to the threshold that an arm saves."""
+    """Return the share of the base's cost to the threshold that an arm saves."""
     to = lambda one: np.array([float(each.to(threshold, way(each))[0]) for each in by_seed(one)])
     mean, low, high, p = paired(np.log(to(arm)) - np.log(to(base)))
     return Paired(1 - np.exp(mean), 1 - np.exp(high), 1 - np.exp(low), p)
 
 
 def holm(p: Mapping[str, float], level: float = 0.05) -> list[str]:
-    """Which of many hypotheses of no difference are rejected, at a level of them all together."""
+    """Return the names of the rejected hypotheses, with Holm's control of the family-wise error at ``level``."""
     rejected: list[str] = []
     for i, (name, value) in enumerate(sorted(p.items(), key=lambda pair: pair[1])):
         if value > level / (len(p) - i):
@@ -76,7 +77,7 @@ def holm(p: Mapping[str, float], level: float = 0.05) -> list[str]:
 
 
 class Rank(NamedTuple):
-    """Of an arm among others over draws, 1 the cheapest."""
+    """Rank of an arm among others over bootstrap draws; rank 1 is the cheapest."""
 
     first: float  # share of the draws in which it is the cheapest
     low: int
@@ -84,7 +85,10 @@ class Rank(NamedTuple):
 
 
 def ranks(costs: np.ndarray) -> list[Rank]:
-    """Of draws of costs [arms, 1 + resamples], whose first are the figures themselves; 95 % of the draws."""
+    """Return the rank of each arm with a 95 % range over the draws.
+
+    ``costs`` is [arms, 1 + resamples]. Column 0 has the figures themselves and is not a draw.
+    """
     order = costs[:, 1:].argsort(axis=0, kind="stable").argsort(axis=0, kind="stable") + 1
     low, high = np.quantile(order, (0.025, 0.975), axis=1, method="closest_observation")
     return [Rank(*of) for of in zip((order == 1).mean(axis=1).tolist(), low.tolist(), high.tolist(), strict=True)]

@@ -2,13 +2,13 @@
 
     python -m studies.timing docs/raw/e2.json.xz docs/raw/e3.json.xz [--iterations=40] [--rounds=2] [--only ARM ...]
 
-Sweeps run points side by side, which no clock is true in. So each reported arm's config is run again for a few
-iterations, one arm at a time, round after round, each in an order of its own, lest a machine that grows slower favours
-an arm. What is kept is the median over the iterations of all rounds but the first of each, which warms up. Arms that
-differ in learning rate and seed alone are one. docs/raw/e2_times.json and so on have the result. With ``--only`` these
-arms are measured, and the others keep what stands there.
+Sweeps run several points at once, so their clock times are not reliable. This module runs each reported arm's config
+alone for a few iterations, in several rounds. Each round has a random order, so that a machine that slows down favours
+no arm. The result is the median over all iterations, without the first of each run, which warms up. Arms that differ
+only in learning rate and seed are one arm. The results are in docs/raw/e2_times.json and similar files. With ``--only``
+only the given arms are measured. The other arms keep their recorded times.
 
-Owns: those runs, those files. Does not know: what an arm learns.
+Owns: the timed runs, the files of times. Does not know: what an arm learns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RAW = ".json.xz"
 
 
 def timed(config: Config, iterations: int) -> Config:
-    """The same work for a few iterations that train, without evaluation."""
+    """Return a config with the same work per iteration, for a few training iterations without evaluation."""
     iterations += config.replay.delay_iterations
     evaluation = dataclasses.replace(config.eval, every_iterations=0, num_prompts=0, name="")
     optimizer = dataclasses.replace(config.optimizer, learning_rate=Config().optimizer.learning_rate)
@@ -44,7 +44,7 @@ def timed(config: Config, iterations: int) -> Config:
 
 
 def measure(config: Config) -> list[dict[str, float]]:
-    """Iterations of the config that train, but the first of all, in a folder that is gone afterwards."""
+    """Run the config in a temporary folder and return the metrics of its training iterations, without the first."""
     with tempfile.TemporaryDirectory() as folder:
         workdir = pathlib.Path(folder) / "run"
         with contextlib.redirect_stdout(io.StringIO()):
@@ -53,7 +53,7 @@ def measure(config: Config) -> list[dict[str, float]]:
 
 
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Medians, as ``costs.Times``."""
+    """Return the medians of the rows as the fields of ``costs.Times``."""
     of = lambda value: statistics.median(map(value, rows))
     return {
         "generate_s": of(lambda row: row["time/generate_s"] + row["time/reward_s"]),
@@ -74,7 +74,7 @@ def main() -> None:
     if given.iterations < 2 or given.rounds < 1 or not all(path.name.endswith(RAW) for path in given.raw):
         parser.error(f"files must be *{RAW}, --iterations at least 2 (the first warms up) and --rounds at least 1")
     work: dict[str, Config] = {}
-    arms: dict[pathlib.Path, dict[str, str]] = {}  # by file: what each arm does, by its name
+    arms: dict[pathlib.Path, dict[str, str]] = {}  # by file and name of the arm: its timed config as JSON
     for path in given.raw:
         study = raw.read(path)
         first = [runs[0] for runs in groups(study.reported()).values()]

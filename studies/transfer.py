@@ -1,10 +1,9 @@
-"""What a run of the SmolLM2 study got, on its own task and on one that it never trained on; then its checkpoint goes.
+"""Final pass rates of a run of the SmolLM2 study, on its own task and on a task it never trained on.
 
-The other task is greatest common divisors of two numbers up to 12, with the same 32 questions for every run, whatever
-its task and its seed. A checkpoint is 1.6 GB, so a sweep of hundreds of runs has room for one only until this has been
-measured.
+The other task is the greatest common divisor of two numbers up to 12. Every run gets the same 32 questions. A
+checkpoint is 1.6 GB, so the checkpoint of a run is deleted after the measurement.
 
-Owns: the other task. Does not know: the run's own.
+Owns: the other task. Does not know: the run's own task.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ SAMPLES = 32
 
 
 def config_of(config: Config) -> Config:
-    """The config of a run with the other task in place of its own."""
+    """Return the config of a run with the other task in place of its own."""
     prompts = dataclasses.replace(config.prompts, name=TASK, arguments=ARGUMENTS, max_tokens=MAX_TOKENS)
     return dataclasses.replace(config, prompts=prompts, seed=0)
 
 
 def measure(config: Config, workdir: pathlib.Path) -> dict[str, float]:
-    """``after`` of a sweep: pass@k of the last checkpoint on both tasks; then the checkpoint is thrown away.
+    """Measure pass@k of the last checkpoint on both tasks, then delete the checkpoints (``after`` of a sweep).
 
-    Of runs that only choose a learning rate nothing is asked.
+    Runs that only choose a learning rate are not measured; the result is {}.
 
     Returns:
         {"held-out/pass@k": rate, "gcd/pass@k": rate} for k of 1, 2, 4 to 32.
