@@ -1,12 +1,13 @@
-"""Every table and figure of docs/replay_study.md, from docs/raw.
+"""Tables and figures of docs/replay_study.md, made from docs/raw.
 
-    python -m studies.all            writes them: tables between the page's marks, figures beside it
-    python -m studies.all --check    says which of them are not what docs/raw gives
+    python -m studies.all            writes the tables into the page and the figures beside it
+    python -m studies.all --check    prints the tables and figures that differ from docs/raw
 
-A table stands in the page between the lines <!-- table: e2 --> and <!-- end -->, where e2 is a key of ``TABLES``. What
-the runs were is in docs/raw (studies.raw), what an iteration of an arm takes in docs/raw/*_times.json (studies.timing).
+A table stands in the page between the lines <!-- table: e2 --> and <!-- end -->, where e2 is a key of ``TABLES``. The
+raw metrics of the runs are in docs/raw (studies.raw). The times of an iteration are in docs/raw/*_times.json
+(studies.timing).
 
-Owns: which table and figure there are. Does not know: how they are made (arms, pictures).
+Owns: the list of tables and figures. Does not know: how they are made (arms, pictures).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def study(name: str) -> raw.Study | None:
 
 @functools.cache
 def arms_of(name: str) -> tuple[Arm, ...]:
-    """Arms of a study, with their times where those were measured."""
+    """Return the arms of a study, with their times if docs/raw has a file of times."""
     times = DOCS / "raw" / f"{name}_times.json"
     return tuple(arms.arms_of(study(name), costs.read_times(times) if times.is_file() else None))
 
@@ -55,7 +56,10 @@ def arms_of(name: str) -> tuple[Arm, ...]:
 
 
 def table_of(name: str, *, base_of: str = "", threshold: float = THRESHOLD, best_first: bool = False) -> str:
-    """Arms of a study; what is saved is against the on-policy arm of ``base_of``, or its own."""
+    """Return a table of the arms of a study.
+
+    Savings are relative to the on-policy arm of the study ``base_of``, or by default of the study itself.
+    """
     found = list(arms_of(name))
     base = arms.on_policy(arms_of(base_of or name))
     if best_first:
@@ -64,24 +68,24 @@ def table_of(name: str, *, base_of: str = "", threshold: float = THRESHOLD, best
 
 
 def pretrained_arms(task: str) -> list[Arm]:
-    """Those of the study of SmolLM2 on one of its tasks, the on-policy one first."""
+    """Return the arms of the SmolLM2 study on one task, the on-policy arm first."""
     names = [name for name in SMOLLM2_STUDIES if study(name)]
     found = [arm for name in names for arm in arms_of(name) if arm.name.startswith(f"{task}: ")]
     return sorted(found, key=lambda arm: not arm.name.startswith(f"{task}: on-policy"))
 
 
 def without_task(found: Sequence[Arm]) -> dict[str, Arm]:
-    """Arms of one of those tasks by what they are called beside it, without their rates."""
+    """Return arms of one SmolLM2 task by their names without the task and the rate."""
     return {without_rate(arm.name.partition(": ")[2]): arm for arm in found}
 
 
 def methods(found: Mapping[str, Arm]) -> dict[str, Arm]:
-    """Those that have the clip's ring and uses, and a method of their own."""
+    """Return the arms with the same ring and uses as ``CLIP`` but another method."""
     return {name: arm for name, arm in found.items() if name.startswith(f"{CLIP}, ")}
 
 
 def pretrained(task: str) -> str:
-    """Those arms, and what they got on the task that none trained on."""
+    """Return a table of the SmolLM2 arms on a task, with pass@k also on the task that no arm trained on."""
     found = pretrained_arms(task)
     base = found[0]
     shown = lambda name: lambda arm: arm.after(name).shown()
@@ -91,7 +95,7 @@ def pretrained(task: str) -> str:
 
 
 def by_threshold(tasks: Sequence[Sequence[Arm]], rates: Sequence[float], way: Way) -> str:
-    """What arms save against the on-policy arm of the same task, the first, by threshold."""
+    """Return a table of savings by threshold, relative to the first arm of the same task, the on-policy arm."""
     rows = []
     for base, *others in tasks:
         shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, way).shown(".0%")
@@ -100,13 +104,13 @@ def by_threshold(tasks: Sequence[Sequence[Arm]], rates: Sequence[float], way: Wa
 
 
 def rates(*names: str) -> str:
-    """What each arm of some studies got at each learning rate on the seeds that chose: mean held-out pass rate."""
+    """Return a table of the mean held-out pass rate of each arm at each learning rate, on the choosing seeds."""
     every = sorted({run.point[RATE] for name in names for run in study(name).runs})
     rows = []
     for name in names:
         chosen = {arm: of.runs[0].point[RATE] for arm, of in by_name(name).items()}
         for arm, scores in arms.tuning(study(name)).items():
-            if arm not in chosen:  # its seeds are still to come
+            if arm not in chosen:  # the runs of its reported seeds are not finished
                 continue
             assert scores[chosen[arm]] == max(scores.values()), f"{name}: {arm} was reported at another rate"
             cells = (f"**{scores[rate]:.3f}**" if rate == chosen[arm] else f"{scores[rate]:.3f}" for rate in every)
@@ -115,18 +119,18 @@ def rates(*names: str) -> str:
 
 
 def by_name(name: str) -> dict[str, Arm]:
-    """Arms of a study by what they are called without their rates."""
+    """Return the arms of a study by their names without the rates."""
     return {without_rate(arm.name): arm for arm in arms_of(name)}
 
 
 @functools.cache
 def filled(name: str) -> dict[tuple[int, int], Arm]:
-    """Arms of a study's grid, by replay ratio and ring, whose ring was full when they reached the threshold."""
+    """Return the arms whose ring was full when they reached the threshold, by replay ratio and ring."""
     return {key: arm for key, arm in pictures.grid_of(arms_of(name)).items() if arm.filled(THRESHOLD)}
 
 
 def ranks(name: str, shown: int = 8) -> str:
-    """Of arms by their cost to the threshold: how often each is the cheapest of all draws, and between which ranks."""
+    """Return a table that ranks arms by cost to the threshold: share of draws as the cheapest, and range of ranks."""
     found = list(filled(name).values())
     ranked = seeds.ranks(np.stack([arm.to(THRESHOLD, DECLARED(arm)) for arm in found]))
     rows = [
@@ -137,14 +141,14 @@ def ranks(name: str, shown: int = 8) -> str:
 
 
 def unfilled(name: str) -> str:
-    """Arms whose ring is not full yet when they reach the threshold."""
+    """Return a sentence that lists the arms whose ring is not full when they reach the threshold."""
     grid = pictures.grid_of(arms_of(name))
     some = [f"({y}, {n} B)" for y, n in grid if (y, n) not in filled(name)]
     return f"{len(some)} of {len(grid)} arms (y, N) reach {THRESHOLD:.2f} before their ring is full: {', '.join(some)}."
 
 
 def stands(name: str) -> str:
-    """Which savings against the on-policy arm hold for all arms together, by paired t tests of seeds."""
+    """Return a sentence that lists the significant savings, by paired t tests of seeds with Holm's correction."""
     base = arms.on_policy(arms_of(name))
     found = {arm: seeds.saved(of, base, THRESHOLD, DECLARED) for arm, of in by_name(name).items() if of is not base}
     hold = seeds.holm({arm: of.p if of.mean > 0 else 1.0 for arm, of in found.items()})
@@ -153,7 +157,7 @@ def stands(name: str) -> str:
 
 
 class Comparisons:
-    """A table of them: what draws say, and paired t intervals of the four seeds."""
+    """Table of comparisons: bootstrap intervals, and paired t intervals of the four seeds."""
 
     def __init__(self) -> None:
         self._rows: list[list[str]] = []
@@ -173,7 +177,7 @@ class Comparisons:
 
 
 def by_seeds() -> str:
-    """The page's most quoted comparisons of the small model's arms."""
+    """Return a table of the page's most quoted comparisons of the small model's arms."""
     found = Comparisons()
     cost, end = found.cost, found.end
     grid = pictures.grid_of(arms_of("e2"))
@@ -205,7 +209,7 @@ def by_seeds() -> str:
 
 
 def smollm2_by_seeds() -> str:
-    """The same of SmolLM2: rings, arms that share a ring of 2 B and four uses with the clip, and the GPU's."""
+    """Return a table of comparisons of SmolLM2 arms: rings, methods with the ring of ``CLIP``, and the GPU runs."""
     found = Comparisons()
     tasks = {task: without_task(pretrained_arms(task)) for task in ("sums", "products")}
     for task, of in tasks.items():
@@ -250,7 +254,7 @@ def lives(name: str) -> str:
 
 
 def against_ring(name: str) -> str:
-    """Compute to the threshold saved by reuse alone: against as many rollouts generated as trained on, same ring."""
+    """Return a table of the compute to the threshold that reuse alone saves: relative to y = 1 with the same ring."""
     grid = pictures.grid_of(arms_of(name))
     ratios, rings = (sorted({key[i] for key in grid}) for i in (0, 1))
     shown = lambda y, n: arms.saved(grid[y, n], grid[1, n], THRESHOLD, DECLARED).shown(".0%")
@@ -259,7 +263,10 @@ def against_ring(name: str) -> str:
 
 
 def otherwise(name: str, columns: Mapping[str, tuple[float, float]], ring: int = 8) -> str:
-    """Compute saved against the on-policy arm by those of a ring, by threshold and cost ratio."""
+    """Return a table of the compute that arms of one ring save relative to the on-policy arm.
+
+    ``columns`` maps column heads to (threshold, cost ratio).
+    """
     grid = pictures.grid_of(arms_of(name))
     shown = lambda arm, rate, mu: arms.saved(arm, grid[1, 1], rate, at_mu(mu)).shown(".0%")
     rows = [
@@ -271,7 +278,7 @@ def otherwise(name: str, columns: Mapping[str, tuple[float, float]], ring: int =
 
 
 def at_equal_rate(name: str) -> str:
-    """Entropy and pass@k at the evaluation at which an arm first reaches the threshold."""
+    """Return a table of entropy and pass@k at the evaluation at which an arm first reaches the threshold."""
     grid = pictures.grid_of(arms_of(name))
     rows = []
     for (y, n), arm in grid.items():
@@ -283,7 +290,7 @@ def at_equal_rate(name: str) -> str:
 
 
 def same_rate(name: str) -> str:
-    """Arms of two replay ratios at several learning rates: what the second saves against the first at the same one."""
+    """Return a table of the savings of one replay ratio relative to another at the same learning rate."""
     found: dict[float, list[Arm]] = {}
     for arm in arms_of(name):
         found.setdefault(arm.runs[0].point[RATE], []).append(arm)
@@ -297,7 +304,9 @@ def same_rate(name: str) -> str:
 
 
 def sigmoids(name: str, begun_by: str) -> str:
-    """Fits to the first half of each arm's mean curve, judged on the second; highest ceiling first.
+    """Return a table of sigmoids fitted to the first half of each mean curve, with the error on the second half.
+
+    The highest ceiling comes first.
 
     Args:
         begun_by: a study whose runs were evaluated before they trained, from the same model, on the same questions.
@@ -309,15 +318,17 @@ def sigmoids(name: str, begun_by: str) -> str:
         sigmoid = fits.fit(DECLARED(arm)[0], arm.curves[0], start=start)
         if sigmoid:
             found.append((arm.name, sigmoid))
-    found.sort(key=lambda pair: -round(pair[1].ceiling, 2))  # as shown: of equal ones machines round otherwise
+    found.sort(key=lambda pair: -round(pair[1].ceiling, 2))  # sort by the shown digits: machines differ in the others
     head = ("arm", "ceiling A", "middle, batches", "steepness B", "error on the second half")
     rows = [(n, f"{f.ceiling:.2f}", f"{f.middle:.0f}", f"{f.steepness:.1f}", f"{f.error:.3f}") for n, f in found]
     return arms.markdown(head, rows)
 
 
 def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
-    """What replay_plan recommends for each cost model, with noise as declared and as fitted to the declared costs,
-    beside the arm that reached the threshold first, of those whose ring was full by then.
+    """Return a table of the recommendations of replay_plan beside the cheapest measured arm.
+
+    There is one row for each cost model and noise: declared noise, and noise fitted to the declared costs. Only arms
+    whose ring was full at the threshold count.
     """
     grid = filled(name)
     head = ("cost", "mu", "rho, alpha", "y, predicted", "N, predicted", "least cost measured", "y, times off")
@@ -344,7 +355,7 @@ def plan(name: str, rho: float = 0.05, alpha: float = 0.1) -> str:
 
 
 def cost_model(name: str) -> str:
-    """The line through seconds of an iteration over what it generates, beside what was measured."""
+    """Return a table of the linear fit of iteration seconds to generated rollouts, beside the measured seconds."""
     grid = filled(name)
     fit = costs.line([arm.times for arm in grid.values()])
     rows = []
@@ -358,18 +369,18 @@ def cost_model(name: str) -> str:
 
 
 def declared_costs(name: str) -> dict[tuple[int, int], float]:
-    """Compute to the threshold at the declared mu, by replay ratio and ring, of arms whose ring was full by then."""
+    """Return the compute to the threshold at the declared mu, for the arms of ``filled``."""
     return {key: float(arm.to(THRESHOLD, DECLARED(arm))[0]) for key, arm in filled(name).items()}
 
 
 @functools.cache
 def noise(name: str) -> costs.Noise:
-    """The theory's noise fitted to what arms cost to the threshold at the declared mu."""
+    """Fit the theory's noise to the costs of the arms to the threshold at the declared mu."""
     return costs.Noise.of(COST_RATIO, declared_costs(name))
 
 
 def spread(name: str, base: str) -> str:
-    """Whether arms differ by more than their seeds do, and which of them end elsewhere than the one called ``base``."""
+    """Return a text that compares the spreads of arms and of seeds, and lists the arms that differ from ``base``."""
     found = {arm.name.split(",")[0]: arm for arm in arms_of(name)}
     seeds = np.array([arm.end_by_run() for arm in found.values()])
     of_seeds, of_arms = np.sqrt(seeds.var(axis=1, ddof=1).mean()), seeds.mean(axis=1).std(ddof=1)
@@ -385,7 +396,7 @@ def spread(name: str, base: str) -> str:
 
 
 def differences(name: str) -> str:
-    """What each arm ends at less what the first of them does, and how much more compute it takes to the threshold."""
+    """Return a table of each arm's end and compute to the threshold, relative to the first arm."""
     base, *others = arms_of(name)
     to = lambda arm: arm.to(THRESHOLD, DECLARED(arm))
     rows = []
@@ -405,13 +416,13 @@ def fit_of_noise(name: str) -> str:
 
 
 def _machine(has: Mapping[str, Any]) -> str:
-    """By its accelerator, or its processor and how many cores of it were used."""
+    """Return the name of a machine: its accelerator, or its processor and the number of cores used."""
     cpu = f"{short_cpu(has['cpu'])}, cores: {has['cores']}"
     return cpu if has["accelerator"] == "none" else has["accelerator"]
 
 
 def files() -> str:
-    """What is on file: the runs of each sweep, and what made them."""
+    """Return a table of the files in docs/raw: number of runs, commit and machine."""
     rows, total = [], np.zeros(2, int)
     for path in sorted((DOCS / "raw").glob("*.json.xz")):
         of = study(path.name.removesuffix(".json.xz"))
@@ -426,7 +437,7 @@ def files() -> str:
 
 
 def bases() -> str:
-    """The on-policy arms of the small model, each made anew, and what E2's arms save against each."""
+    """Return a table of the small model's on-policy arms, and of the savings of E2's arms relative to each."""
     grid = pictures.grid_of(arms_of("e2"))
     found = {"E2's": grid[1, 1], "E4's": arms.on_policy(arms_of("e4"))}
     found["with the ratio of sequences"] = arms.on_policy(arms_of("e2_sequence"))
@@ -490,7 +501,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def figures(folder: pathlib.Path) -> None:
-    """Write every figure that docs/raw has the runs of."""
+    """Write every figure whose runs are in docs/raw."""
     grid = pictures.grid_of(arms_of("e2"))
     in_batches = lambda batch: f"compute: trained + {COST_RATIO:g} generated, in batches of {batch}"
     over = in_batches(SUMS.batch)
@@ -522,12 +533,12 @@ def figures(folder: pathlib.Path) -> None:
 
 
 def page(text: str) -> str:
-    """The page with every table as docs/raw gives it."""
+    """Return the text of the page with every table made from docs/raw."""
     return MARK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
 
 
 def differing(folder: pathlib.Path) -> Sequence[str]:
-    """Names of what stands in docs and is not what docs/raw gives; figures are made in ``folder``."""
+    """Return the names of tables and figures in docs that differ from docs/raw. ``folder`` receives the new figures."""
     text = (DOCS / "replay_study.md").read_text()
     made = {found[2]: found[3] for found in MARK.finditer(page(text))}
     wrong = [f"table {name}" for _, name, shown, _ in MARK.findall(text) if shown != made[name]]

@@ -1,6 +1,6 @@
-"""The figures of docs/replay_study.md, drawn from arms (studies.arms) alone.
+"""Figures of docs/replay_study.md, drawn only from arms (studies.arms).
 
-Owns: what is drawn and how. Does not know: files, how runs were made.
+Owns: the content and the look of the figures. Does not know: raw files, how runs were made.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from studies.arms import DECLARED, Arm, Way
 from studies.design import COST_RATIO
 
 STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-COLUMNS = 3  # of panels
-COLOURS = [f"C{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # without grey, which is the threshold's
+COLUMNS = 3  # panels per row
+COLOURS = [f"C{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # without grey, the colour of the threshold
 Grid = Mapping[tuple[int, int], Arm]
 
 
 def grid_of(arms: Sequence[Arm]) -> Grid:
-    """Arms of E2 by (replay ratio, ring in batches)."""
+    """Return the arms by (replay ratio, ring in batches), which are read from their names."""
     found = {}
     for arm in arms:
         ratio, batches = re.match(r"y (\d+), N (\d+) B", arm.name).groups()
@@ -39,7 +39,7 @@ def save(figure: Figure, out: pathlib.Path) -> None:
 
 
 def _band(axes: Any, x: np.ndarray, curves: np.ndarray, **how: Any) -> Any:
-    """The mean of seeds and questions, which is returned, and 95 % of its draws."""
+    """Draw the smoothed mean curve with a 95 % band of its draws, and return the line of the mean."""
     curves = intervals.smooth(curves)
     low, high = np.quantile(curves[1:], (0.025, 0.975), axis=0)
     axes.fill_between(x[0], low, high, alpha=0.1, linewidth=0, color=how["color"])
@@ -47,7 +47,7 @@ def _band(axes: Any, x: np.ndarray, curves: np.ndarray, **how: Any) -> Any:
 
 
 def accuracy(grid: Grid, out: pathlib.Path, *, over: Way, x_label: str) -> None:
-    """Held-out pass rate over a cost: a panel for each ring, a curve for each replay ratio."""
+    """Draw the held-out pass rate over a cost: one panel per ring, one curve per replay ratio."""
     rings, ratios = (sorted(set(values)) for values in zip(*((n, y) for y, n in grid), strict=True))
     with matplotlib.rc_context(STYLE):
         num_rows = -(-len(rings) // COLUMNS)
@@ -64,14 +64,17 @@ def accuracy(grid: Grid, out: pathlib.Path, *, over: Way, x_label: str) -> None:
                 _band(axes, over(arm), arm.curves, label="on-policy" if is_base else f"y = {ratio}", **how)
             axes.set_title(f"ring of {ring} B", fontsize=9)
             axes.grid(alpha=0.3)
-        panels[1].legend(frameon=False, fontsize=7)  # where y = 1 is not the on-policy arm
+        panels[1].legend(frameon=False, fontsize=7)  # in panels[0], y = 1 is the on-policy arm
         figure.supxlabel(x_label)
         figure.supylabel("held-out pass rate")
         save(figure, out)
 
 
 def cost_map(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
-    """Cost to the threshold by replay ratio and ring, in batches at the declared mu and, where timed, in seconds."""
+    """Draw the cost to the threshold by replay ratio and ring.
+
+    The cost is in batches at the declared mu and, if all arms were timed, also in seconds.
+    """
     ways = [(DECLARED, f"batches, mu = {COST_RATIO:g}", ".0f")]
     if all(arm.times for arm in grid.values()):
         ways.append((Arm.over_seconds, "seconds on this machine", ".1f"))
@@ -98,7 +101,7 @@ def cost_map(grid: Grid, out: pathlib.Path, *, threshold: float) -> None:
 
 
 def diversity(grid: Grid, out: pathlib.Path, *, ring: int = 8) -> None:
-    """pass@k over k at the end, of the on-policy arm and of each replay ratio with one ring."""
+    """Draw pass@k at the end over k, for the on-policy arm and for each replay ratio with the given ring."""
     shown = {f"y = {y}": arm for (y, n), arm in grid.items() if n == ring}
     shown = {"on-policy": grid[1, 1], **shown}
     ks = [2**i for i in range(6)]
@@ -127,7 +130,7 @@ def diversity(grid: Grid, out: pathlib.Path, *, ring: int = 8) -> None:
 
 
 def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
-    """Held-out pass rate at the end of each arm with its interval, highest first."""
+    """Draw the held-out pass rate of each arm at the end with its interval, the highest at the top."""
     ordered = sorted(arms, key=lambda arm: arm.end()[0])
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 0.6 + 0.2 * len(ordered)), layout="constrained")
@@ -151,9 +154,10 @@ def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
 def curves(
     families: Mapping[str, Mapping[str, Arm]], out: pathlib.Path, *, over: Mapping[str, Way], threshold: float
 ) -> None:
-    """Held-out pass rate over costs, and the threshold: a row for each family of arms, a panel for each cost.
+    """Draw the held-out pass rate over costs, and the threshold: one row per family of arms, one panel per cost.
 
-    The first arm of each is dotted; an arm has one colour everywhere. Over seconds there is none that was not timed.
+    The first arm is black and dotted. An arm has the same colour in all panels. Panels over seconds show only arms that
+    were timed.
     """
     names = list(dict.fromkeys(name for shown in families.values() for name in shown))
     with matplotlib.rc_context(STYLE):
