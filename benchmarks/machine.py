@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, memory in bytes, accelerator ("none" without one)."""
+    """Return the CPU model, usable cores, memory in bytes, and accelerator ("none" without one)."""
     import jax  # here: reading JAX_PLATFORMS when imported, it must not come before it is set
 
     device = jax.devices()[0]
@@ -33,7 +33,7 @@ def hardware() -> dict[str, Any]:
 
 
 def short_cpu(model: str) -> str:
-    """What ``hardware`` calls a CPU, as figures and tables show it."""
+    """Return the short name of a CPU model for figures and tables."""
     return model.replace("(R)", "").replace(" Processor", "")
 
 
@@ -71,7 +71,7 @@ class CpuMeter:
         self._start = (time.monotonic(), machine_busy_s(), tree_cpu_s(pid))
 
     def share_of_others(self) -> float:
-        """Since the start, see ``share_of_others``."""
+        """Return the share of others since this meter was made, see the function ``share_of_others``."""
         now = (time.monotonic(), machine_busy_s(), tree_cpu_s(self._pid))
         elapsed, busy, own = (b - a for a, b in zip(self._start, now, strict=True))
         return share_of_others(busy_s=busy, own_s=own, elapsed_s=elapsed, num_cpus=psutil.cpu_count() or 1)
@@ -95,7 +95,7 @@ def machine_busy_s() -> float:
 
 
 def tree_cpu_s(pid: int) -> float:
-    """CPU seconds of a process, its children, and the children they waited for."""
+    """Return the CPU seconds of a process, its descendants, and the children that they waited for."""
     root = psutil.Process(pid)
     total = 0.0
     for process in [root, *root.children(recursive=True)]:

@@ -43,7 +43,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def at_least(lowest: int) -> Any:
-    """An argument type: whole numbers from ``lowest``."""
+    """Return an argument type that accepts whole numbers of at least ``lowest``."""
 
     def parse(text: str) -> int:
         if not text.isdigit() or int(text) < lowest:
@@ -54,7 +54,7 @@ def at_least(lowest: int) -> Any:
 
 
 def share(text: str) -> float:
-    """An argument type: a number from 0."""
+    """Parse a number of at least 0 (an argument type)."""
     try:
         value = float(text)
     except ValueError:
@@ -67,7 +67,7 @@ def share(text: str) -> float:
 def write(
     path: Path, benchmark: str, figures: Iterable[Figure], *, versions: dict[str, str], settings: dict[str, Any]
 ) -> None:
-    """Write the file; folders are made."""
+    """Write the figures with machine, commit and versions to ``path``, and make its folders."""
     record = {
         "benchmark": benchmark,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -82,7 +82,7 @@ def write(
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Figure]]:
-    """A file that ``write`` made: the whole record, and its figures by name.
+    """Return the record of a file that ``write`` made, and its figures by name.
 
     Raises:
         ValueError: there is no such file, or it is of another kind.
