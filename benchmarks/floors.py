@@ -20,7 +20,7 @@ BACKWARD = 3  # operations of forward and backward over those of the forward pas
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What the machine reaches at its best.
+    """Highest measured rates of the machine.
 
     Attributes:
         decode_flops: operations per second of the model's matmuls at the rows of a decode step.
@@ -34,7 +34,7 @@ class Ceilings:
 
 
 def best(measured: Sequence[Ceilings]) -> Ceilings:
-    """The highest of each rate: what disturbs a measurement only lowers it."""
+    """Return the highest of each rate, because disturbances only lower a measured rate."""
     return Ceilings(*(max(column) for column in zip(*map(dataclasses.astuple, measured), strict=True)))
 
 
@@ -46,7 +46,7 @@ class Work:
     bytes: float = 0.0
 
     def seconds(self, flops_per_s: float, bytes_per_s: float) -> float:
-        """The larger of the two times: they can overlap."""
+        """Return the larger of compute time and memory time, because the two can overlap."""
         return max(self.flops / flops_per_s, self.bytes / bytes_per_s)
 
 
@@ -69,11 +69,11 @@ def matrix_params(arch: Architecture) -> int:
 
 
 def forward_flops(arch: Architecture, *, tokens: float, pairs: float, predicted: float) -> float:
-    """Operations of a forward pass.
+    """Return the floating-point operations of a forward pass.
 
     Args:
-        tokens: that pass the blocks.
-        pairs: of a query and a key it attends to; 4 operations per head and head dimension, in every layer.
+        tokens: number of tokens that pass the blocks.
+        pairs: pairs of a query and a key that it attends to; 4 operations per head and head dimension, in every layer.
         predicted: positions whose logits are computed.
     """
     attention = 4 * arch.num_layers * arch.num_heads * arch.head_size * pairs
@@ -81,14 +81,14 @@ def forward_flops(arch: Architecture, *, tokens: float, pairs: float, predicted:
 
 
 def prefill(arch: Architecture, lengths: Sequence[int], *, itemsize: int = 4) -> Work:
-    """Keys and values of prompts, each once."""
+    """Return the work to compute the keys and values of prompts, each prompt once."""
     pairs = sum(n * (n + 1) / 2 for n in lengths)
     weights = itemsize * matrix_params(arch)
     return Work(forward_flops(arch, tokens=sum(lengths), pairs=pairs, predicted=0), weights)
 
 
 def decode_step(arch: Architecture, *, rows: int, context: float, read: float | None = None, itemsize: int = 4) -> Work:
-    """One token for each of ``rows`` sequences.
+    """Return the work to decode one token for each of ``rows`` sequences.
 
     Args:
         context: mean number of keys a row attends to.
@@ -101,7 +101,7 @@ def decode_step(arch: Architecture, *, rows: int, context: float, read: float | 
 
 
 def update_flops(arch: Architecture, lengths: Sequence[int], group: int, completion: int, *, shared: bool) -> float:
-    """Operations of forward and backward over P*G rows."""
+    """Return the operations of the forward and backward pass over P*G rows."""
     rows = len(lengths) * group
     times = 1 if shared else group  # a prompt is computed
     tokens = times * sum(lengths) + rows * completion
@@ -120,7 +120,7 @@ def floor(
     shared: bool,
     itemsize: int = 4,
 ) -> Floor:
-    """Least seconds of one step: P*G completions of C tokens, and one update on them."""
+    """Return the least seconds of one step: P*G completions of C tokens, and one update on them."""
     rows, batch = len(lengths) * group, ceilings.batch_flops
     prompts = lengths if shared else [n for n in lengths for _ in range(group)]
     seconds = prefill(arch, prompts, itemsize=itemsize).seconds(batch, ceilings.read_bytes)

@@ -36,7 +36,7 @@ class Stopwatch:
         return call
 
     def total(self, prefix: str) -> float:
-        """Seconds of all calls so far of the programs whose names begin so."""
+        """Return the seconds of all calls so far of the programs whose names begin with ``prefix``."""
         return sum(sum(seconds) for name, seconds in self.seconds.items() if name.startswith(prefix))
 
 
@@ -75,7 +75,7 @@ class DeviceClock:
         self._waiting.put((name, dispatched, self._probe(smallest)))
 
     def close(self) -> None:
-        """Wait for the last program."""
+        """Wait until the device has finished the last program."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -103,7 +103,7 @@ class _Watched:
 
 
 def idle_shares(intervals: Sequence[tuple[str, float, float]], last: str) -> list[float]:
-    """Share of each iteration in which the device had nothing to do.
+    """Return the share of each iteration in which the device was idle.
 
     Args:
         intervals: name, dispatched, done of each program in the order they ran.
