@@ -1,11 +1,11 @@
-"""A server of JSON over HTTP: requests become ``Exchange``s, and an application answers each with JSON or with events.
+"""A server of JSON over HTTP. It turns each request into an ``Exchange``, which an application answers.
 
-waitress reads and frames the requests, with their limits and timeouts. This module adds what waitress leaves to an
-application:
+waitress reads the requests and enforces limits and timeouts. This module adds three things:
 
-    refuses with 400    several Content-Length or Host headers, a Content-Length beside Transfer-Encoding (RFC 9112)
-    refuses with 403    without a token, a Host or Origin of another site: a page in the user's browser, DNS rebinding
-    answers with JSON   errors too, and server-sent events where an application yields them
+    status 400    for several Content-Length or Host headers, or a Content-Length with a Transfer-Encoding (RFC 9112)
+    status 403    for a Host or Origin of another site, if requests bear no token: such requests come from pages in the
+                  user's browser or from DNS rebinding
+    answers       as JSON, errors included, or as server-sent events if the application returns an iterator
 
 Owns: connections, their limits, how an answer is written. Does not know: routes, tokens of users, models.
 """
@@ -37,12 +37,12 @@ MAX_CONNECTIONS = 1000  # more are accepted when others have closed
 IDLE_S = 60  # after which a connection without a request in progress is closed
 CLEANUP_S = 5  # between two looks for idle connections
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-# Headers that a request may have once. Two readers that took different ones would see different requests.
+# Headers that a request may have only once. If two readers took different copies, they would see different requests.
 SINGLE = ("content-length", "host", "transfer-encoding")
 
 Events = Iterator[dict[str, Any]]
 
-# It warns of every request that waits for a thread, and of every client that leaves.
+# By default, waitress warns about every request that waits for a thread and every client that leaves.
 logging.getLogger("waitress").setLevel(logging.ERROR)
 
 
@@ -96,14 +96,14 @@ class Exchange:
 
 
 class Server:
-    """Serves an application on one address. The port is taken at once; clients connect from ``activate`` on.
+    """An HTTP server of one application. It takes its port at once and accepts clients after ``activate``.
 
     Args:
         answer: called in a thread with each ``Exchange``. It returns the JSON object of the answer, or an iterator of
             events, or raises ``Refused``.
         address: host and port; port 0 takes a free one (``server_port``).
-        num_threads: requests that are answered at the same time; others wait.
-        any_site: whether requests that name another Host or Origin are answered: only if each must bear a token.
+        num_threads: number of requests that are answered at the same time. Other requests wait.
+        any_site: whether to answer requests with another Host or Origin. Only safe if every request bears a token.
 
     Raises:
         OSError: the address is in use, or is not this machine's.
@@ -128,7 +128,7 @@ class Server:
         self.server_port: int = self._socket.getsockname()[1]
 
     def activate(self) -> None:
-        """Accept connections. Before this a client is refused at once, and does not wait for a server still to come."""
+        """Accept connections. Before this call, a client's connection is refused at once."""
         _raise_file_limit()
         self._server = waitress.create_server(
             self._respond,
@@ -156,7 +156,7 @@ class Server:
             wasyncore.loop(timeout=1.0, use_poll=True, map=self._connections, count=1)
 
     def add_threads(self, num_threads: int) -> None:
-        """Let at least so many requests be answered at the same time."""
+        """Raise the number of threads to at least ``num_threads``."""
         if num_threads > self._num_threads:
             self._num_threads = num_threads
             self._server.task_dispatcher.set_thread_count(num_threads)
@@ -184,7 +184,7 @@ class Server:
     # ---- answers ----
 
     def _respond(self, environ: dict[str, Any], start_response: Callable) -> Iterator[bytes] | list[bytes]:
-        """Answer one request, as WSGI (PEP 3333) has it."""
+        """Answer one request. This is the WSGI application (PEP 3333)."""
         exchange = Exchange(environ)
         try:
             self._check_site(exchange)
@@ -209,7 +209,7 @@ class Server:
 
 
 class _Parser(HTTPRequestParser):
-    """Refuses what two readers of a request could understand differently."""
+    """A parser that refuses a request if two HTTP readers could understand it differently."""
 
     def parse_header(self, header_plus: bytes) -> None:
         lines = header_plus.split(b"\r\n")[1:]
@@ -235,7 +235,7 @@ class _Channel(HTTPChannel):
 
 
 def _bound(address: tuple[str, int]) -> socket.socket:
-    """Return a socket that has its address, and does not listen yet."""
+    """Return a socket that is bound to its address and does not listen yet."""
     family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -267,7 +267,7 @@ def _host_of(url: str) -> str:
 
 
 def _failure(error: Exception, exchange: Exchange) -> tuple[int, dict[str, Any]]:
-    """Return the status and the body for an error; an unforeseen one is printed on standard error too."""
+    """Return the status and the body for an error. An error other than ``Refused`` is printed, too."""
     if isinstance(error, Refused):
         status, text = error.status, str(error)
     else:
@@ -286,7 +286,7 @@ def _json(start_response: Callable, status: int, body: dict[str, Any]) -> list[b
 
 
 def _events(events: Events, exchange: Exchange) -> Iterator[bytes]:
-    """Yield server-sent events. A failure is the last one, without [DONE]: what came before is not the whole."""
+    """Yield server-sent events. After a failure, the last event is the error and [DONE] is missing."""
     try:
         for event in events:
             yield f"data: {json_lines.written(event)}\n\n".encode()
