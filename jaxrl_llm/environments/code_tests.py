@@ -369,9 +369,7 @@ class _Fences:
     def blocks(self) -> list[_Block]:
         """Return each fenced block, in order. A fence at the very end of the text opens no block."""
         blocks, place = [], 0
-        while (found := OPENING.search(self.text, place)) and found.end() < len(
-            self.text
-        ):  # no block after the end
+        while (found := OPENING.search(self.text, place)) and found.end() < len(self.text):  # no block after the end
             indent = found["indent"]
             marker = MARKER.match(found["before"] or "")
             width = len((indent if indent is not None else marker[0] if marker else "").expandtabs(4))
