@@ -24,11 +24,11 @@ import numpy as np
 from benchmarks import families, results
 from benchmarks.iteration import one_device, random_params
 from benchmarks.results import Figure
-from jaxrl_llm.actor.conversation import Conversations
-from jaxrl_llm.actor.environment import Reply
+from jaxrl_llm.actor.episodes import Conversations
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, EnvironmentsConfig, SamplingConfig
+from jaxrl_llm.conversations.environment import Reply
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import rng

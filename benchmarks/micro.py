@@ -364,7 +364,7 @@ def questions(s: Setting) -> Iterator[Row]:
 def host_gap(s: Setting) -> Iterator[Row]:
     del s  # the main job's own model
     from configs import grpo_smollm2_135m_chain_sum as main_job
-    from jaxrl_llm import train
+    from jaxrl_llm.commands import train
 
     settings = main_job.get_config()
     settings.num_iterations, settings.eval.num_prompts = 4, 0

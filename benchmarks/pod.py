@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from jaxrl_llm.config import freeze
-from jaxrl_llm.planning import chips, presets
+from jaxrl_llm.models import presets
+from jaxrl_llm.planning import chips
 from jaxrl_llm.run import Run, assemble
 from jaxrl_llm.runtime import sharding
 

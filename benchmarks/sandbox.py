@@ -27,7 +27,7 @@ import time
 import warnings
 from collections.abc import Callable
 
-from jaxrl_llm.environments.sandbox import ISOLATIONS, Limits, Sandbox, SandboxError
+from jaxrl_llm.sandbox.sandbox import ISOLATIONS, Limits, Sandbox, SandboxError
 
 PROGRAMS = {
     "pass": "pass",

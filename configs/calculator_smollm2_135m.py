@@ -32,10 +32,10 @@ def get_config():
     config.prompts.size = 2048
     config.prompts.max_tokens = 128
     config.sampling.max_completion_tokens = 64
-    config.environments.factory = "jaxrl_llm.environments.calculator:plain"
+    config.environments.factory = "jaxrl_llm.examples.calculator:plain"
     config.environments.max_turns = 2
     config.environments.max_answer_tokens = 32
-    config.rewards.functions = ("task", "jaxrl_llm.environments.calculator:used")
+    config.rewards.functions = ("task", "jaxrl_llm.examples.calculator:used")
     config.rewards.weights = (1.0, 0.2)
     config.rollout.prompts_per_iteration = 12
     config.rollout.group_size = 8

@@ -1,7 +1,7 @@
 """CodeIt, in small: programs that turn grids into others, and hindsight where they do not.
 
 Each program that did something else becomes the answer to the question that it solves, with those of its group that do
-not (jaxrl_llm.questions.tasks.grids), four groups an iteration. The ring draws right programs alone, and each is
+not (jaxrl_llm.examples.grids), four groups an iteration. The ring draws right programs alone, and each is
 imitated, as in expert iteration, also where all of a group are right. From a model that has seen programs of one step,
 two minutes on 2 cores, to questions of two steps, less than a minute:
 
@@ -30,7 +30,7 @@ def get_config():
     config.prompts.max_tokens = 64
     config.prompts.chat_template = False
     config.sampling.max_completion_tokens = 8
-    config.external.paths = ("jaxrl_llm.questions.tasks.grids:hindsight",)
+    config.external.paths = ("jaxrl_llm.examples.grids:hindsight",)
     config.external.groups_per_iteration = 4
     config.algorithm.surrogate = use("reinforce")
     config.algorithm.advantage = use("dr_grpo")

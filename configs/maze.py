@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=configs/maze.py --workdir=runs/maze
 
 A turn ends with a letter, the way that it goes; the answer is the field it came to and its exits. Plain GRPO: which
-turn was a good one is for a recipe to say (configs/recipes/gigpo.py and others).
+turn was a good one is for a recipe to say (jaxrl_llm/recipes/gigpo.py and others).
 """
 
 from jaxrl_llm.config import defaults
@@ -16,8 +16,8 @@ def get_config():
     config.prompts.chat_template = False
     config.sampling.max_completion_tokens = 48
     config.sampling.stop_tokens = ("n", "e", "s", "w")
-    config.environments.factory = "jaxrl_llm.environments.maze:plain"
+    config.environments.factory = "jaxrl_llm.examples.maze:plain"
     config.environments.max_answer_tokens = 8
     config.environments.max_turns = 6
-    config.rewards.functions = ("jaxrl_llm.environments.maze:steps",)
+    config.rewards.functions = ("jaxrl_llm.examples.maze:steps",)
     return config

@@ -25,8 +25,8 @@ import ml_collections
 
 from jaxrl_llm import limits
 from jaxrl_llm.method_config import AlgorithmConfig, EnvironmentsConfig, LoraConfig, MethodFacts, ReplayConfig
-from jaxrl_llm.runtime import functions, nested
-from jaxrl_llm.runtime.nested import (
+from jaxrl_llm.settings import functions, schema
+from jaxrl_llm.settings.schema import (
     Bounds,
     ConfigError,
     Count,
@@ -187,8 +187,8 @@ class RewardsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExternalConfig:
-    # Answers of others, from each in turn: JSONL files (their form is in jaxrl_llm/actor/guests.py), workdirs of runs
-    # with metrics.share_rollouts, and functions for hindsight of the run's own answers (jaxrl_llm/actor/sources.py).
+    # Answers of others, from each in turn: JSONL files (their form: jaxrl_llm/actor/external.py), workdirs of runs
+    # with metrics.share_rollouts, and hindsight functions of the run's own answers (actor/external_sources.py).
     paths: tuple[str, ...] = ()
     # Groups of theirs that go into the ring in each iteration, in addition to the run's own.
     groups_per_iteration: int = 0
@@ -422,7 +422,7 @@ def recorded(mapping: Any) -> Config:
     """
     if hasattr(mapping, "to_dict"):
         mapping = mapping.to_dict()
-    return nested.build(Config, mapping)
+    return schema.build(Config, mapping)
 
 
 def to_json(config: Config) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from jaxrl_llm.runtime.nested import MOST, chosen_functions, flatten, plain_text, unread
+from jaxrl_llm.settings.schema import MOST, chosen_functions, flatten, plain_text, unread
 
 FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # sources of questions that read a file
 # Texts that a model reads. Other text settings are names, mostly of files.

@@ -14,25 +14,15 @@ from typing import Annotated, Any, Literal
 
 from jaxrl_llm.algorithms import advantages, shaping, turns
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
-from jaxrl_llm.algorithms.anchors import ANCHORS, ENTROPY_BONUSES
 from jaxrl_llm.algorithms.corrections import CORRECTIONS, STEP_SIZES
-from jaxrl_llm.algorithms.draws import ADMISSIONS, DRAWS, PRIORITIES
+from jaxrl_llm.algorithms.divergences import ANCHORS, ENTROPY_BONUSES
+from jaxrl_llm.algorithms.draw_weights import ADMISSIONS, DRAWS, PRIORITIES
+from jaxrl_llm.algorithms.inputs import COLUMNS, MADE_BY_CREDIT, OTHER_POLICIES
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.tracing import reads_of_draw, reads_of_surrogate
 from jaxrl_llm.algorithms.use import Chosen, Needs, slot
-from jaxrl_llm.algorithms.views import COLUMNS, MADE_BY_CREDIT, OTHER_POLICIES
-from jaxrl_llm.runtime.nested import (
-    Bounds,
-    Count,
-    CountOrZero,
-    NotNegative,
-    Number,
-    Positive,
-    Rate,
-    ReadWhen,
-    Share,
-)
+from jaxrl_llm.settings.schema import Bounds, Count, CountOrZero, NotNegative, Number, Positive, Rate, ReadWhen, Share
 
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 

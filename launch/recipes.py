@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.views import Tokens
+from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.config import Config, freeze
-from jaxrl_llm.runtime.nested import differences
+from jaxrl_llm.settings.schema import differences
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
-FOLDER = REPOSITORY / "configs" / "recipes"
+FOLDER = REPOSITORY / "jaxrl_llm" / "recipes"
 PAGE = REPOSITORY / "docs" / "methods.md"
 BEGIN, END = "<!-- printed by python launch/recipes.py -->\n", "<!-- end -->"
 NO_CLIP = (
@@ -31,7 +31,7 @@ NO_CLIP = (
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A file of configs/recipes; its docstring has the method's name first and ends with "Source: ... Differs: ..."."""
+    """A recipe. Its docstring has the method's name first and ends with "Source: ... Differs: ..."."""
 
     file: str
     method: str

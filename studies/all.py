@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import short_cpu
-from jaxrl_llm.replay_plan import Costs
-from jaxrl_llm.sweep import fits
-from jaxrl_llm.sweep.intervals import Interval
+from jaxrl_llm.commands.replay_plan import Costs
+from jaxrl_llm.sweeps import fits
+from jaxrl_llm.sweeps.intervals import Interval
 from studies import arms, bandit, costs, pictures, raw, seeds, transfer
 from studies.arms import DECLARED, Arm, Way, at_mu
 from studies.design import COST_RATIO, RATE, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate

@@ -1,7 +1,7 @@
 """Arms of a sweep, computed from its raw metrics (studies.raw), and a table with one line per arm.
 
 The figures use the reported seeds, up to the study's budget. Intervals are 95 % bootstrap intervals over seeds and
-questions (sweep.intervals).
+questions (sweeps.intervals).
 
 - Held-out pass rate: the mean of the last three evaluations.
 - Compute to the threshold, in batches: the point at which the mean curve of the seeds first reaches the threshold.
@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_llm.sweep import intervals
-from jaxrl_llm.sweep.intervals import Interval, Resampling
-from jaxrl_llm.sweep.points import SEED
-from jaxrl_llm.sweep.table import Run, groups
+from jaxrl_llm.sweeps import intervals
+from jaxrl_llm.sweeps.intervals import Interval, Resampling
+from jaxrl_llm.sweeps.points import SEED
+from jaxrl_llm.sweeps.table import Run, groups
 from studies import costs, raw
 from studies.costs import Times
 from studies.design import COST_RATIO, EVERY, GROUP, RATE, within, without_rate

@@ -22,10 +22,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.algorithms.views import OTHER_POLICIES, SAID_BY_LEARNER
+from jaxrl_llm.algorithms.inputs import OTHER_POLICIES, SAID_BY_LEARNER
+from jaxrl_llm.commands.replay_plan import Costs, Seconds
 from jaxrl_llm.config import Config
-from jaxrl_llm.replay_plan import Costs, Seconds
-from jaxrl_llm.sweep.table import Run
+from jaxrl_llm.sweeps.table import Run
 from studies.design import COST_RATIO
 
 GENERATED, TRAINED = "rollout/generated_rows", "replay/drawn_rows"

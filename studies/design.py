@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.sweep.points import SEED, Point, Sweep, grid, product, seeds
-from jaxrl_llm.sweep.table import Run, best_points
+from jaxrl_llm.sweeps.points import SEED, Point, Sweep, grid, product, seeds
+from jaxrl_llm.sweeps.table import Run, best_points
 
 COST_RATIO = 5.28  # mu of the paper's 7B runs: cost of generating a rollout over the cost of training on it
 GROUP = 8

@@ -14,8 +14,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_llm.sweep import intervals
-from jaxrl_llm.sweep.intervals import Interval
+from jaxrl_llm.sweeps import intervals
+from jaxrl_llm.sweeps.intervals import Interval
 from studies.arms import DECLARED, Arm, Way
 from studies.design import COST_RATIO
 

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.machine import hardware
+from jaxrl_llm.commands.sweep import points_of, read_sweep, runs_of
 from jaxrl_llm.config import Config, recorded
-from jaxrl_llm.sweep.__main__ import points_of, read_sweep, runs_of
-from jaxrl_llm.sweep.points import SEED, Point, with_point
-from jaxrl_llm.sweep.table import Run
+from jaxrl_llm.sweeps.points import SEED, Point, with_point
+from jaxrl_llm.sweeps.table import Run
 from studies.costs import GENERATED, TRAINED
 from studies.design import RATE, is_reported, without_rate
 

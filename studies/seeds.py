@@ -1,6 +1,6 @@
 """Statistics over seeds alone: paired t intervals, Holm's correction for many arms, ranks.
 
-Percentile intervals over four seeds cover less than their nominal 95 % (sweep.intervals). Here each seed gives one
+Percentile intervals over four seeds cover less than their nominal 95 % (sweeps.intervals). Here each seed gives one
 figure. The arm and the base are compared seed by seed, and the four differences give a t interval.
 
     low, high = mean -+ t(0.975, n - 1) s / sqrt(n)
@@ -8,7 +8,7 @@ figure. The arm and the base are compared seed by seed, and the four differences
 Savings are differences of logarithms of costs.
 If a run never reaches the threshold, its cost is infinite and there is no interval.
 Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
-Owns: these statistics. Does not know: draws of questions (sweep.intervals), how tables look (all).
+Owns: these statistics. Does not know: draws of questions (sweeps.intervals), how tables look (all).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from jaxrl_llm.sweep.intervals import Resampling
+from jaxrl_llm.sweeps.intervals import Resampling
 from studies.arms import Arm, Way
 
 

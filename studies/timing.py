@@ -24,10 +24,10 @@ import statistics
 import tempfile
 
 from benchmarks.machine import hardware
+from jaxrl_llm.commands.train import train
 from jaxrl_llm.config import Config, to_json
 from jaxrl_llm.reports.metrics import read_metrics
-from jaxrl_llm.sweep.table import groups
-from jaxrl_llm.train import train
+from jaxrl_llm.sweeps.table import groups
 from studies import raw
 from studies.costs import GENERATED, TRAINED
 from studies.design import without_rate

@@ -12,8 +12,8 @@ import dataclasses
 import pathlib
 import shutil
 
+from jaxrl_llm.commands.evaluate import command
 from jaxrl_llm.config import Config
-from jaxrl_llm.evaluate import command
 from studies.design import is_reported
 
 TASK = "gcd"

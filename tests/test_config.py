@@ -27,18 +27,17 @@ from support import ghosts
 from support.building import ONE, TINY, mesh_of, needs_reasoning_gym
 
 from jaxrl_llm import config as config_module
-from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import actor, stop_strings
-from jaxrl_llm.actor.conversation import Conversations, Turn
-from jaxrl_llm.actor.environment import Environment
+from jaxrl_llm.actor.episodes import Conversations, Turn
 from jaxrl_llm.actor.evaluation import questions
+from jaxrl_llm.actor.external import External
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
-from jaxrl_llm.actor.guests import External
-from jaxrl_llm.actor.rewards import RewardPool
+from jaxrl_llm.algorithms.inputs import Sizes
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.use import keywords, use
-from jaxrl_llm.algorithms.views import Sizes
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
+from jaxrl_llm.conversations.environment import Environment
 from jaxrl_llm.learner import faults
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.files import peft, pretrained
@@ -51,8 +50,9 @@ from jaxrl_llm.reports.metrics import cost_values, rollout_values
 from jaxrl_llm.run import assemble, model_of
 from jaxrl_llm.runtime import bucket, hosts, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
-from jaxrl_llm.runtime.nested import differences
-from jaxrl_llm.sweep.points import with_point
+from jaxrl_llm.scoring.rewards import RewardPool
+from jaxrl_llm.settings.schema import differences
+from jaxrl_llm.sweeps.points import with_point
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_STRING, Example, Rewards
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -12,10 +12,11 @@ from jax.experimental.compilation_cache import compilation_cache
 from support.building import ONE, TINY, mesh_of, needs_cuda_compiler, needs_libtpu
 from support.command_line import DEBUG_CONFIG, run_command
 
-from jaxrl_llm import plan
+from jaxrl_llm.commands import plan
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
+from jaxrl_llm.models import presets
 from jaxrl_llm.models.files import pretrained
-from jaxrl_llm.planning import chips, compiled, presets, verdict
+from jaxrl_llm.planning import chips, compiled, verdict
 from jaxrl_llm.planning import search as searching
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding

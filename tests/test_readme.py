@@ -29,9 +29,9 @@ from jaxrl_llm.algorithms.use import keywords
 from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten, freeze
 from jaxrl_llm.reports.metrics import METRICS
 from jaxrl_llm.runtime import cli
-from jaxrl_llm.runtime.nested import Text, override
-from jaxrl_llm.sweep import points
-from jaxrl_llm.sweep.table import Run
+from jaxrl_llm.settings.schema import Text, override
+from jaxrl_llm.sweeps import points
+from jaxrl_llm.sweeps.table import Run
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -255,7 +255,7 @@ def test_commands_of_methods_by_turn_keep_nothing_of_the_maze(folder, monkeypatc
     assert len(shown) == 2 and {"sampling.stop_tokens", "prompts.arguments"} < of_maze
     for settings in shown:
         assert not {name for name in of_maze if settings[name] == maze[name]}
-    recipes = {path.stem: path.read_text() for path in REPOSITORY.glob("configs/recipes/*.py")}
+    recipes = {path.stem: path.read_text() for path in REPOSITORY.glob("jaxrl_llm/recipes/*.py")}
     named = {name for name in re.findall(r"`(\w+)`", section) if name in recipes}
     assert named == {name for name, text in recipes.items() if "configs/maze.py" in text}
 
@@ -307,7 +307,7 @@ def test_the_readme_names_every_command():
 
 
 def test_the_readme_counts_the_recipes():
-    count = len(list(REPOSITORY.glob("configs/recipes/*.py")))
+    count = len(list(REPOSITORY.glob("jaxrl_llm/recipes/*.py")))
     said = " ".join(README.split())
     assert f"has {count} published methods" in said and f"GRPO and {count - 1} other methods" in said
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.command_line import run_command
 
+from jaxrl_llm.commands.replay_plan import Costs, fitted, measured_alpha, measured_mu, table
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.replay_plan import Costs, fitted, measured_alpha, measured_mu, table
 from jaxrl_llm.reports.metrics import read_metrics
 
 SETTINGS = list(itertools.product((0.5, 2.0, 5.28, 20.0), (0.0, 0.01, 0.05, 0.3, 1.0), (0.05, 0.1, 0.25, 0.4)))

@@ -11,6 +11,7 @@ import pytest
 from support.building import ONE, TINY, learner_params, mesh_of
 from support.command_line import run_command
 
+from jaxrl_llm.commands.sft import Supervised, answer_rows, answer_tokens, sft
 from jaxrl_llm.config import ConfigError, OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.models.files import pretrained
@@ -18,7 +19,6 @@ from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all
-from jaxrl_llm.sft import Supervised, answer_rows, answer_tokens, sft
 from jaxrl_llm.types import Example, PromptBatch
 
 END = 257  # of the byte tokenizer
@@ -183,7 +183,7 @@ def test_moments_in_host_memory_learn_the_same(tmp_path, monkeypatch):
     one, seen = mesh_of(ONE), []
     monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
     keep = lambda programs, mesh: seen.append(programs) or compile_all(programs, mesh)
-    monkeypatch.setattr("jaxrl_llm.sft.compile_all", keep)
+    monkeypatch.setattr("jaxrl_llm.commands.sft.compile_all", keep)
     kinds, files = [], []
     for name, offload in (("device", False), ("host", True)):
         given = settings(tmp_path, num_iterations=3, optimizer={"learning_rate": 1e-2, "offload": offload})

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.commands.sweep import read_sweep
 from jaxrl_llm.config import defaults, freeze, from_json, to_json
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.stream import split_held_out
-from jaxrl_llm.sweep.__main__ import read_sweep
-from jaxrl_llm.sweep.points import freeze_points, with_point
-from jaxrl_llm.sweep.table import Run
+from jaxrl_llm.sweeps.points import freeze_points, with_point
+from jaxrl_llm.sweeps.table import Run
 from studies import all as everything
 from studies import arms, costs, design, raw, seeds, timing, transfer
 from studies.bandit import REWARDS, gradient, limit, run, softmax, summary

@@ -19,12 +19,12 @@ from test_config import ALIVE, ENVIRONMENTS, SETTINGS
 from jaxrl_llm import config as config_module
 from jaxrl_llm import method_config
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS
+from jaxrl_llm.algorithms.inputs import Batch, Tokens
 from jaxrl_llm.algorithms.surrogates import SURROGATES, surrogate_terms
-from jaxrl_llm.algorithms.views import Batch, Tokens
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, recorded, to_json
-from jaxrl_llm.runtime import nested
-from jaxrl_llm.runtime.stored import config_of
-from jaxrl_llm.sweep.points import with_point
+from jaxrl_llm.runtime.checkpoint_files import config_of
+from jaxrl_llm.settings import schema
+from jaxrl_llm.sweeps.points import with_point
 
 CRITIC = {"algorithm.advantage": "gae"}
 TURNS = {"environments.factory": f"{ENVIRONMENTS}:slow", "environments.max_answer_tokens": 4}
@@ -165,7 +165,7 @@ def test_every_setting_that_needs_another_is_refused_without_it():
 # ---- what a run looks at --------------------------------------------------------------------------------------------
 
 # Modules and functions that look at every setting alike, to check, show, compare or store it.
-OF_SETTINGS = tuple(module.__file__ for module in (config_module, method_config, nested))
+OF_SETTINGS = tuple(module.__file__ for module in (config_module, method_config, schema))
 LOOK_AT_ALL = {"complaint", "flatten", "_leaves", "unread", "record", "to_json", "chosen_functions"}
 SHOW = ("limits.py", "stored.py", "cli.py", "html.py")
 
@@ -412,7 +412,7 @@ REFUSED_NOW = (
 @pytest.mark.parametrize("settings", REFUSED_NOW, ids=lambda settings: next(iter(settings)))
 def test_a_record_of_a_run_that_would_be_refused_today_can_be_read(settings, tmp_path):
     assert refusal(settings)
-    mapping = nested.as_mapping(recorded(with_point({}, settings)))
+    mapping = schema.as_mapping(recorded(with_point({}, settings)))
     read = config_of({"config": json.loads(json.dumps(mapping))}, tmp_path)
     assert {path: flatten(read)[path] for path in settings} == settings
     assert from_json(to_json(read)) == read

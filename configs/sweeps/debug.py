@@ -10,7 +10,7 @@ One to two minutes on 2 cores. Measured, seeds 0 / 1:
 """
 
 from jaxrl_llm.config import defaults
-from jaxrl_llm.sweep.points import Sweep, grid, product, seeds
+from jaxrl_llm.sweeps.points import Sweep, grid, product, seeds
 
 
 def get_config():

@@ -7,7 +7,7 @@ The on-policy arm and four uses from a ring of two batches, each at six rates. d
 
 import runpy
 
-from jaxrl_llm.sweep.points import grid, product
+from jaxrl_llm.sweeps.points import grid, product
 from studies.design import RATE, REPORTED, SUMS, shown_as
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]

@@ -11,7 +11,7 @@ import pathlib
 import runpy
 
 from jaxrl_llm.config import defaults, freeze
-from jaxrl_llm.runtime.nested import differences, plain
+from jaxrl_llm.settings.schema import differences, plain
 from studies.costs import FORWARD, forwards
 from studies.design import COST_RATIO, RATE, SUMS, sweep_of
 
@@ -22,7 +22,7 @@ WHOLE_GROUPS = ("agro", "spo", "vcpo")
 LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo", "step_coder")
 RECIPES = {
     path.stem: freeze(runpy.run_path(str(path))["get_config"]())
-    for path in sorted(pathlib.Path("configs/recipes").glob("*.py"))
+    for path in sorted(pathlib.Path("jaxrl_llm/recipes").glob("*.py"))
     if path.stem not in LEFT_OUT
 }
 

@@ -8,7 +8,7 @@ time/cost_ratio of each iteration; the medians are in docs/replay_study.md. Eigh
 
 import runpy
 
-from jaxrl_llm.sweep.points import Sweep, grid
+from jaxrl_llm.sweeps.points import Sweep, grid
 
 ROOM = (24, 96, 384)  # tokens
 

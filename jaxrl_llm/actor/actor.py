@@ -16,18 +16,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.actor import redealing
-from jaxrl_llm.actor.conversation import Conversations
-from jaxrl_llm.actor.environment import Environment
+from jaxrl_llm.actor import redistribution
+from jaxrl_llm.actor.episodes import Conversations
+from jaxrl_llm.actor.external import External, Guests, shared_groups
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
-from jaxrl_llm.actor.guests import External, Guests, shared_groups
 from jaxrl_llm.actor.resampling import Sampled, sample
-from jaxrl_llm.actor.rewards import RewardPool
-from jaxrl_llm.actor.text_spans import tokens_in
+from jaxrl_llm.conversations.environment import Environment
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import draw_values, rollout_values
 from jaxrl_llm.runtime import hosts, rng, sharding
-from jaxrl_llm.runtime.nested import visible
+from jaxrl_llm.scoring.rewards import RewardPool
+from jaxrl_llm.scoring.text_spans import tokens_in
+from jaxrl_llm.settings.schema import visible
 from jaxrl_llm.types import OUTCOME_SCORE, SHARED_FILE, Agreed, DrawSums, PerHost, Rewards, ScoredRollouts
 
 
@@ -196,7 +196,7 @@ class Actor:
         self._stream.restore(state["stream"])
         self._stream.ledger.restore(state["ledger"])
         self._external.restore(state["external"])
-        self.generator.state, state, words = redealing.deal(self.generator, arrays["sampler"], state, shapes)
+        self.generator.state, state, words = redistribution.deal(self.generator, arrays["sampler"], state, shapes)
         for *where, group_id in state["open_prompts"]:
             row = self._stream.lookup(group_id)
             self.generator.adopt(*where, group_id, row.example, row.tokens.tolist())

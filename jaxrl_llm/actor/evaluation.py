@@ -19,19 +19,20 @@ import jax
 import numpy as np
 
 from jaxrl_llm import limits
-from jaxrl_llm.actor import environment, stop_strings
-from jaxrl_llm.actor.agents import prompt_shown
-from jaxrl_llm.actor.conversation import Conversations
-from jaxrl_llm.actor.environment import Environment
+from jaxrl_llm.actor import stop_strings
+from jaxrl_llm.actor.episodes import Conversations
 from jaxrl_llm.actor.generator import Generator
-from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
+from jaxrl_llm.conversations import environment
+from jaxrl_llm.conversations.agents import prompt_shown
+from jaxrl_llm.conversations.environment import Environment
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.reports.metric_table import evaluation_values
 from jaxrl_llm.runtime import hosts, json_lines, rng, sharding
 from jaxrl_llm.scoring.answers import vote
+from jaxrl_llm.scoring.rewards import RewardPool
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, PromptBatch
 
 # Sources whose columns can hold data for the environment that the prompt does not show, such as the word of Wordle.

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.actor import quotas, staleness, stop_strings
-from jaxrl_llm.actor.conversation import Conversations
+from jaxrl_llm.actor.episodes import Conversations
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NONE, Agreed, DrawSums, PerHost, PromptBatch, Rollout

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.actor.agents import prompt_shown
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.config import Config
+from jaxrl_llm.conversations.agents import prompt_shown
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import (
     MAX_ERRORS_KEPT,

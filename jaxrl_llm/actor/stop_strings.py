@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.actor import decoding
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files import decoding
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import STOP_LENGTH, STOP_NONE, STOP_STRING
 

@@ -19,11 +19,11 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from jaxrl_llm.algorithms import baselines, memory
 from jaxrl_llm.algorithms.critic import lambda_returns
+from jaxrl_llm.algorithms.inputs import Rows
 from jaxrl_llm.algorithms.use import needs
-from jaxrl_llm.algorithms.views import Rows
 from jaxrl_llm.ops import groups
 from jaxrl_llm.ops.groups import Groups, minus_mean, over_std
-from jaxrl_llm.runtime.nested import Decay, Number, Share
+from jaxrl_llm.settings.schema import Decay, Number, Share
 
 Sums = dict[str, Float[Array, "..."]]
 Learned = tuple[Float[Array, " B"], Sums]

@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
+from jaxrl_llm.algorithms.inputs import Batch
 from jaxrl_llm.algorithms.use import needs
-from jaxrl_llm.algorithms.views import Batch
 from jaxrl_llm.ops.masks import completion_mask
 
 

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
-from jaxrl_llm.algorithms.views import Rows
+from jaxrl_llm.algorithms.inputs import Rows
 from jaxrl_llm.ops import groups as compare
 from jaxrl_llm.ops.masks import sampled_mask
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
 
 if TYPE_CHECKING:

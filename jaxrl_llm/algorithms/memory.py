@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.algorithms.baselines import num_features
-from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Sizes
+from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Scores
 
 # Of the decay of "mssr" (arXiv:2512.18215): iterations, and nats a token.

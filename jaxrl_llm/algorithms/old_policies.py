@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.algorithms.use import needs
-from jaxrl_llm.algorithms.views import Tokens
-from jaxrl_llm.runtime.nested import Decay
+from jaxrl_llm.settings.schema import Decay
 
 
 @needs(is_behaviour=True)

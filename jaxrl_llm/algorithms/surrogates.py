@@ -33,9 +33,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from jaxrl_llm.algorithms.baselines import gradient_square
+from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.algorithms.use import needs
-from jaxrl_llm.algorithms.views import Tokens
-from jaxrl_llm.runtime.nested import ConfigError, NotNegative, OverOneOrZero, Positive, Share
+from jaxrl_llm.settings.schema import ConfigError, NotNegative, OverOneOrZero, Positive, Share
 
 # A log-ratio is cut here before its exponential where nothing else bounds it: nats.
 LOG_RATIO_LIMIT = 20.0

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
+from jaxrl_llm.algorithms.inputs import COLUMNS, Stored, Tokens
 from jaxrl_llm.algorithms.use import Chosen
-from jaxrl_llm.algorithms.views import COLUMNS, Stored, Tokens
 
 # Rows, tokens of a row, rows of a group.
 SHAPE, GROUP_SIZE = (2, 3), 2

@@ -1,7 +1,7 @@
 """Advantages by turn: what each turn of the policy's is compared with, where a completion has several.
 
 A row's turns are the runs of tokens that the policy drew; between them stands what an environment answered. What a
-turn was given is the column "turn_reward" (actor.rewards), which adds up to the row's reward: by how much the episode
+turn was given is the column "turn_reward" (scoring.rewards), which adds up to the row's reward: by how much the episode
 is worth more to its environment, what a reward function gives turn by turn, and at the last turn what is given to the
 whole. Every token of a turn has the turn's advantage.
 
@@ -22,10 +22,10 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, UInt32
 from jaxrl_llm.algorithms import memory
 from jaxrl_llm.algorithms.advantages import Sums, over_batch
 from jaxrl_llm.algorithms.critic import lambda_returns
+from jaxrl_llm.algorithms.inputs import Rows
 from jaxrl_llm.algorithms.use import needs
-from jaxrl_llm.algorithms.views import Rows
 from jaxrl_llm.ops.groups import STD_EPSILON, group_mean, minus_mean, over_std
-from jaxrl_llm.runtime.nested import Bounds, Count, Decay, Exponent, NotNegative, Number, Share
+from jaxrl_llm.settings.schema import Bounds, Count, Decay, Exponent, NotNegative, Number, Share
 
 # Turns of a group differ where its rows' rewards do not.
 of_turns = {"siblings": True, "tied_teaches": lambda settings: True}

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from jaxrl_llm.algorithms.views import MADE_BY_CREDIT, OTHER_POLICIES, SAID_BY_LEARNER
-from jaxrl_llm.runtime import functions
-from jaxrl_llm.runtime.nested import SIGNED, ConfigError, Text, check_name, convert, names, near
+from jaxrl_llm.algorithms.inputs import MADE_BY_CREDIT, OTHER_POLICIES, SAID_BY_LEARNER
+from jaxrl_llm.settings import functions
+from jaxrl_llm.settings.schema import SIGNED, ConfigError, Text, check_name, convert, names, near
 
 # What a function may ask for: what sampler, rewards or learner can say of rows, and other policies.
 NEEDED = ("entropy", "turn_reward", "turn_seconds", "reward_mask", MADE_BY_CREDIT, *SAID_BY_LEARNER, *OTHER_POLICIES)

@@ -26,8 +26,8 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.learner.update import HIGH_GAP
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, sharding
+from jaxrl_llm.runtime.checkpoint_files import by_name
 from jaxrl_llm.runtime.programs import Program, compile_all
-from jaxrl_llm.runtime.stored import by_name
 from jaxrl_llm.types import Experience, RingState, Rollout
 
 # Largest share of tokens whose gap may be more than ``HIGH_GAP`` times the limit of the mean gap.

@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import corrections, credit
 from jaxrl_llm.algorithms import critic as values
+from jaxrl_llm.algorithms.inputs import COLUMNS, SAID_BY_LEARNER, Sizes
 from jaxrl_llm.algorithms.memory import Memory
-from jaxrl_llm.algorithms.views import COLUMNS, SAID_BY_LEARNER, Sizes
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner import optim, publish
 from jaxrl_llm.learner.annotation import Annotation
@@ -33,8 +33,8 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, rng, sharding
+from jaxrl_llm.runtime.checkpoint_files import MEMORY
 from jaxrl_llm.runtime.programs import Program, release_freed
-from jaxrl_llm.runtime.stored import MEMORY
 from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, TrainState
 
 

@@ -27,9 +27,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import lora, quantised
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.block_parts import turn, turned
 from jaxrl_llm.models.files.layout import stored_dims, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
-from jaxrl_llm.models.variants import turn, turned
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import Program
 

@@ -28,10 +28,10 @@ import optax
 from jaxrl_llm.algorithms import corrections
 from jaxrl_llm.algorithms import critic as values
 from jaxrl_llm.algorithms.aggregation import cross_entropy
-from jaxrl_llm.algorithms.anchors import kl_estimate
+from jaxrl_llm.algorithms.divergences import kl_estimate
+from jaxrl_llm.algorithms.inputs import OTHER_POLICIES, START, Batch, Ratios, Tokens
 from jaxrl_llm.algorithms.old_policies import moving_average_share
 from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
-from jaxrl_llm.algorithms.views import OTHER_POLICIES, START, Batch, Ratios, Tokens
 from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import adapter_modules
 from jaxrl_llm.learner.low_memory import apply_updates

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from jaxrl_llm.models.delta import Delta
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)

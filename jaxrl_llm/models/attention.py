@@ -25,7 +25,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models import variants
+from jaxrl_llm.models import block_parts
 from jaxrl_llm.models.kernels import learner as kernels
 
 # Replaces minus infinity, because all keys of a piece may be hidden and inf - inf is nan.
@@ -116,7 +116,7 @@ def attend(
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt, window, positions))
-    pieces += variants.attend_sinks(q, sinks)
+    pieces += block_parts.attend_sinks(q, sinks)
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -141,7 +141,7 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=No
     if implementation == "splash":
         out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
-    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *variants.attend_sinks(q, sinks)]
+    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *block_parts.attend_sinks(q, sinks)]
     out = _merge(pieces).astype(q.dtype)
 
     # All rows write to the same position, so no scatter is needed. The written values depend on the attention output.

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 # File layout of each parameter (layout.LAYOUT): for each stored dimension, our dimensions that are folded into it.
 LAYOUT = {

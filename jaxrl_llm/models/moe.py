@@ -32,8 +32,8 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 
 from jaxrl_llm.config import Config, ConfigError, LoraConfig
+from jaxrl_llm.models import block_parts, quantised
 from jaxrl_llm.models import lora as adapters
-from jaxrl_llm.models import quantised, variants
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import completion_window
@@ -370,7 +370,7 @@ def _of_experts(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, ..
     The output bias is not included, because ``mlp`` adds it outside the experts.
     """
     matrices = [of for of in parameters(arch) if of[0] in _AXES]
-    further = (*adapters.matrices(lora, matrices), *variants.vectors(arch))
+    further = (*adapters.matrices(lora, matrices), *block_parts.vectors(arch))
     return _AXES | {name: axes for name, _, axes, *_ in further if "expert" in axes}
 
 
@@ -432,7 +432,7 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, *weights, axes, split, arch, scale
     here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
     with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # ``plan`` reads this name
-        hidden_AF = variants.gated(by_matrix(rows_AD, "experts_gate"), by_matrix(rows_AD, "experts_up"), arch)
+        hidden_AF = block_parts.gated(by_matrix(rows_AD, "experts_gate"), by_matrix(rows_AD, "experts_up"), arch)
         said_AD = by_matrix(hidden_AF, "experts_down")
     said_AD = jnp.where(here_A[:, None], said_AD, 0)
     back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.models.architecture import Architecture, RopeScaling, positive
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 Stretched = tuple[np.ndarray, float]  # frequencies [H/2], and a factor of cosines and sines
 

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import delta_rule, gathering, moe, quantised, variants
+from jaxrl_llm.models import block_parts, delta_rule, gathering, moe, quantised
 from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
@@ -108,7 +108,7 @@ class Blocks(nnx.Module):
             ("o", (D, N, H), ("embed", "heads", "head_size")),
             *moe.parameters(arch),
         )
-        further = (*variants.vectors(arch), *(arch.delta.parameters(D) if arch.delta else ()))
+        further = (*block_parts.vectors(arch), *(arch.delta.parameters(D) if arch.delta else ()))
         for name, size, axes, *constant in (*matrices, *further, *adapters.matrices(lora, matrices)):
             if count := len(arch.layers_with(name)):
                 setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
@@ -130,7 +130,7 @@ class Blocks(nnx.Module):
             the results of ``moe.mlp`` about routing follow.
         """
         arch = self.arch
-        act = variants.ACTIVATIONS[arch.activation]
+        act = block_parts.ACTIVATIONS[arch.activation]
         is_merged = implementation == "xla" and not context.is_split()
 
         def norm(x, name):
@@ -153,7 +153,7 @@ class Blocks(nnx.Module):
         def attention(h):
             q, k, v = (project(h, name) for name in ("q", "k", "v"))
             if arch.output_gate:
-                q, gate = variants.queries_and_gates(q, arch)
+                q, gate = block_parts.queries_and_gates(q, arch)
             rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
             q_BTNH, k_BTKH, v_BTKH = rotated(heads(q, "q")), rotated(heads(k, "k")), heads(v, "v")
             if arch.score_width not in (0.0, arch.head_size):  # attention divides scores by the root of the head size
@@ -249,11 +249,11 @@ class Transformer(nnx.Module):
         chosen = moe.by_layer(routing, self.arch.num_layers)
         if layers is None:
             of_layers = (nnx.to_pure_dict(stacked), kv, chosen)
-            x_BTD, new_kv = variants.scan(blocks, self.arch.by_layer, x_BTD, of_layers)
+            x_BTD, new_kv = block_parts.scan(blocks, self.arch.by_layer, x_BTD, of_layers)
         else:
             made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # one trace per kind of layer
             for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
-                layer_params = jax.tree.map(variants.turn, turned)  # no copy: XLA's matmuls contract either way
+                layer_params = jax.tree.map(block_parts.turn, turned)  # no copy: XLA's matmuls contract either way
                 layer_params = dict.fromkeys(stacked) | layer_params  # None: this layer has no such parameter
                 layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
                 x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv, None if chosen is None else chosen[i]))

@@ -15,10 +15,10 @@ from typing import Any
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.presets import Model
 from jaxrl_llm.planning import cost, verdict
 from jaxrl_llm.planning.chips import Chip
 from jaxrl_llm.planning.compiled import Row, compile_rows
-from jaxrl_llm.planning.presets import Model
 from jaxrl_llm.run import Run, assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import in_use_bytes

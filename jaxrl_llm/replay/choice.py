@@ -14,7 +14,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.views import Stored
+from jaxrl_llm.algorithms.inputs import Stored
 from jaxrl_llm.config import ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.ops import weighted_draws as draws

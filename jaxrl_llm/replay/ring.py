@@ -31,7 +31,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.views import COLUMNS, PER_TOKEN
+from jaxrl_llm.algorithms.inputs import COLUMNS, PER_TOKEN
 from jaxrl_llm.config import ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay import choice

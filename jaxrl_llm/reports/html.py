@@ -24,9 +24,9 @@ from jaxrl_llm.reports.charts import CHARTS, Chart
 from jaxrl_llm.reports.metrics import METRICS, read_metrics
 from jaxrl_llm.reports.page import SERIES
 from jaxrl_llm.reports.records import ANSWER_FIELDS, read_evaluation, read_made_with, read_samples
+from jaxrl_llm.runtime.checkpoint_files import step_of
 from jaxrl_llm.runtime.json_lines import read_json
-from jaxrl_llm.runtime.nested import function_defaults
-from jaxrl_llm.runtime.stored import step_of
+from jaxrl_llm.settings.schema import function_defaults
 
 Rows = list[dict[str, Any]]
 # Shown below the iteration axis, because iterations that reuse rollouts cost less compute than other iterations.

@@ -23,7 +23,7 @@ AGE_LABELS = (
     f"{_LOWEST[-1]}+",
 )
 # The reward function that uses the majority answer to a question as its label (TTRL).
-VOTE = "jaxrl_llm.questions.tasks.scores:majority"
+VOTE = "jaxrl_llm.scoring.scores:majority"
 # Number of turns with a reward metric of their own. The rewards of later turns count only in the total.
 TURNS_SHOWN = 4
 # Number of reward functions with a metric of their own. The scores of later functions count only in the total.

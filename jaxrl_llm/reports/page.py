@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxrl_llm.runtime import bucket
-from jaxrl_llm.runtime.nested import visible
+from jaxrl_llm.settings.schema import visible
 
 PAGE = pathlib.Path(__file__).with_name("page.html")  # the frame and its style sheet
 

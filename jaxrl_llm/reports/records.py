@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxrl_llm.runtime.json_lines import read_json, read_log
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 LARGEST_NUMBER = 1e300  # a chart computes with sums and differences of its values
 LARGEST_COUNT = 10**12

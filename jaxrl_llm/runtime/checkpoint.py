@@ -12,8 +12,8 @@ the one before. Arrays are stored under their tree paths. They are not compresse
 time and hardly shrinks float weights.
 
 Owns: the layout above, which checkpoints are kept, which run may write into a workdir. Does not know: which settings a
-resumed run may change (``runtime.stored``), what the state means, except that the subtree ``params/policy`` holds the
-weights.
+resumed run may change (``runtime.checkpoint_files``), what the state means, except that the subtree ``params/policy``
+holds the weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from absl import logging
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import bucket, hosts, stored
+from jaxrl_llm.runtime import bucket, checkpoint_files, hosts
 
 ASIDE = "aside-"  # prefix of a checkpoint's name while another checkpoint of the same iteration is written
 
@@ -78,7 +78,7 @@ class Checkpointer:
             _tidy(self.directory)
         hosts.exchange("tidy")
         self._config = config
-        self._pass_rates = stored.pass_rates(self.directory)
+        self._pass_rates = checkpoint_files.pass_rates(self.directory)
         self._manager = _open(bucket.absolute(self.directory), self)
         # Iteration of the checkpoint that equals the caller's state, and ``is_inside`` of that checkpoint.
         self._current: tuple[int, bool] | None = None
@@ -88,7 +88,9 @@ class Checkpointer:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for orbax which checkpoints to keep: the last ones of this run, and the best by pass rate."""
         steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in self._pass_rates]
-        kept = stored.best_of(steps, self._pass_rates, self._config.keep_best) + steps[-self._config.keep_last :]
+        kept = (
+            checkpoint_files.best_of(steps, self._pass_rates, self._config.keep_best) + steps[-self._config.keep_last :]
+        )
         return [checkpoint.step in kept for checkpoint in checkpoints]
 
     def save(
@@ -128,7 +130,7 @@ class Checkpointer:
         """
         if self._current == (iteration, False) and not is_inside:
             return
-        arrays = stored.by_name(device_state)
+        arrays = checkpoint_files.by_name(device_state)
         sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
         self._pass_rates[iteration] = self._pass_rates.get(iteration) if pass_rate is None else float(pass_rate)
         text = {
@@ -141,7 +143,7 @@ class Checkpointer:
         # Copy through JSON text, because the caller changes its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
         self.wait()
-        if iteration in stored.steps_in(self.directory) and hosts.is_first():
+        if iteration in checkpoint_files.steps_in(self.directory) and hosts.is_first():
             bucket.move(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
         hosts.exchange("set aside")
         self._manager.reload()
@@ -150,7 +152,7 @@ class Checkpointer:
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays),
                 host=ocp.args.JsonSave(host),
-                config=ocp.args.JsonSave(text | {"digest": stored.digest(host, text)}),
+                config=ocp.args.JsonSave(text | {"digest": checkpoint_files.digest(host, text)}),
             ),
             force=True,
         )
@@ -184,18 +186,18 @@ class Checkpointer:
         self.wait()
 
         def read(path: pathlib.Path) -> tuple[Any, ...]:
-            host, text, wanted = stored.read_fitting(path, abstract_state, config, allow_config_changes)
-            arrays = stored.read_arrays(path, stored.by_name(wanted))
+            host, text, wanted = checkpoint_files.read_fitting(path, abstract_state, config, allow_config_changes)
+            arrays = checkpoint_files.read_arrays(path, checkpoint_files.by_name(wanted))
             return int(path.name), host, text, jax.tree.structure(wanted), arrays
 
         def check(found: tuple[Any, ...]) -> Restored:
             step, host, text, structure, arrays = found
             state = jax.tree.unflatten(structure, arrays.values())
-            stored.compare(text["arrays"], arrays, _sums(state, checksums))
+            checkpoint_files.compare(text["arrays"], arrays, _sums(state, checksums))
             state, shapes = dict.fromkeys(abstract_state) | state, {name: x[1] for name, x in text["arrays"].items()}
             return Restored(step, state, host, text["is_inside"], shapes)
 
-        if restored := stored.read_whole(self.directory, iteration, read, check):
+        if restored := checkpoint_files.read_whole(self.directory, iteration, read, check):
             self._current = restored.iteration, restored.is_inside
             self._pass_rates = {step: x for step, x in self._pass_rates.items() if step <= restored.iteration}
         return restored
@@ -207,7 +209,7 @@ class Checkpointer:
         """
         every, rates = self._config.every_iterations, self._pass_rates | {iteration: pass_rate}
         steps = {step for step in self._manager.all_steps() if step < iteration} | {iteration}
-        is_best = iteration in stored.best_of(steps, rates, self._config.keep_best)
+        is_best = iteration in checkpoint_files.best_of(steps, rates, self._config.keep_best)
         waited, is_best = hosts.exchange((time.monotonic() - self._saved_at, is_best))[0]
         return is_best or (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
 
@@ -228,8 +230,8 @@ class Checkpointer:
         Raises:
             ConfigError: settings differ from the latest checkpoint, its arrays do not fit, or all are damaged.
         """
-        read = lambda path: stored.read_fitting(path, abstract_state, config, allow_changes)[0]
-        stored.read_whole(self.directory, None, read, check, say=False)
+        read = lambda path: checkpoint_files.read_fitting(path, abstract_state, config, allow_changes)[0]
+        checkpoint_files.read_whole(self.directory, None, read, check, say=False)
 
     def check(self) -> dict[str, float]:
         """Return metrics of the last checkpoint once, after its write has ended. Raise the error of a failed write."""
@@ -271,12 +273,14 @@ class Checkpointer:
 
     def best(self) -> str:
         """Return text that names the best checkpoint and its pass rate; "" if none is kept for its pass rate."""
-        found = stored.best_of(stored.steps_in(self.directory), self._pass_rates, self._config.keep_best)[:1]
+        found = checkpoint_files.best_of(
+            checkpoint_files.steps_in(self.directory), self._pass_rates, self._config.keep_best
+        )[:1]
         return "".join(f"; the best is {self.directory / str(x)}, pass rate {self._pass_rates[x]:.3f}" for x in found)
 
     def latest_iteration(self) -> int | None:
         """Return the iteration of the newest finished checkpoint, or None if there is none."""
-        return max(stored.steps_in(self.directory), default=None)
+        return max(checkpoint_files.steps_in(self.directory), default=None)
 
 
 def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:

@@ -23,7 +23,7 @@ from absl import app, flags
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import hosts as distributed
-from jaxrl_llm.runtime.nested import Text, build, override, visible
+from jaxrl_llm.settings.schema import Text, build, override, visible
 
 # Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 MAX_LINE_BYTES = 2**26  # a file without line ends must not be read into memory
 MAX_DEPTH = 100  # nesting of lists and objects in a row, because recursive functions send columns to other processes

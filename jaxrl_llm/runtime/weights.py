@@ -19,7 +19,7 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.ops.checksum import checksum
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.checkpoint import POLICY
-from jaxrl_llm.runtime.stored import (
+from jaxrl_llm.runtime.checkpoint_files import (
     best_of,
     by_name,
     check_arrays,

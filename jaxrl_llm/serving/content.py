@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_llm.actor import decoding, tools
+from jaxrl_llm.conversations import tools
+from jaxrl_llm.models.files import decoding
 
 
 class Content:

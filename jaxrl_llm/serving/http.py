@@ -23,9 +23,10 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxrl_llm.actor import openai_api, stop_strings, tools
-from jaxrl_llm.actor.environment import has_place_for_tools
+from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.conversations import openai_api, tools
+from jaxrl_llm.conversations.environment import has_place_for_tools
 from jaxrl_llm.runtime import json_server
 from jaxrl_llm.runtime.json_server import Events, Exchange, Refused
 from jaxrl_llm.serving.content import Content

@@ -11,8 +11,8 @@ from support.building import EIGHT, ONE, TINY, mesh_of
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.actor.resampling import is_mixed, sample
 from jaxrl_llm.algorithms import credit
+from jaxrl_llm.algorithms.inputs import Sizes
 from jaxrl_llm.algorithms.memory import Memory
-from jaxrl_llm.algorithms.views import Sizes
 from jaxrl_llm.config import freeze
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble

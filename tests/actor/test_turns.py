@@ -24,11 +24,11 @@ from support.building import (
 )
 from support.replies import by
 
-from jaxrl_llm.actor import redealing
+from jaxrl_llm.actor import redistribution
 from jaxrl_llm.actor import turns as turns_of_rows
-from jaxrl_llm.actor.conversation import Conversations, Turn
-from jaxrl_llm.actor.environment import Reply
+from jaxrl_llm.actor.episodes import Conversations, Turn
 from jaxrl_llm.config import Config, EnvironmentsConfig, MeshConfig, SamplingConfig
+from jaxrl_llm.conversations.environment import Reply
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import Layer
 from jaxrl_llm.models.row_logp import row_logp
@@ -422,7 +422,7 @@ def test_on_more_devices_episodes_whose_rows_begin_again_do_so_too():
     state = jax.tree.map(put, jax.device_get(stopped.generator.state), resumed.sampler.abstract_state())
     host = {"open_prompts": stopped.generator.opened(), "conversations": stopped.generator.talk.state(), "draws": []}
     begun = len(host["conversations"])
-    resumed.generator.state, host, (words,) = redealing.deal(
+    resumed.generator.state, host, (words,) = redistribution.deal(
         resumed.generator, state, host, {"sampler/length": [2, 4, 3]}
     )
     assert "begin again" in words and 0 < len(host["conversations"]) < begun

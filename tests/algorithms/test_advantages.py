@@ -11,7 +11,7 @@ from support.rows import make_rows
 from jaxrl_llm.algorithms import baselines, turns
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.ops.groups import group_rows
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 RELATIVE = ["grpo", "dr_grpo", "leave_one_out", "brorl", "mc_grpo", "gdpo"]  # siblings against each other
 KINDS = [*RELATIVE, "reinforce_pp", "asymre", "mssr", "poise"]

@@ -8,8 +8,8 @@ from reference import losses as oracle
 from support.building import algorithm_config
 
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
-from jaxrl_llm.algorithms.views import Batch
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.algorithms.inputs import Batch
+from jaxrl_llm.settings.schema import ConfigError
 
 
 def weights(mask, trainable, group_id, *, kind, max_completion_tokens):

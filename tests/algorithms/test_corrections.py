@@ -12,10 +12,10 @@ from support.building import algorithm_config
 
 from jaxrl_llm.algorithms import corrections, surrogates
 from jaxrl_llm.algorithms.corrections import CORRECTIONS
+from jaxrl_llm.algorithms.inputs import Ratios, Tokens
 from jaxrl_llm.algorithms.surrogates import reinforce
 from jaxrl_llm.algorithms.use import keywords
-from jaxrl_llm.algorithms.views import Ratios, Tokens
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 KINDS = sorted(CORRECTIONS)
 BOUNDS = {"low": 0.5, "high": 2.0}

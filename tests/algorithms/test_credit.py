@@ -12,19 +12,19 @@ from reference import values as value_oracle
 from support import ghosts
 from support.building import EIGHT, ONE, TINY, mesh_of
 
-from jaxrl_llm import train
 from jaxrl_llm.algorithms import baselines, credit, shaping
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes
 from jaxrl_llm.algorithms.memory import Memory, ShortAnswers, length_grid
 from jaxrl_llm.algorithms.use import Chosen, use
-from jaxrl_llm.algorithms.views import NUM_DIFFICULTIES, Sizes
+from jaxrl_llm.commands import train
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
 
 WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5

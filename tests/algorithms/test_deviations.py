@@ -1,4 +1,4 @@
-"""How large it is where a recipe is not what its paper says: what the headers of configs/recipes have under "Differs".
+"""How large each deviation of a recipe from its paper is: the lines "Differs" in the headers of jaxrl_llm/recipes.
 
 Numbers from the papers' equations by hand or in float64; the package's own where it is the one that differs.
 """
@@ -22,18 +22,18 @@ from support.rows import make_rows
 
 from jaxrl_llm.algorithms import baselines
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
-from jaxrl_llm.algorithms.anchors import reference_share
+from jaxrl_llm.algorithms.divergences import reference_share
+from jaxrl_llm.algorithms.inputs import Sizes, Tokens
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.algorithms.shaping import overlong_penalty
 from jaxrl_llm.algorithms.surrogates import spo, spo_cross_entropy
-from jaxrl_llm.algorithms.views import Sizes, Tokens
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.groups import group_rows
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards
 
-RECIPES = pathlib.Path(__file__).parents[2] / "configs" / "recipes"
+RECIPES = pathlib.Path(__file__).parents[2] / "jaxrl_llm" / "recipes"
 
 
 def recipe(name):

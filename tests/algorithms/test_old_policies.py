@@ -7,9 +7,9 @@ import pytest
 from reference import corrections as oracle
 from support.building import algorithm_config
 
+from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES, moving_average_share
-from jaxrl_llm.algorithms.views import Tokens
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 
 def tokens(policy, behaviour, age, **columns):

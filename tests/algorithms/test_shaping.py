@@ -11,7 +11,7 @@ from support.rows import make_rows
 from jaxrl_llm.algorithms import shaping
 from jaxrl_llm.config import freeze
 from jaxrl_llm.ops.groups import group_rows
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 
 @functools.cache
@@ -237,7 +237,7 @@ def test_reward_mask_takes_the_advantage_of_its_tokens_alone():
 
 
 def test_reward_mask_is_for_completions_of_one_turn():
-    settings = {"environments": {"factory": "jaxrl_llm.environments.maze:plain", "max_answer_tokens": 4}}
+    settings = {"environments": {"factory": "jaxrl_llm.examples.maze:plain", "max_answer_tokens": 4}}
     with pytest.raises(
         ConfigError, match=r"environments.factory='.*maze:plain' must be '' with .*reshaping.reward_mask"
     ):

@@ -12,12 +12,12 @@ import pytest
 from reference import surrogates as oracle
 from support.building import algorithm_config
 
-from jaxrl_llm.algorithms.anchors import kl_estimate
+from jaxrl_llm.algorithms.divergences import kl_estimate
+from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.algorithms.surrogates import SURROGATES, surrogate_terms
 from jaxrl_llm.algorithms.tracing import reads_of_surrogate
 from jaxrl_llm.algorithms.use import Chosen, keywords
-from jaxrl_llm.algorithms.views import Tokens
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 
 class Numbers(NamedTuple):

@@ -11,7 +11,7 @@ import ml_collections
 import pytest
 
 from jaxrl_llm.algorithms.use import Chosen, Needs, Slot, keywords, needs, slot, use
-from jaxrl_llm.runtime.nested import (
+from jaxrl_llm.settings.schema import (
     AtLeastOne,
     ConfigError,
     Count,
@@ -367,7 +367,7 @@ def test_fields_of_a_config_have_paths_and_defaults():
 
 OWN = """
 from jaxrl_llm.algorithms.use import needs
-from jaxrl_llm.runtime.nested import Share
+from jaxrl_llm.settings.schema import Share
 
 NUMBER = 3
 

@@ -331,7 +331,7 @@ def test_the_image_installs_what_setup_installs_and_has_what_a_run_reads(tmp_pat
         f"-m pip install --no-cache-dir --editable .[{extras.replace(' ', ',')},gpu]",
         f"-m pip install --no-cache-dir --no-deps {' '.join(shlex.split(wheels))}",
     ]
-    for path in ("jaxrl_llm/train.py", "configs/debug.py", "configs/recipes/grpo.py", "launch/setup.sh"):
+    for path in ("jaxrl_llm/commands/train.py", "configs/debug.py", "jaxrl_llm/recipes/grpo.py", "launch/setup.sh"):
         assert (image / path).exists(), path
     assert not (image / "tests").exists() and not (image / "docs").exists()
 

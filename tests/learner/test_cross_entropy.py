@@ -7,7 +7,7 @@ from reference import losses, transformer
 from support import building
 from support.building import COMPLETION_TOKENS, NUM_ROWS, ONE, TINY, mesh_of
 
-from jaxrl_llm.sft import Supervised
+from jaxrl_llm.commands.sft import Supervised
 
 # What is sampled from is not what prompts are judged by.
 FILTERS = {"temperature": 1.2, "top_k": 60}

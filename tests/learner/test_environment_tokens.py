@@ -7,7 +7,7 @@ from reference import transformer
 from support import building
 
 from jaxrl_llm.algorithms import critic
-from jaxrl_llm.algorithms.draws import surprise
+from jaxrl_llm.algorithms.draw_weights import surprise
 
 LOSS = building.LOSSES["token mean, k3"]
 

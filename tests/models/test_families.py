@@ -16,10 +16,10 @@ import safetensors.numpy
 from support import building, families, hybrids
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 
+from jaxrl_llm.commands.generate import generate
 from jaxrl_llm.config import ConfigError, SamplingConfig
-from jaxrl_llm.generate import generate
 from jaxrl_llm.learner import publish
-from jaxrl_llm.models import rope, variants
+from jaxrl_llm.models import block_parts, rope
 from jaxrl_llm.models.architecture import Layer, RopeScaling
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.files import hybrids as hybrid_files
@@ -273,7 +273,7 @@ def test_layers_of_several_kinds_are_run_one_after_the_other_and_their_gradient_
 
     def scanned(w):
         blocks = {layer: functools.partial(block, acts[layer]) for layer in dict.fromkeys(layers)}
-        x, made = variants.scan(blocks, layers, jnp.ones(3), w)
+        x, made = block_parts.scan(blocks, layers, jnp.ones(3), w)
         return jnp.sum(x) + jnp.sum(made * made), made
 
     def looped(w):

@@ -20,14 +20,14 @@ from support.command_line import run_command
 from support.comparing import assert_same
 from support.runs import save_run
 
+from jaxrl_llm.commands.export import export
+from jaxrl_llm.commands.sft import sft
 from jaxrl_llm.config import ConfigError, freeze
-from jaxrl_llm.export import export
 from jaxrl_llm.models.architecture import PRESETS, Architecture, RopeScaling
 from jaxrl_llm.models.files import families, hf, layout, pretrained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import load_tokenizer
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.sft import sft
 
 TINY = pathlib.Path(__file__).parents[1] / "fixtures" / "tiny_llama"
 LLAMA3 = {

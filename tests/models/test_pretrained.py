@@ -15,10 +15,10 @@ import pytest
 from support.building import ONE, mesh_of
 from support.runs import save_run
 
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, ModelConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.files import peft, pretrained, trained
+from jaxrl_llm.models.files import peft, pretrained, run_models
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model
@@ -107,7 +107,7 @@ def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
     run = save_run(tmp_path / "run", "random:debug", zeros, zeros, pass_rates=(0.5, 0.4))
     others = {"algorithm": {"divergence": "reference"}, "eval": {"num_prompts": 2}}
     config = lambda **model: freeze({"model": model, **others})
-    trained.check(config(path=f"{run}/checkpoints/1", reference_path=f"{run}/checkpoints/2/"), tmp_path / "other")
+    run_models.check(config(path=f"{run}/checkpoints/1", reference_path=f"{run}/checkpoints/2/"), tmp_path / "other")
     for setting, path, found in [
         ("path", run, 2),
         ("reference_path", f"{run}/best", 1),
@@ -117,7 +117,7 @@ def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
             rf"model.{setting}='{path}': a run's newest .* may change; name one of them: '{run}/checkpoints/{found}'$"
         )
         with pytest.raises(ConfigError, match=said):
-            trained.check(config(**{setting: str(path)}), tmp_path / "other")
+            run_models.check(config(**{setting: str(path)}), tmp_path / "other")
     with pytest.raises(ConfigError, match=rf"name one of them: '{run}/checkpoints/2'"):
         train_module.train(config(path=str(run)), tmp_path / "other")
     with pytest.raises(ConfigError, match=r"checkpoints/1' is a run; with model.lora.rank=4 it must be a folder"):
@@ -125,15 +125,15 @@ def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match=rf"checkpoints/1': is of this run itself, whose folder is '{run}'; give the run"
     ):
-        trained.check(config(path=f"{run}/checkpoints/1"), run)
+        run_models.check(config(path=f"{run}/checkpoints/1"), run)
     with pytest.raises(ConfigError, match=rf"best': no finished checkpoint in {tmp_path}/empty"):
         (tmp_path / "empty/checkpoints").mkdir(parents=True)
-        trained.check(config(path=f"{tmp_path}/empty/best"), run)
+        run_models.check(config(path=f"{tmp_path}/empty/best"), run)
     monkeypatch.setenv("HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=r"model.path='~/run/checkpoints/1' is a run; with model.lora.rank=4"):
         train_module.train(config(path="~/run/checkpoints/1", lora={"rank": 4}), tmp_path / "other")
     monkeypatch.chdir(run)  # "", no reference, is not the folder that one happens to be in
-    trained.check(config(), tmp_path / "other")
+    run_models.check(config(), tmp_path / "other")
     assert not is_run("") and is_run(".") and is_run("best")
 
 

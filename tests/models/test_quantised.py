@@ -12,7 +12,7 @@ import pytest
 from support import building
 from support.building import CUBE, ONE, TINY, mesh_of, needs_qwix
 
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models import quantised

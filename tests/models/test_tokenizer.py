@@ -9,12 +9,12 @@ import pytest
 import tokenizers
 from support.comparing import raw
 
+from jaxrl_llm.commands.generate import _prompt_ids
+from jaxrl_llm.commands.sft import answer_tokens
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.generate import _prompt_ids
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_bpe_tokenizer, make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import Tokenizer, fast_tokenizer_class, load_tokenizer
-from jaxrl_llm.sft import answer_tokens
 from jaxrl_llm.types import Example
 
 TEMPLATE = (

@@ -11,7 +11,7 @@ import jaxtyping
 import pytest
 
 from jaxrl_llm.algorithms import corrections, surrogates
-from jaxrl_llm.algorithms.views import Tokens
+from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.ops import groups, masks, ring_buffer, sampling
 
 PACKAGE = pathlib.Path(masks.__file__).parents[1]

@@ -6,8 +6,9 @@ import pytest
 
 from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import freeze
+from jaxrl_llm.models import presets
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.planning import cost, presets
+from jaxrl_llm.planning import cost
 from jaxrl_llm.planning.chips import Chip
 from jaxrl_llm.planning.counting import Counts, Region, Sent
 

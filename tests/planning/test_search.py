@@ -7,8 +7,9 @@ import pytest
 from support.building import TINY, needs_libtpu
 
 from jaxrl_llm.config import MeshConfig, freeze
+from jaxrl_llm.models import presets
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.planning import chips, presets, search
+from jaxrl_llm.planning import chips, search
 
 MIXTURE = dataclasses.replace(TINY, num_experts=6, experts_per_token=2)  # 4 heads, 2 key heads
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
-from jaxrl_llm.environments.sandbox import SandboxError
 from jaxrl_llm.questions.tasks import code, load, scorer
+from jaxrl_llm.sandbox.sandbox import SandboxError
 
 ROW = {"text": "Write f.", "test_list": ["assert f(1) == 1", "assert f(2) == 2"], "code": "f = int", "task_id": 7}
 SANITISED = {"prompt": "Write g.", "test_imports": ["import re"], "test_list": ["assert g()"], "source_file": "x"}
@@ -56,7 +56,7 @@ def test_both_forms_become_questions_with_tests_one_by_one(loaded):
     assert [c["task_id"] for c in columns] == [7, None, "a/1"]
     assert {c["sandbox"]["seconds"] for c in columns} == {1.0}
     assert examples[2].origin.endswith("tasks.jsonl:3")
-    assert scorer(PromptsConfig(source="code")) == "jaxrl_llm.environments.code_tests:passed"
+    assert scorer(PromptsConfig(source="code")) == "jaxrl_llm.scoring.code_tests:passed"
 
 
 def test_what_other_tests_call_or_need_is_not_left_out(loaded):

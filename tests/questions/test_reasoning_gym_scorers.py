@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.questions import tasks
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 gym = pytest.importorskip("jaxrl_llm.questions.tasks.reasoning_gym_task")
 

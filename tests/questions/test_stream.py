@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 from support.building import needs_reasoning_gym
 
-from jaxrl_llm.actor import evaluation, reward_worker
+from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, freeze
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import EncodedExample, PromptStream, batch_of, encode_examples, split_held_out
 from jaxrl_llm.questions.tasks import letters
+from jaxrl_llm.scoring import reward_worker
 from jaxrl_llm.types import Example
 
 
@@ -182,7 +183,7 @@ def test_words_that_an_environment_hides_are_questions_of_their_own(tmp_path):
     lines = [json.dumps({"prompt": "Guess.", "word": word}) for word in words]
     (tmp_path / "words.jsonl").write_text("\n".join(lines))
     prompts = PromptsConfig(source="jsonl", name=str(tmp_path / "words.jsonl"), size=0, chat_template=False)
-    wordle = EnvironmentsConfig(factory="jaxrl_llm.environments.wordle:Wordle", num_workers=1)
+    wordle = EnvironmentsConfig(factory="jaxrl_llm.examples.wordle:Wordle", num_workers=1)
     config = dataclasses.replace(Config(), prompts=prompts, environments=wordle, eval=EvalConfig(num_prompts=1))
     train, held_out, _ = evaluation.questions(config, ByteTokenizer())
     (out,) = {row.example.columns["word"] for row in held_out}
@@ -490,7 +491,7 @@ def test_columns_get_the_names_that_tasks_look_for(tmp_path):
     path.write_text(json.dumps({"question": "How many?", "answer": "She has 3 * 24 = 72.\n#### 72"}) + "\n")
     (row,) = tasks.load(dataclasses.replace(given, name=str(path)), seed=0).examples
     assert row.prompt == "How many?" and list(row.columns) == ["answer"]
-    math = pytest.importorskip("jaxrl_llm.questions.tasks.math_answers").reward
+    math = pytest.importorskip("jaxrl_llm.scoring.math_answers").reward
     answers = ["so \\boxed{72}", "The answer is 72.", "\\boxed{27}"]
     assert math([], answers, answer=[row.columns["answer"]] * 3) == [1.0, 1.0, 0.0]
     path.write_text(json.dumps({"problem": "Half of 1?", "solution": "It is $\\boxed{\\frac{1}{2}}$."}))
@@ -555,7 +556,7 @@ def test_words_of_another_file_are_other_questions_where_an_environment_hides_th
         lines = [json.dumps({"prompt": "Guess.", "word": word}) for word in words]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     prompts = PromptsConfig(source="jsonl", name=str(tmp_path / "train.jsonl"), chat_template=False)
-    wordle = EnvironmentsConfig(factory="jaxrl_llm.environments.wordle:Wordle", num_workers=1)
+    wordle = EnvironmentsConfig(factory="jaxrl_llm.examples.wordle:Wordle", num_workers=1)
     evals = EvalConfig(name=str(tmp_path / "test.jsonl"), num_prompts=2)
     config = dataclasses.replace(Config(), prompts=prompts, environments=wordle, eval=evals)
     evaluation.questions(config, ByteTokenizer())

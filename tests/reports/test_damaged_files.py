@@ -9,7 +9,7 @@ from test_report import make_evaluations, make_run
 from jaxrl_llm.config import ConfigError, freeze, to_json
 from jaxrl_llm.reports import page
 from jaxrl_llm.reports.html import write_report
-from jaxrl_llm.runtime.stored import step_of
+from jaxrl_llm.runtime.checkpoint_files import step_of
 
 DEEP = "[" * 100_000 + "]" * 100_000
 # What takes the place of a value. The last ones are no values of Python, so they are put into the text.

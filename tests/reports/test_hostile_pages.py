@@ -16,13 +16,13 @@ from support.parsing import config_of
 from test_report import make_run
 
 from jaxrl_llm.actor.actor import too_many_failures
+from jaxrl_llm.commands import sweep as sweep_module
 from jaxrl_llm.config import ConfigError, freeze, recorded, to_json
 from jaxrl_llm.reports import html as report
-from jaxrl_llm.runtime.nested import visible
-from jaxrl_llm.sweep import __main__ as sweep_module
-from jaxrl_llm.sweep import table as sweep_report
-from jaxrl_llm.sweep.points import Sweep, freeze_points, point_name
-from jaxrl_llm.sweep.table import Run
+from jaxrl_llm.settings.schema import visible
+from jaxrl_llm.sweeps import table as sweep_report
+from jaxrl_llm.sweeps.points import Sweep, freeze_points, point_name
+from jaxrl_llm.sweeps.table import Run
 from jaxrl_llm.types import OUTCOME_ERROR, Rewards
 
 ROOT = pathlib.Path(__file__).parents[2]

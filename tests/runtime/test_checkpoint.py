@@ -29,10 +29,10 @@ from support.comparing import assert_same
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
-from jaxrl_llm.runtime import checkpoint, hosts, stored
+from jaxrl_llm.runtime import checkpoint, checkpoint_files, hosts
 from jaxrl_llm.runtime.checkpoint import Checkpointer
+from jaxrl_llm.runtime.checkpoint_files import digest
 from jaxrl_llm.runtime.hosts import MachineError
-from jaxrl_llm.runtime.stored import digest
 from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.types import TrainState
 
@@ -230,7 +230,7 @@ def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path
     assert again.check() == {} and capfd.readouterr().err == ""
     save(again, 2, make_state(2))
     again.wait()
-    monkeypatch.setattr(stored, "steps_in", mock.Mock(side_effect=MachineError("the disk hangs")))
+    monkeypatch.setattr(checkpoint_files, "steps_in", mock.Mock(side_effect=MachineError("the disk hangs")))
     assert again.check() == {}  # the checkpoint is whole: a figure ends no run
     monkeypatch.undo()
     again.close()
@@ -694,7 +694,7 @@ def test_what_cannot_be_read_now_is_not_damaged(name, error, said, copy, monkeyp
     part = "host/ or config/"
     if name == "arrays":
         part = r"array \S+"
-        monkeypatch.setattr(stored.tensorstore, "open", mock.Mock(side_effect=error()))
+        monkeypatch.setattr(checkpoint_files.tensorstore, "open", mock.Mock(side_effect=error()))
     monkeypatch.setattr(pathlib.Path, "read_bytes", failing)
     with pytest.raises(
         MachineError, match=rf"{part} of checkpoint {copy}/checkpoints/2 cannot be read now: "
@@ -710,9 +710,13 @@ def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(copy, mon
     monkeypatch.setattr(pathlib.Path, "is_dir", lambda path: False)
     monkeypatch.setattr(pathlib.Path, "iterdir", mock.Mock(side_effect=ConnectionResetError("gone")))
     with pytest.raises(MachineError, match=f"{copy} cannot be read now: ConnectionResetError: gone; it may be whole"):
-        stored.steps_in(copy)
+        checkpoint_files.steps_in(copy)
     monkeypatch.undo()
-    assert stored.steps_in(copy / "none") == stored.steps_in(copy / "checkpoints" / "2" / "host" / "metadata") == []
+    assert (
+        checkpoint_files.steps_in(copy / "none")
+        == checkpoint_files.steps_in(copy / "checkpoints" / "2" / "host" / "metadata")
+        == []
+    )
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, capfd):

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm import replay_plan
+from jaxrl_llm.commands import replay_plan
 from jaxrl_llm.config import ConfigError, MetricsConfig
-from jaxrl_llm.questions import jsonl
 from jaxrl_llm.reports.html import write_report
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, read_metrics
-from jaxrl_llm.runtime import json_lines
-from jaxrl_llm.sweep.points import Sweep
-from jaxrl_llm.sweep.table import Run, write_table
+from jaxrl_llm.runtime import json_lines, row_files
+from jaxrl_llm.sweeps.points import Sweep
+from jaxrl_llm.sweeps.table import Run, write_table
 
 PACKAGE = pathlib.Path(jaxrl_llm.__file__).parent
 NAN, INF = math.nan, math.inf
@@ -26,18 +25,18 @@ OWN = {
     "runtime/json_lines.py": "the writer",
     "config.py": "settings, whose numbers are finite; stands below the writer",
     "runtime/checkpoint.py": "a copy of the state, read by this package alone",
-    "runtime/stored.py": "a digest",
-    "actor/hindsight_worker.py": "lines for the run's own process, which refuses bad rows",
-    "actor/environment_worker.py": "state (refuses NaN) and attributes, for the run's own processes",
+    "runtime/checkpoint_files.py": "a digest",
+    "scoring/hindsight_worker.py": "lines for the run's own process, which refuses bad rows",
+    "conversations/environment_worker.py": "state (refuses NaN) and attributes, for the run's own processes",
     "actor/evaluation.py": "what duplicates are found by",
-    "environments/code_tests.py": "a request to the package's own sandbox",
-    "environments/dream.py": "text of a prompt",
+    "scoring/code_tests.py": "a request to the package's own sandbox",
+    "examples/dream.py": "text of a prompt",
     "models/files/hf.py": "the header of a safetensors file: names, shapes and offsets",
     "models/files/templates.py": "a date as a literal of Jinja",
     "questions/stream.py": "digests and keys",
     "questions/tasks/reasoning_gym_task.py": "a key of a cache",
     "reports/html.py": "settings, whose numbers are finite, as text of a page",
-    "sweep/points.py": "a digest",
+    "sweeps/points.py": "a digest",
 }
 
 
@@ -86,7 +85,7 @@ def test_whatever_leaves_the_process_is_written_by_one_function():
 
 
 def test_rows_of_generate_and_score_are_json(tmp_path):
-    jsonl.write(str(tmp_path / "rows.jsonl"), [{"logp": [-0.5, -INF], "completion": "a"}])
+    row_files.write(str(tmp_path / "rows.jsonl"), [{"logp": [-0.5, -INF], "completion": "a"}])
     assert parsed((tmp_path / "rows.jsonl").read_text()) == {"logp": [-0.5, None], "completion": "a"}
 
 

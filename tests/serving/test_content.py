@@ -6,7 +6,7 @@ from actor.test_tool_calls import TOOLS, coder, hermes, llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.actor import tools
+from jaxrl_llm.conversations import tools
 from jaxrl_llm.serving.content import Content, TextBefore
 
 TEXTS = [

@@ -21,6 +21,7 @@ import pytest
 import safetensors.numpy
 from support.building import ONE, mesh_of
 
+from jaxrl_llm.commands.serve import adapters_of, server_of
 from jaxrl_llm.config import ConfigError, LoraConfig, SamplingConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS
@@ -29,7 +30,6 @@ from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.serve import adapters_of, server_of
 
 MODEL, MOST, WIDTH = "random:debug", 24, 48
 
@@ -311,7 +311,7 @@ def test_room_is_asked_for_the_base_and_for_each_adapter(tmp_path, monkeypatch):
         counts.append(len(states))
         raise ConfigError("no room")
 
-    monkeypatch.setattr("jaxrl_llm.serve.check_fits", stop)
+    monkeypatch.setattr("jaxrl_llm.commands.serve.check_fits", stop)
     for names in ((), ("a",), ("a", "b")):
         with pytest.raises(ConfigError, match="no room"), serving(adapters=dict.fromkeys(names, str(tmp_path))):
             pass
@@ -455,7 +455,7 @@ def until(holds, seconds=30):
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.serve.compile_all", None)
+    monkeypatch.setattr("jaxrl_llm.commands.serve.compile_all", None)
     for settings, said in (
         ({"slots": 0}, "--slots=0 must be a multiple of 1"),
         ({"slots": 2**31 - 1}, "--slots=2147483647, --max_tokens=24, --max_prompt_tokens=48 need "),
@@ -467,7 +467,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
 
 
 def test_weights_that_are_missing_are_told_before_anything_is_compiled(monkeypatch, tmp_path):
-    monkeypatch.setattr("jaxrl_llm.serve.compile_all", None)
+    monkeypatch.setattr("jaxrl_llm.commands.serve.compile_all", None)
     folder, model = tmp_path / "model", Model(PRESETS["debug"])
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), model.abstract_params(mesh_of(ONE)))
     hf.export(zeros, model, make_byte_tokenizer(), folder)
@@ -480,7 +480,7 @@ def test_weights_that_are_missing_are_told_before_anything_is_compiled(monkeypat
 
 
 def test_a_port_that_another_has_is_refused_before_anything_is_compiled(monkeypatch):
-    monkeypatch.setattr("jaxrl_llm.serve.compile_all", None)
+    monkeypatch.setattr("jaxrl_llm.commands.serve.compile_all", None)
     given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1}
     given["sampling"] = SamplingConfig(max_completion_tokens=MOST)
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -13,9 +13,10 @@ import types
 
 import pytest
 
-from jaxrl_llm.actor import stop_strings, tools
+from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.environments import chat
+from jaxrl_llm.conversations import tools
+from jaxrl_llm.runtime import chat_client
 from jaxrl_llm.serving.http import Server
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
@@ -446,8 +447,8 @@ def test_an_address_of_ip_6_is_listened_at():
 def test_a_client_is_told_why_it_is_refused():
     with scripted("No.") as (server, _):
         with pytest.raises(OSError, match=r"HTTP Error 400: Bad Request: top_p=0\.5 is not there: only 1"):
-            chat.said(f"http://127.0.0.1:{server.server_port}/v1", USER, top_p=0.5)
-        assert chat.said(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
+            chat_client.said(f"http://127.0.0.1:{server.server_port}/v1", USER, top_p=0.5)
+        assert chat_client.said(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
 
 
 def test_stop_strings_are_looked_for_in_the_new_tokens():

@@ -24,8 +24,9 @@ from jaxrl_llm.models.architecture import Architecture, Layer
 from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import NO_TOKEN
-from jaxrl_llm.runtime import nested, sharding
+from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all
+from jaxrl_llm.settings import schema
 from jaxrl_llm.types import Example, Experience, PromptBatch, Rollout, TrainState
 
 # Two blocks of the inverse-CDF search (264 > 256); heads and vocabulary divide over tensor = 2.
@@ -307,12 +308,12 @@ RECORDER = optax.GradientTransformation(
 
 def algorithm_config(**settings):
     """A method whose functions are given as in a config: by name, or as a mapping of name and settings."""
-    return nested.build(AlgorithmConfig, settings)
+    return schema.build(AlgorithmConfig, settings)
 
 
 def replay_config(**settings):
     """Likewise."""
-    return nested.build(ReplayConfig, settings)
+    return schema.build(ReplayConfig, settings)
 
 
 def make_update(config=None, sampling=None, *, num_devices=1, remat="none", group_size=1):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from support.building import ONE, mesh_of
 
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.reports import page
 from jaxrl_llm.runtime import sharding

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jaxrl_llm.algorithms.views import Rows
+from jaxrl_llm.algorithms.inputs import Rows
 
 
 def make_rows(groups, **given):

@@ -5,8 +5,8 @@ import os
 import signal
 import time
 
+from jaxrl_llm.commands import sweep_worker
 from jaxrl_llm.config import ConfigError, to_json
-from jaxrl_llm.sweep import worker as sweep_worker
 
 SERVE = "from support.stand_in_training import serve; serve(CONNECTION)"
 # optimizer.learning_rate -> what happens

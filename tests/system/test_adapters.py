@@ -12,22 +12,22 @@ import safetensors.numpy
 from support import building
 from support.building import CUBE, EIGHT, ONE, mesh_of, settings_of
 
-from jaxrl_llm import evaluate, export, score, sft
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import evaluate, export, score, sft
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, LoraConfig, freeze
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import hf, peft, pretrained
-from jaxrl_llm.models.files import trained as trained_model
+from jaxrl_llm.models.files import run_models as trained_model
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.planning import cost, verdict
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.runtime.checkpoint_files import read_arrays, read_text
 from jaxrl_llm.runtime.programs import memory
-from jaxrl_llm.runtime.stored import read_arrays, read_text
 from jaxrl_llm.types import TrainState
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"

@@ -14,8 +14,7 @@ from support.command_line import DEBUG_CONFIG
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.questions import jsonl
-from jaxrl_llm.runtime import programs
+from jaxrl_llm.runtime import programs, row_files
 from jaxrl_llm.runtime.checkpoint import claim
 from jaxrl_llm.runtime.json_lines import objects
 from jaxrl_llm.runtime.weights import check_workdir
@@ -466,7 +465,7 @@ def test_rows_are_cut_at_line_ends_alone(tmp_path):
     made = [{"prompt": text, "_line": 3} for text in texts]
     path.write_text("\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in made), encoding="utf-8")
     assert objects(str(path)) == [(f"{path}:{number}", row) for number, row in zip((1, 3, 5), made, strict=True)]
-    jsonl.write(str(path), made)
+    row_files.write(str(path), made)
     assert [row for _, row in objects(str(path))] == made
 
 

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from support.command_line import DEBUG_CONFIG, run_command
 
-from jaxrl_llm.actor.rewards import RewardPool
 from jaxrl_llm.config import MeshConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.scoring.rewards import RewardPool
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE
 
 # What a model of noise writes is a comment of a function that is there; now and then there is a line end in it.
 PROMPT = "def f{i}():\n    return {i}  # "
 TEST = "def check(candidate):\n    assert candidate() == {i}\n    assert candidate() < 9\n"
-CODE_TESTS = "jaxrl_llm.environments.code_tests"
+CODE_TESTS = "jaxrl_llm.scoring.code_tests"
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from support.building import ONE, mesh_of, settings_of
 from support.command_line import DEBUG_CONFIG
 from support.runs import save_run
 
-from jaxrl_llm import evaluate, generate, score
 from jaxrl_llm.actor import evaluation
+from jaxrl_llm.commands import evaluate, generate, score
 from jaxrl_llm.config import ConfigError, SamplingConfig, freeze
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.questions import jsonl
+from jaxrl_llm.runtime import row_files
 
 PROMPTS = [
     {"prompt": "a long question that needs a wider bucket of tokens", "tag": 1},
@@ -49,7 +49,7 @@ def test_score_gives_the_log_probs_that_generate_sampled_with(source, tmp_path):
     for row in made:
         assert row["completion"] == source.tokenizer().decode(row["completion_ids"])
         assert len(row["logp"]) == len(row["completion_ids"]) <= 6
-    jsonl.write(str(tmp_path / "made.jsonl"), made)
+    row_files.write(str(tmp_path / "made.jsonl"), made)
     scored = score.score(source, str(tmp_path / "made.jsonl"), batch_size=3, compute_dtype="float32")
     for row, again in zip(made, scored, strict=True):
         assert again["tag" if "tag" in row else "prompt_ids"] == row["tag" if "tag" in row else "prompt_ids"]
@@ -74,7 +74,7 @@ def test_greedy_takes_the_likeliest_token_whatever_the_seed(source, tmp_path):
     row = one[0]
     first, best = row["completion_ids"][0], row["logp"][0]
     rivals = [{"prompt_ids": row["prompt_ids"], "completion_ids": [i]} for i in range(0, 260, 13) if i != first]
-    jsonl.write(str(tmp_path / "rivals.jsonl"), rivals)
+    row_files.write(str(tmp_path / "rivals.jsonl"), rivals)
     scored = score.score(source, str(tmp_path / "rivals.jsonl"), batch_size=32, compute_dtype="float32")
     assert all(rival["logp"][0] <= best for rival in scored)
 
@@ -113,11 +113,11 @@ def test_bad_rows_are_named_with_file_and_line(source, tmp_path, text, names):
 def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path, monkeypatch, path, said):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=re.escape(said)):
-        jsonl.check_output(path)
+        row_files.check_output(path)
     assert not list(tmp_path.iterdir())
     (tmp_path / "there").write_text("kept\n")
-    jsonl.check_output("there")
-    jsonl.check_output("new")
+    row_files.check_output("there")
+    row_files.check_output("new")
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("there", "kept\n")]
 
 

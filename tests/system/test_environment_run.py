@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support import building
 
-from jaxrl_llm import evaluate as evaluate_module
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import evaluate as evaluate_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding

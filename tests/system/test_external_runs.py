@@ -6,7 +6,7 @@ import jax
 import pytest
 from support.building import compile_once
 
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
@@ -129,7 +129,7 @@ def test_hindsight_of_a_run_that_was_killed_and_resumed_is_that_of_one_that_was_
     assert left(tmp_path / "pieces", "samples.jsonl") == left(tmp_path / "whole", "samples.jsonl")
 
 
-@pytest.mark.slow  # what is taken is in tests/actor/test_guests.py
+@pytest.mark.slow  # what is taken is in tests/actor/test_external.py
 def test_a_run_alone_learns_nothing_and_another_takes_what_it_has_shared_since_the_last_time(train, folder, tmp_path):
     for until in (2, 4):
         alone = train(tmp_path / "one", folder / "nobody", until)

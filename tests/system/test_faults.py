@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.building import compile_once
 
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.learner import faults
 from jaxrl_llm.models.files import pretrained

@@ -7,8 +7,8 @@ import sys
 import pytest
 from support.command_line import DEBUG_CONFIG, run_command
 
+from jaxrl_llm.commands.sweep import read_sweep
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.sweep.__main__ import read_sweep
 
 # A setting that is refused: a command that gets as far has read its config and its flags.
 END = "--config.seed=-1"
@@ -168,7 +168,7 @@ def test_a_sweep_file_that_leaves_is_one_line(tmp_path):
 
 def test_a_sweep_starts_no_more_workers_than_it_has_points(tmp_path, monkeypatch, capfd):
     (tmp_path / "mine.py").write_text(
-        "from jaxrl_llm.config import defaults\nfrom jaxrl_llm.sweep.points import Sweep\n\n\n"
+        "from jaxrl_llm.config import defaults\nfrom jaxrl_llm.sweeps.points import Sweep\n\n\n"
         "def get_config():\n    return defaults()\n\n\n"
         "def get_sweep():\n    return Sweep([{'model.path': '/nowhere'}])\n"
     )

@@ -14,13 +14,13 @@ import pytest
 from support import command_line
 from support.command_line import DEBUG_CONFIG
 
-from jaxrl_llm import train as train_module
-from jaxrl_llm.actor import rewards
 from jaxrl_llm.algorithms.use import Chosen
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import programs
-from jaxrl_llm.runtime.nested import LARGEST, MOST, SMALLEST
+from jaxrl_llm.scoring import rewards
+from jaxrl_llm.settings.schema import LARGEST, MOST, SMALLEST
 
 INTEGERS = [0, 1, -1, 7, 64, 10**9, MOST, MOST + 1, 2**63, 10**30, True, 1.5, "4", None, math.nan, {}, [1], ()]
 NUMBERS = [0, -0.0, 1, -1.0, 0.5, 1e-30, 1e-320, 1e6, 1e30, 1e39, 1e308, 10**400, math.nan, math.inf, -math.inf, True]

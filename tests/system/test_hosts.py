@@ -27,7 +27,7 @@ from support import building, ghosts
 from support.command_line import run_command
 from system.test_resume import assert_same_run, left_behind
 
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache

@@ -13,8 +13,8 @@ import psutil
 import pytest
 from support.building import compile_once
 
-from jaxrl_llm import train as train_module
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding

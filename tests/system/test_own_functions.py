@@ -10,8 +10,8 @@ from support.building import ONE, mesh_of
 from support.command_line import DEBUG_CONFIG, run_command
 from test_readme import commands, files
 
-from jaxrl_llm import train as train_module
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, defaults, freeze, from_json, to_json
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import programs, sharding
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.ops.groups import minus_mean
-from jaxrl_llm.runtime.nested import Share
+from jaxrl_llm.settings.schema import Share
 
 
 @needs(siblings=True)

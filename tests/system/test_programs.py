@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec
 from support import building, ghosts
 from support.building import COMPLETION_TOKENS, CUBE, EIGHT, ONE, PROMPT_TOKENS, ROW_TOKENS, TINY, mesh_of, needs_libtpu
 
-from jaxrl_llm import train as train_module
 from jaxrl_llm.actor.sampler import SamplerState
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import lora

@@ -7,9 +7,9 @@ import pytest
 from support.building import settings_of
 from test_config import ALIVE, FILES, SETTINGS
 
+from jaxrl_llm.commands.train import train
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
-from jaxrl_llm.train import train
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 NUM_CHANGES = 4

@@ -9,7 +9,7 @@ from support import ghosts
 from support.building import ONE, mesh_of
 from support.command_line import DEBUG_CONFIG, run_command
 
-from jaxrl_llm import train as train_module
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import machine, programs, sharding
 

@@ -25,13 +25,13 @@ import orbax.checkpoint as ocp
 import pytest
 from support import building, ghosts
 
-from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import Config, ConfigError, freeze, from_json
 from jaxrl_llm.models.files import gguf, templates
 from jaxrl_llm.reports.metrics import MetricsWriter, read_metrics
 from jaxrl_llm.runtime import stop as stopping
-from jaxrl_llm.runtime.stored import changed_settings, pass_rates
+from jaxrl_llm.runtime.checkpoint_files import changed_settings, pass_rates
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 ENVIRONMENTS = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
@@ -298,7 +298,7 @@ def test_another_answer_or_another_held_out_question_is_refused_unless_allowed(t
     changes |= {
         "prompts.source": "jsonl",
         "eval.num_prompts": 2,
-        "rewards.functions": ("jaxrl_llm.questions.tasks.scores:exact",),
+        "rewards.functions": ("jaxrl_llm.scoring.scores:exact",),
     }
 
     def run(num_iterations, *, answer="4", asked="5+5=", **how):
@@ -520,7 +520,7 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
     assert_same_run(tmp_path / "pieces", tmp_path / "whole", same_steps=False)  # stops have left some of their own
 
 
-@pytest.mark.slow  # its parts in tests/actor/test_redealing.py
+@pytest.mark.slow  # its parts in tests/actor/test_redistribution.py
 def test_a_run_stopped_inside_generations_goes_on_on_other_numbers_of_devices(tmp_path, monkeypatch, capfd):
     """The ring and the samples are those of four devices, whoever had the rollouts in flight: floats nearly."""
     changes = {"rollout.lookahead_prompts": 0, "rollout.max_resample_rounds": 2, "replay.capacity_tokens": 0}

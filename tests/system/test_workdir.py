@@ -20,8 +20,8 @@ from unittest import mock
 import pytest
 from support import command_line, ghosts
 
-from jaxrl_llm import train as train_module
 from jaxrl_llm.actor import evaluation
+from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import bucket, checkpoint

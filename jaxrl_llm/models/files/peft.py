@@ -21,8 +21,8 @@ from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.json_lines import read_json
-from jaxrl_llm.runtime.nested import build
 from jaxrl_llm.runtime.weights import is_run
+from jaxrl_llm.settings.schema import build
 
 if TYPE_CHECKING:
     from jaxrl_llm.models.files.pretrained import Source

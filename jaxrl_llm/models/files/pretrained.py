@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, ConfigError, ModelConfig
 from jaxrl_llm.models.architecture import PRESETS, Architecture
-from jaxrl_llm.models.files import gguf, hf, peft, trained
+from jaxrl_llm.models.files import gguf, hf, peft, run_models
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime.weights import is_run
@@ -79,7 +79,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
     if is_run(path):
-        return Source(*trained.source(path, resolve, setting))
+        return Source(*run_models.source(path, resolve, setting))
     if os.path.isdir(path):
         return _files(path, hf, load_tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):

@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxrl_llm.config import DATE, Config, ConfigError
 from jaxrl_llm.runtime import bucket, hosts
-from jaxrl_llm.runtime.stored import read_text, read_whole
+from jaxrl_llm.runtime.checkpoint_files import read_text, read_whole
 
 DATE_CALL = re.compile(rf"\b{DATE}\(\s*(['\"])(.*?)\1\s*\)")
 TEMPLATE_SECONDS = 10.0  # time limit per prompt

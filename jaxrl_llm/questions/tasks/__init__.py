@@ -25,8 +25,17 @@ if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
     from jaxrl_llm.types import Example
 
-# source -> module, for sources whose module has another name.
-MODULES = {"reasoning_gym": "reasoning_gym_task", "jsonl": "files", "parquet": "files"}
+# source -> module, for sources whose module is elsewhere or has another name. Examples are found by name, when used.
+EXAMPLES = "jaxrl_llm.examples"
+MODULES = {
+    "reasoning_gym": f"{__name__}.reasoning_gym_task",
+    "jsonl": f"{__name__}.files",
+    "parquet": f"{__name__}.files",
+    "kolmogorov": f"{EXAMPLES}.kolmogorov",
+    "grids": f"{EXAMPLES}.grids",
+    "maze": f"{EXAMPLES}.maze_questions",
+    "text": f"{EXAMPLES}.text",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,4 +69,4 @@ def scorer(config: PromptsConfig) -> str:
 
 
 def _module(config: PromptsConfig) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{MODULES.get(config.source, config.source)}")
+    return importlib.import_module(MODULES.get(config.source, f"{__name__}.{config.source}"))

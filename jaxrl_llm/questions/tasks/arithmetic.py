@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig

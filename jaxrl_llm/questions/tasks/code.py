@@ -9,7 +9,7 @@
     template          prompt template for MBPP rows, with {text} and {tests}
     check_solutions   False; True treats a row as bad if its own solution fails its tests
     given_parts       0; number of easier versions of each training question, whose prompts give a part of the solution
-    sandbox           limits for each test: seconds (1.0) and the other fields of ``Limits`` (environments/sandbox.py);
+    sandbox           limits for each test: seconds (1.0) and the other fields of ``Limits`` (sandbox/sandbox.py);
                       ``required``: refuse to run without isolation; ``isolation``: its method
 
 With ``given_parts`` = K a question has K easier versions, which give the first K/(K+1), ... 1/(K+1) of its solution's
@@ -35,12 +35,12 @@ import difflib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_llm.environments import code_tests
-from jaxrl_llm.environments.sandbox import Limits, Sandbox, SandboxError
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.files import load_rows
 from jaxrl_llm.runtime.json_lines import BadRowError, lines, parse
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.sandbox.sandbox import Limits, Sandbox, SandboxError
+from jaxrl_llm.scoring import code_tests
+from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
     from jaxrl_llm.types import Example
 
-SCORER = "jaxrl_llm.environments.code_tests:passed"
+SCORER = "jaxrl_llm.scoring.code_tests:passed"
 TEMPLATE = "{text}\n\nYour code should pass these tests:\n\n{tests}\n"
 SECONDS, MOST_PARTS = 1.0, 100
 GO_ON = "{prompt}\nGo on from here:\n\n{given}"  # for MBPP prompts; a HumanEval prompt is code itself

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.runtime.json_lines import BadRowError, lines, opened, parse
-from jaxrl_llm.runtime.nested import ConfigError
+from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig

@@ -32,9 +32,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
-from jaxrl_llm.runtime.nested import ConfigError
 from jaxrl_llm.scoring.answers import integer_of, marked, without_thought
 from jaxrl_llm.scoring.formula_size import is_computable
+from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig

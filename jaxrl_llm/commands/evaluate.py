@@ -1,0 +1,128 @@
+"""Evaluate: sample completions of held-out questions and score them.
+
+    python -m jaxrl_llm.evaluate --model=PATH [--adapter=FOLDER] | --checkpoint=DIR  --config=FILE [--num_samples=K]
+
+prints one JSON object: pass@1, pass@k for k up to K, maj@K, mean length, and how many messages there are about rows of
+the source that were skipped, the first of them on stderr. K is the config's ``eval.num_samples`` unless given. The
+questions are those that training with the same config holds out.
+
+Owns: this command. Does not know: the estimators (evaluation), training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_llm.actor.evaluation import Evaluation, questions, report_skipped
+from jaxrl_llm.config import Config, ConfigError, LoraConfig, freeze
+from jaxrl_llm.conversations import environment as environments
+from jaxrl_llm.learner import publish
+from jaxrl_llm.models import lora
+from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.questions import tasks
+from jaxrl_llm.run import assemble, check_room
+from jaxrl_llm.runtime import cli, hosts, json_lines, row_files, sharding
+from jaxrl_llm.runtime.checkpoint_files import changed_settings, listed
+from jaxrl_llm.runtime.programs import compile_all, use_cache
+from jaxrl_llm.runtime.weights import restore_params
+from jaxrl_llm.scoring.rewards import RewardPool
+
+# Settings that say which questions of a source are held out.
+HELD_OUT_BY = ("seed", "prompts.size", "prompts.arguments", "prompts.bad_row", "eval.num_prompts", "eval.name")
+
+
+def trained_on(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
+    """``{setting: (saved, given)}`` by which a run may have been trained on what another config holds out; or {}."""
+    source = lambda c: (c.prompts.source, c.prompts.name)
+    if source(saved) != source(config) or config.eval.name not in ("", saved.prompts.name):
+        return {}
+    changed = {name: pair for name, pair in changed_settings(saved, config).items() if name in HELD_OUT_BY}
+    if changed.keys() == {"eval.num_prompts"} and config.eval.num_prompts < saved.eval.num_prompts:
+        return {}  # some of the run's own
+    return changed
+
+
+def _warn(run: str, saved: Config, config: Config) -> None:
+    if (changed := trained_on(saved, config)) and hosts.is_first():
+        said = f"warning: {run} may have been trained on some of these questions: it held out others"
+        print(f"{said} ({listed(changed)})", file=sys.stderr)
+
+
+def command(config: Config, model: str, checkpoint: str, num_samples: int | None, adapter: str = "") -> dict[str, Any]:
+    """The command's work; see the module's docstring."""
+    if bool(model) == bool(checkpoint):
+        raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
+    if adapter and not model:
+        raise ConfigError(f"--adapter={adapter!r:.200} goes with --model=BASE: a checkpoint has its own adapters")
+    if num_samples is None:
+        num_samples = config.eval.num_samples
+    if not 1 <= num_samples <= 1_000_000:
+        raise ConfigError(f"--num_samples={num_samples} must be at least 1 and at most 1000000")
+    if config.eval.num_prompts == 0:
+        raise ConfigError("eval.num_prompts=0 must be at least 1 to evaluate")
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_samples=num_samples))
+    if model:  # as it is: the config's adapters are the checkpoint's
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, lora=LoraConfig()))
+    use_cache(config.compilation_cache)
+    mesh = sharding.make_mesh(config.mesh)
+    source = pretrained.resolve(config.model.path, adapter=adapter)
+    for saved in source.trained_by:
+        _warn(config.model.path, saved, config)
+    tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
+    _, held_out, skipped = questions(config, tokenizer)
+    report_skipped(skipped)
+    examples = [row.example for row in held_out]
+    with (
+        RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts), examples=examples) as pool,
+        environments.opened(config, examples, tokenizer) as environment,
+    ):
+        run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
+        sampler = run.eval_sampler
+        params = (
+            None if checkpoint and not run.learner.base else source.load_params(run.model.base, mesh, seed=config.seed)
+        )
+        base = (params,) if run.learner.base else ()
+        if checkpoint:
+            check = functools.partial(lora.check_frozen, own=lora.identity(*base), path=config.model.path)
+            params, saved = restore_params(checkpoint, run.learner.params, check)
+            if (own := config.model.lora) != saved.model.lora:
+                raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
+            _warn(checkpoint, saved, config)
+        weights = run.learner.params, run.learner.base, run.sampler_params
+        check_room(run, (weights, "model.path"), (sampler.abstract_state(), "eval.num_samples", "eval.slots"))
+        publishing = publish.programs(run.model, mesh, sampler.mesh)
+        evals = {f"eval_{name}": program for name, program in sampler.programs(run.sampler_params).items()}
+        compiled = compile_all(evals | publishing, mesh)
+        params = lora.join(compiled["publish"](params, *base), *map(compiled.get("publish_base"), base))
+        version = sharding.put(np.int32(0), sharding.replicated(mesh, 0))
+        result = Evaluation(run, compiled, tokenizer, held_out, pool, environment).result(params, version)
+        return result | {"skipped_count": len(skipped)}
+
+
+def main() -> None:
+    if OUTPUT.value:
+        row_files.check_output(OUTPUT.value)
+    result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value, ADAPTER.value)
+    text = json_lines.written(result, indent=1)
+    if OUTPUT.value and hosts.is_first():
+        pathlib.Path(OUTPUT.value).write_text(text)
+    print(json_lines.written({k: v for k, v in result.items() if k != "samples"}, indent=1))
+
+
+if __name__ == "__main__":
+    MODEL = flags.DEFINE_string("model", "", pretrained.SOME)
+    ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
+    CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Working directory of a run, instead of --model.")
+    CONFIG = config_flags.DEFINE_config_file("config", None, "Config whose held-out questions to use.")
+    NUM_SAMPLES = flags.DEFINE_integer("num_samples", None, "K: completions per question; else eval.num_samples.")
+    OUTPUT = flags.DEFINE_string("output", "", "JSON file for the result with every completion.")
+    flags.mark_flag_as_required("config")
+    cli.run(main)

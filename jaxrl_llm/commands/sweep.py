@@ -1,0 +1,517 @@
+"""Sweep: many runs that differ in a few settings, one table and one page.
+
+    python -m jaxrl_llm.sweep --config=configs/sweeps/NAME.py --workdir=DIR [--workers=N] [--launch=print|COMMAND]
+
+The file has get_config(), the settings that all points share, and get_sweep(), a ``points.Sweep``. Each point is a run
+of its own in DIR/<name of the point>; DIR/table.csv and DIR/sweep.html are made from their metrics.jsonl, and the fits
+on the page from eval_before.json besides. Run the command again to go on: finished points are skipped, broken ones go
+on from their checkpoint.
+--workers=0 runs nothing and writes table and page from what is there.
+
+--launch=print writes the command of each point that is not finished, to be started elsewhere; any other text is a
+command that is run once per point, with {command}, {name} and {workdir} filled in:
+
+    --launch='sbatch --job-name={name} --wrap={command}'
+
+What a sweep does ``after`` a point is not in those commands: --workers=N does it for points that have ended elsewhere.
+
+Owns: which points run when, and where. Does not know: what a run does (train), what the page shows (table).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import pathlib
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from multiprocessing.connection import Pipe, wait
+from typing import Any
+
+import rich.console
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_llm.commands.sweep_worker import LOG
+from jaxrl_llm.config import Config, ConfigError, freeze, recorded, to_json
+from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
+from jaxrl_llm.reports.records import NUMBER, read_metric_rows
+from jaxrl_llm.runtime import cli
+from jaxrl_llm.runtime.checkpoint_files import changed_files, changed_settings, listed
+from jaxrl_llm.runtime.stop import StopRequest
+from jaxrl_llm.settings.functions import resolve
+from jaxrl_llm.settings.schema import differences, flatten, visible
+from jaxrl_llm.sweeps import table
+from jaxrl_llm.sweeps.points import AFTER, Point, Sweep, freeze_points, plain, point_name
+from jaxrl_llm.sweeps.table import FIRST, THEN, Run
+
+Points = dict[str, tuple[Point, Config]]
+
+LAST_LINES = 6  # of a failed point's log
+SERVE = "from jaxrl_llm.commands.sweep_worker import main; main(CONNECTION)"
+
+
+def read_sweep(path: str) -> Sweep:
+    """What ``get_sweep()`` of the file returns, its names checked.
+
+    Raises:
+        ConfigError: no such function, it raises, or it names a metric that no run writes.
+    """
+    try:
+        module = runpy.run_path(path)
+        sweep = module["get_sweep"]() if "get_sweep" in module else None
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        raise ConfigError(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {error}") from error
+    if not isinstance(sweep, Sweep):
+        raise ConfigError(
+            f"{path}: get_sweep() must return a jaxrl_llm.sweeps.points.Sweep, not {type(sweep).__name__}"
+        )
+    if not (sweep.then is None or callable(sweep.then)):
+        raise ConfigError(f"{path}: then={sweep.then!r} must be a function of runs that returns points, or None")
+    for name in sweep.named_metrics():
+        if name not in METRICS:
+            raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric: reports/metric_table.py has all")
+    if sweep.after:
+        try:
+            resolve(sweep.after)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{path}: after={sweep.after!r}: {type(error).__name__}: {error}") from error
+    if sweep.facet and sweep.facet not in sweep.fields():
+        raise ConfigError(f"{path}: facet={sweep.facet!r} is not set by any point; {', '.join(sweep.fields())} are")
+    return sweep
+
+
+def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path, overrides: Collection[str] = ()) -> Points:
+    """The sweep's points that are known: those that ``then`` makes only where all others are finished.
+
+    Raises:
+        ConfigError: a point is refused, or ``then`` raises.
+    """
+    points = freeze_points(base, sweep.points, overrides)
+    sweep.check(point for point, _ in points.values())
+    if sweep.then is None or not all(is_finished(folder / name, c, sweep) for name, (_, c) in points.items()):
+        return points
+    try:
+        more = list(sweep.then(runs_of(folder, points, sweep, {})))
+        return points | (freeze_points(base, more, overrides) if more else {})
+    except Exception as error:
+        raise ConfigError(f"{path}: then: {type(error).__name__}: {error}") from error
+
+
+# ---- what is on disk -------------------------------------------------------------------------------------------
+
+
+def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
+    """Return the rows of a run's metrics.jsonl; none before the run has begun."""
+    path = workdir / "metrics.jsonl"
+    return read_metric_rows(path) if path.is_file() else []
+
+
+def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config, sweep: Sweep) -> float:
+    """Share of a run's iterations on disk; 1 only where what it writes last is there too."""
+    share = rows[-1]["iteration"] / config.num_iterations if rows else 0.0
+    return min(share, 1.0 if all((workdir / name).is_file() for name in sweep.last_files) else 0.99)
+
+
+def is_finished(workdir: pathlib.Path, config: Config, sweep: Sweep) -> bool:
+    return share_done(workdir, rows_of(workdir), config, sweep) == 1
+
+
+def check_folders(folder: pathlib.Path, points: Points) -> None:
+    """Refuse a folder whose runs were made with other settings: they would stand beside the new ones in one table.
+
+    Raises:
+        ConfigError: naming point and settings.
+    """
+    for name, (_, config) in points.items():
+        path, rows = folder / name / "config.json", rows_of(folder / name)
+        # What was cut short, or is being written, tells nothing: the run itself holds its checkpoint against it.
+        if not rows or not (stored := _object(path)):
+            continue
+        if rows[-1]["iteration"] > config.num_iterations:
+            said = f"{rows[-1]['iteration']} iterations, more than num_iterations={config.num_iterations}"
+            raise ConfigError(f"{folder / name} was run for {said}. Use another workdir")
+        made_of = _made_with(stored).get("files", {})
+        stored.pop("made_with", None)
+        try:
+            before = recorded(stored)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if changed := changed_settings(before, config) | changed_files(made_of, config):
+            raise ConfigError(f"{folder / name} was run with other settings: {listed(changed)}. Use another workdir")
+
+
+def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[str, str]) -> list[Run]:
+    """Every point, and what is on disk of it."""
+    runs = []
+    afters = {}
+    for name in points:
+        after = _object(folder / name / AFTER)
+        afters[name] = {column: value for column, value in after.items() if NUMBER.accepts(value)}
+    columns = dict.fromkeys(column for after in afters.values() for column in after)
+    first = {point_name(plain(point)) for point in sweep.points}
+    for name, (point, config) in points.items():
+        rows = rows_of(folder / name)
+        finished = share_done(folder / name, rows, config, sweep) == 1
+        status = "finished" if finished else "failed" if name in failed else "unfinished"
+        path = folder / name / "config.json"
+        made_with = _made_with(_object(path)) if rows else {}
+        after = {column: afters[name].get(column) for column in columns}
+        status, stage = status if rows or name in failed else "", FIRST if name in first else THEN
+        lost = rows[-1]["iteration"] - len(rows) if rows else 0
+        runs.append(Run(name, point, status, rows, made_with, after, stage=stage, lost_rows=lost))
+    return runs
+
+
+def before(workdir: pathlib.Path) -> dict[str, float | None]:
+    """Return the metrics of a run's evaluation before training; none if its file is missing or damaged."""
+    try:
+        values = evaluation_values(_object(workdir / "eval_before.json"))
+    except (LookupError, TypeError):
+        return {}
+    return values if all(map(NUMBER.accepts, values.values())) else {}
+
+
+def _object(path: pathlib.Path) -> dict[str, Any]:
+    """Return the object of a JSON file; an empty one if there is no such file, or a power cut has left half of it."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _made_with(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the versions, commit and files that a config.json records; none if it is damaged."""
+    made_with = settings.get("made_with", {})
+    return made_with if isinstance(made_with, dict) else {}
+
+
+def write_results(
+    folder: pathlib.Path, points: Points, sweep: Sweep, failed: dict[str, str], *, page: bool = False
+) -> None:
+    """Write table.csv, and the page where asked, from the points' metrics."""
+    runs = runs_of(folder, points, sweep, failed)
+    sweep = dataclasses.replace(sweep, points=[run.point for run in runs])  # with those that ``then`` has made
+    table.write_table(folder / "table.csv", runs, sweep)
+    if page:  # evaluations are long files, and one that is being written cannot be read
+        found = {run.name: before(folder / run.name) if run.status == "finished" else {} for run in runs}
+        runs = [dataclasses.replace(run, before=found[run.name]) for run in runs]
+        units = {name: metric.unit for name, metric in METRICS.items()}
+        table.write_page(folder / "sweep.html", runs, sweep, units)
+
+
+# ---- elsewhere -------------------------------------------------------------------------------------------------
+
+
+def train_command(config_file: str, base: Config, config: Config, workdir: pathlib.Path) -> str:
+    """The command that runs a point by itself.
+
+    Args:
+        base: what the file's ``get_config()`` gives, without overrides.
+
+    Raises:
+        ConfigError: a setting that a command line cannot give.
+    """
+    words = ["python", "-m", "jaxrl_llm.train", f"--config={config_file}", f"--workdir={workdir}"]
+    flat = flatten(config)
+    for field, (old, new) in differences(base, config, whole=True).items():
+        if isinstance(new, dict):
+            if set(new) != set(old):
+                raise ConfigError(f"{field}={new!r}: --launch needs its keys to be in get_config() too")
+            for key in (key for key in new if new[key] != old[key]):
+                if type(new[key]) not in (bool, int, float, str) or type(new[key]) is not type(old[key]):
+                    raise ConfigError(f"{field}.{key}={new[key]!r}: --launch gives no such thing for {old[key]!r}")
+                words.append(f"--config.{field}.{key}={new[key]!r}")  # "4" is no 4
+        else:  # of a function all its settings: another's default is another; but not the digest of its file
+            below = {path: x for path, x in flat.items() if path == field or path.startswith(field + ".")}
+            given = (path for path in below if path == field or not path.endswith(".source"))
+            words += [f"--config.{path}={below[path]}" for path in given]
+    return shlex.join(words)
+
+
+def launch(template: str, commands: dict[str, str], folder: pathlib.Path) -> int:
+    """Print each command, or run the template with it; how many of those runs failed."""
+    failures = 0
+    for name, command in commands.items():
+        if template == "print":
+            print(command)
+            continue
+        values = {"command": command, "name": name, "workdir": str(folder / name)}
+        try:
+            filled = template.format(**{key: shlex.quote(value) for key, value in values.items()})
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"--launch={template!r}: {error}; it may name {{command}}, {{name}}, {{workdir}}"
+            ) from None
+        failures += subprocess.run(filled, shell=True, check=False).returncode != 0
+    return failures
+
+
+# ---- here ------------------------------------------------------------------------------------------------------
+
+
+class _Worker:
+    """One process, the connection to it, and the point it runs ("" = none)."""
+
+    def __init__(self, serve: str, cores: set[int]):
+        self.connection, theirs = Pipe()
+        self.point = ""
+        with theirs:
+            paths = f"import sys; sys.path[:] = {sys.path!r}\n"
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", paths + serve.replace("CONNECTION", str(theirs.fileno()))],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # A group of its own: Ctrl-C reaches the sweep alone, which passes it on once.
+                start_new_session=True,
+            )
+        if cores:
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(self.process.pid, cores)  # it makes a thread per core, later
+
+    def start(self, name: str, config: Config, workdir: pathlib.Path, after: str) -> None:
+        self.point = name
+        with contextlib.suppress(OSError):  # it is gone: its answer says so
+            self.connection.send((to_json(config), str(workdir), after))
+
+    def answer(self) -> bool | None:
+        """Whether its point came to a good end; None where the process did."""
+        self.point = ""
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return None
+
+    def kill(self) -> None:
+        """End the process and what it started."""
+        self.connection.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def cores_of_workers(num_workers: int) -> list[set[int]]:
+    """Cores of each worker, as even as can be; empty sets where they need not be divided."""
+    if num_workers == 1 or not hasattr(os, "sched_setaffinity") or os.environ.get("JAX_PLATFORMS") != "cpu":
+        return [set()] * num_workers
+    cores = sorted(os.sched_getaffinity(0))
+    return [set(cores[i::num_workers]) or {cores[i % len(cores)]} for i in range(num_workers)]
+
+
+def run_points(
+    folder: pathlib.Path,
+    points: dict[str, Config],
+    sweep: Sweep,
+    *,
+    num_workers: int,
+    on_change: Callable[[list[str], dict[str, str]], None],
+    serve: str = SERVE,
+) -> tuple[dict[str, str], str | None]:
+    """Run every point, several at a time; one that fails does not stop the others.
+
+    Ctrl-C or SIGTERM lets the points that run save and end; a second Ctrl-C kills them.
+
+    Args:
+        points: {name: config} in the order of their start.
+        on_change: called each second, and after every start and end, with the points that run and the last lines of
+            those that failed.
+        serve: Python code of a worker, whose end of the connection is the file descriptor CONNECTION.
+
+    Returns:
+        The last lines of every point that failed, and the signal that stopped the sweep.
+    """
+    waiting, failed = list(points), {}
+    cores = cores_of_workers(num_workers)
+    workers: list[_Worker | None] = [None] * num_workers
+    with StopRequest() as stop:
+        try:
+            told = False
+            while True:
+                for i, worker in enumerate(workers):
+                    if stop.requested or (worker and worker.point):
+                        continue
+                    # Another sweep in this folder, or what a killed one has left running, may have ended a point.
+                    while waiting and is_finished(folder / waiting[0], points[waiting[0]], sweep):
+                        waiting.pop(0)
+                    if waiting:
+                        workers[i] = worker = worker or _Worker(serve, cores[i])
+                        name = waiting.pop(0)
+                        worker.start(name, points[name], folder / name, sweep.after)
+                running = [worker for worker in workers if worker and worker.point]
+                on_change([worker.point for worker in running], failed)
+                if not running:
+                    return failed, stop.requested
+                if stop.requested and not told:
+                    told = True
+                    for worker in running:
+                        worker.process.terminate()
+                answered = wait([worker.connection for worker in running], timeout=1.0)
+                for worker in running:
+                    if worker.connection in answered:
+                        name = worker.point
+                        good, note = worker.answer(), ""
+                        if good is None:
+                            worker.kill()
+                            workers[workers.index(worker)] = None
+                            note = f"\nits process ended with status {worker.process.returncode}"
+                        finished = is_finished(folder / name, points[name], sweep)
+                        if good is False or not (finished or stop.requested):
+                            failed[name] = last_lines(folder / name / LOG) + note
+        finally:
+            for worker in workers:
+                if worker:
+                    worker.kill()
+
+
+def last_lines(path: pathlib.Path) -> str:
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
+    return "\n".join([visible(line) for line in lines if line.strip()][-LAST_LINES:])
+
+
+class _Display:
+    """The live line of a sweep on a terminal, and a line for every point that ends anywhere."""
+
+    def __init__(self, folder: pathlib.Path, points: Points, sweep: Sweep, on_end: Callable[[dict[str, str]], None]):
+        self._folder, self._sweep, self._on_end = folder, sweep, on_end
+        self._configs = {name: config for name, (_, config) in points.items()}
+        self._first = {name: self._share(name) for name in points}
+        self._done = dict(self._first)  # share of each point's iterations
+        self._running: set[str] = set()
+        self._console = rich.console.Console(highlight=False)
+        self._status = self._console.status("")
+        self._started = time.monotonic()
+
+    def __enter__(self) -> _Display:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def _share(self, name: str) -> float:
+        workdir = self._folder / name
+        return share_done(workdir, rows_of(workdir), self._configs[name], self._sweep)
+
+    def show(self, running: list[str], failed: dict[str, str]) -> None:
+        ended = self._running - set(running)
+        self._running = set(running)
+        self._done |= {name: self._share(name) for name in ended | self._running}
+        line = self._line(running, failed)
+        for name in sorted(ended):
+            state = "finished" if self._done[name] == 1 else "FAILED" if name in failed else "stopped"
+            self._print(f"{state} {name} | {line}")
+            if name in failed:
+                self._print("\n".join(f"    {text}" for text in failed[name].splitlines()))
+        self._status.update(line)
+        if not ended:
+            return
+        try:
+            self._on_end(failed)
+        except Exception as error:  # of a full disk, or a sweep's own label: what runs goes on
+            self._print(f"warning: the table is not written: {type(error).__name__}: {error}")
+
+    def _line(self, running: list[str], failed: dict[str, str]) -> str:
+        worked = sum(self._done.values()) - sum(self._first.values())
+        left = sum(1 - share for name, share in self._done.items() if name not in failed)
+        eta = "-"
+        if worked > 0:
+            eta = str(datetime.timedelta(seconds=round((time.monotonic() - self._started) * left / worked)))
+        shares = ", ".join(f"{self._done[name]:.0%}" for name in running)
+        parts = (
+            f"points {sum(share == 1 for share in self._done.values())}/{len(self._done)} finished",
+            f"{len(running)} running" + (f" ({shares})" if shares else ""),
+            f"{len(failed)} failed",
+            f"ETA {eta}",
+        )
+        return " | ".join(parts)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def run_sweep(
+    folder: pathlib.Path, points: Points, sweep: Sweep, *, num_workers: int, serve: str = SERVE
+) -> tuple[dict[str, str], str | None]:
+    """Run what is not finished and write table and page; returns as ``run_points``."""
+    unfinished = lambda name, config: not is_finished(folder / name, config, sweep)
+    todo = {name: config for name, (_, config) in points.items() if num_workers and unfinished(name, config)}
+    write = functools.partial(write_results, folder, points, sweep)
+    failed, stopped = {}, None
+    if todo:
+        with _Display(folder, points, sweep, write) as display:
+            how = {"num_workers": min(num_workers, len(todo)), "on_change": display.show, "serve": serve}
+            failed, stopped = run_points(folder, todo, sweep, **how)
+    write(failed, page=True)
+    return failed, stopped
+
+
+def run_stages(
+    folder: pathlib.Path, known: Callable[[], Points], sweep: Sweep, *, num_workers: int, serve: str = SERVE
+) -> tuple[Points, dict[str, str], str | None]:
+    """Run the points that are known, then those that are known by them; all points, and the rest as ``run_points``."""
+    points: Points = {}
+    failed, stopped = {}, None
+    while not (failed or stopped) and len(more := known()) > len(points):
+        check_folders(folder, points := more)
+        failed, stopped = run_sweep(folder, points, sweep, num_workers=num_workers, serve=serve)
+    return points, failed, stopped
+
+
+def exit_status(failed: Mapping[str, str], stopped: str | None) -> int:
+    """As train's: 128 and its number after a signal, by which launchers know that there is more to do."""
+    return 128 + signal.Signals[stopped] if stopped else 1 if failed else 0
+
+
+def main() -> None:
+    if not flags.FLAGS["config"].present:  # its settings are a record's
+        raise ConfigError("--config must be a Python file with get_config() and get_sweep(): a record has no points")
+    config_file, folder = flags.FLAGS["config"].config_filename, pathlib.Path(WORKDIR.value)
+    if WORKERS.value < 0:
+        raise ConfigError(f"--workers={WORKERS.value} must be at least 0")
+    sweep = read_sweep(config_file)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--workdir={folder} cannot be a folder: {error.strerror}") from error
+    overrides = [path for path, _ in cli.apart(sys.argv)[1]]
+    known = functools.partial(points_of, config_file, CONFIG.value, sweep, folder, overrides)
+    check_folders(folder, points := known())
+    if LAUNCH.value:
+        trained = dataclasses.replace(sweep, after="")  # the commands train, and that is all
+        base = freeze(runpy.run_path(config_file)["get_config"]())
+        commands = {
+            name: train_command(config_file, base, config, folder / name)
+            for name, (_, config) in points.items()
+            if not is_finished(folder / name, config, trained)
+        }
+        sys.exit(launch(LAUNCH.value, commands, folder) > 0)
+    points, failed, stopped = run_stages(folder, known, sweep, num_workers=WORKERS.value)
+    print(f"table  {folder / 'table.csv'}\npage   {folder / 'sweep.html'}")
+    if stopped:
+        print(f"stopped by {stopped}; run the same command again to continue")
+    if failed:
+        print(f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}", file=sys.stderr)
+        if sweep.then:
+            print("what `then` makes of the points waits until all of them are finished", file=sys.stderr)
+    sys.exit(exit_status(failed, stopped))
+
+
+if __name__ == "__main__":
+    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config() and get_sweep().")
+    WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs live, each in a folder of its own.")
+    WORKERS = flags.DEFINE_integer("workers", 1, "Points run at a time; 0 writes table and page alone.")
+    LAUNCH = flags.DEFINE_string("launch", "", "'print', or a command to run for each point; see the module's text.")
+    flags.mark_flags_as_required(["config", "workdir"])
+    cli.run(main, alone=True)

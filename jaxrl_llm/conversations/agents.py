@@ -1,0 +1,272 @@
+"""Agents: programs that call a model over the OpenAI API. The policy in training answers their requests.
+
+    the agent's thread                                   the episode
+    first request         messages (and tools)  ----->   the question's prompt
+                          <-- the policy's turn ------    the sampled text, or tool calls
+    next request          its new messages      ----->   the answer to that turn
+    the agent returns     its reward            ----->   the episode ends
+
+Clients that render messages themselves can exchange token ids instead (POST /inference/v1/generate, as in vLLM).
+
+An agent is a function ``(base_url, prompt, **columns)``, which ``environments.factory`` names. ``base_url`` is the
+address of a server on this machine, and is different for every episode.
+
+The rollout keeps the sampled tokens. When the agent sends earlier turns back, they are compared with the turns that it
+received, and are not encoded again. Every request must continue the conversation so far. If the agent shortens or
+rewrites the conversation, or holds two conversations at once, the episode ends as failed.
+
+Owns: an agent's thread, which requests are answered. Does not know: deadlines (environment), tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxrl_llm.conversations import openai_api, tools
+from jaxrl_llm.runtime.json_server import Events, Exchange, Refused, Server
+from jaxrl_llm.scoring.reward_worker import number
+from jaxrl_llm.settings.functions import awaited
+
+ROLES = ("user", "tool")  # roles of the messages between two turns of the policy
+NOT_ITS = "is not an agent's to say: the run's sampling settings hold for its turns"
+# Further fields that a request may have and that have no effect: allowed values by name, () = any value.
+CHAT: dict[str, tuple[Any, ...]] = {"model": (), "tool_choice": ("auto",)}
+TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}  # the run's settings decide where a turn ends
+ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # True = requests in token ids
+SPARE_THREADS = 8  # server threads for requests of ended episodes and for lists of models
+
+
+def is_agent(found: Any) -> bool:
+    """Return whether ``found`` is an agent: a function with the parameter ``base_url``."""
+    with contextlib.suppress(TypeError, ValueError):  # a function in C may have no signature
+        return not isinstance(found, type) and "base_url" in inspect.signature(found).parameters
+    return False
+
+
+def are_tokens(said: Any) -> bool:
+    """Return whether a prompt or an answer is a list of token ids, and not text or messages."""
+    return isinstance(said, list) and bool(said) and all(type(x) is int for x in said)
+
+
+def prompt_of(opening: Any, asked: list[Any], told: list[Any], system_prompt: str) -> Any:
+    """Return the prompt of an agent's first request.
+
+    If the chat template receives other tools than the agent's, the agent's tools are listed in the system message. This
+    is the agent's own system message if it has one, else a new one with ``system_prompt``.
+
+    Args:
+        opening: messages or token ids of the first request.
+        asked: tools of the first request.
+        told: tools that the chat template receives.
+        system_prompt: ``prompts.system_prompt``.
+    """
+    if asked == told:
+        return opening
+    if system_prompt and not any(message["role"] in ("system", "developer") for message in opening):
+        opening = [{"role": "system", "content": system_prompt}, *opening]
+    return tools.told(opening, asked)
+
+
+def prompt_shown(prompt: Any, decode: Callable[[list[int]], str]) -> Any:
+    """Return a prompt as text or messages, so that people can read it. Token ids are decoded."""
+    return decode(prompt) if are_tokens(prompt) else prompt
+
+
+class _Request:
+    """A request of an agent that waits for its answer. Its attribute ``said`` is messages or token ids."""
+
+    def __init__(self, body: dict[str, Any], is_tokens: bool):
+        self.is_tokens, body = is_tokens, dict(body)
+        if is_tokens:
+            self.said = body.pop("token_ids", None)
+            body |= body.pop("sampling_params", None) or {}
+            if not are_tokens(self.said):
+                raise ValueError(f"token_ids={self.said!r:.100} must be a list of whole numbers, not empty")
+        else:
+            self.said = tools.texts_of(body.pop("messages", None))
+        heard = {} if is_tokens else {name: body.pop(name, None) for name in ("tools", "stream", "stream_options")}
+        self.tools = tools.functions_of(heard.get("tools") or [])
+        self.is_streamed, options = bool(heard.get("stream")), heard.get("stream_options") or {}
+        self.wants_usage = bool(options.get("include_usage"))
+        openai_api.pass_over(body, TOKENS if is_tokens else CHAT, NOT_ITS)
+        self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (message, usage); None = the episode is over
+
+
+class Episode:
+    """Episode of a running agent, with the interface of ``environment_worker.Episode``.
+
+    The constructor starts the agent and waits for its first request.
+
+    Attributes:
+        opening: messages or token ids of the first request.
+        tools: tools of the first request.
+        num_turns: turns of the policy that the agent has received.
+        drawn: token ids and log-probs of a turn, by its number. The caller sets them if the agent uses token ids.
+        sizes: (tokens before the turn, tokens of the turn) of each turn. The caller sets them. Without them, answers
+            have no ``usage``.
+    """
+
+    def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):
+        self.num_turns, self._reward = 0, 0.0
+        self.drawn: Mapping[int, Any] = {}
+        self.sizes: Sequence[Any] = ()
+        self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
+        self._name = secrets.token_hex(16)  # random part of the address, so that other programs cannot guess it
+        server = _server()
+        server.open(self._name, self._events)
+        address = f"http://127.0.0.1:{server.server_port}/{self._name}/v1"
+        threading.Thread(target=self._play, args=(play, address, columns), daemon=True).start()
+        self._request = self._events.get()
+        if not isinstance(self._request, _Request):
+            self.close()
+            self._end(self._request)
+            raise RuntimeError("the agent returned before it asked the policy for anything")
+        self._said = self.opening = self._request.said
+        self.tools = self._request.tools
+
+    def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
+        try:
+            self._events.put((awaited(play(base_url=address, **columns)), None))
+        except BaseException as error:  # SystemExit too: the episode must receive every exception
+            self._events.put((None, error))
+
+    def answer(self, turn: str) -> list[dict[str, str]] | list[int] | None:
+        """Send a turn to the agent, and return its answer: messages or token ids, None if the agent has returned.
+
+        Raises:
+            ValueError: the agent's next request does not continue the conversation after this turn.
+            BaseException: the agent raised it.
+        """
+        before = self._request
+        if before.is_tokens:
+            ids, logps = self.drawn[self.num_turns]
+            said, reply = self._said + ids, {"token_ids": ids, "logps": logps}
+        else:
+            reply = tools.message_of(turn, before.tools)
+            said = [*self._said, *tools.texts_of([reply])]
+        usage = openai_api.usage(*self.sizes[self.num_turns]) if self.sizes else None
+        self.num_turns += 1
+        before.answer.put((reply, usage))
+        event = self._events.get()
+        if not isinstance(event, _Request):
+            self.close()
+            return self._end(event)
+        self._request = event
+        begun, new, is_tokens = event.said[: len(said)], event.said[len(said) :], before.is_tokens
+        same = event.is_tokens == is_tokens and event.tools == before.tools
+        if not same or not (begun == said if is_tokens else _same(begun, said)):
+            raise ValueError(f"request {self.num_turns + 1} of the agent does not go on from what was said before it")
+        self._said = event.said
+        if not new or not (is_tokens or all(message["role"] in ROLES for message in new)):
+            raise ValueError(f"request {self.num_turns + 1} of the agent must add messages of the user's or of tools'")
+        return new
+
+    def _end(self, event: tuple[Any, BaseException | None]) -> None:
+        reward, error = event
+        if error is not None:
+            raise error
+        self._reward = None if reward is None else number(reward, [])
+        if self._reward is None and reward is not None:
+            raise ValueError(f"the agent returned {reward!r:.100}, which is no reward")
+
+    def reward(self) -> float | None:
+        """Return the agent's return value, 0.0 while the agent runs, None if it returned None."""
+        return self._reward
+
+    def state(self) -> None:
+        """Return None, because a thread cannot be saved. A new process replays the policy's turns instead."""
+
+    def shown(self) -> None:
+        """Return None, because an agent has no instance with attributes."""
+
+    def close(self) -> None:
+        """End the episode. The agent's pending and later requests are refused."""
+        _server().episodes.pop(self._name, None)
+        waiting = [self._request]
+        while not self._events.empty():
+            waiting.append(self._events.get())
+        for request in waiting:
+            if isinstance(request, _Request):
+                request.answer.put(None)
+
+
+def _same(one: list[dict[str, str]], other: list[dict[str, str]]) -> bool:
+    """Return whether two lists of messages are equal up to whitespace around the texts, which agents often strip."""
+    plain = lambda messages: [(message["role"], message["content"].strip()) for message in messages]
+    return plain(one) == plain(other)
+
+
+class _Server(Server):
+    """HTTP server of this process on the loopback interface, for the requests of all episodes.
+
+    Attributes:
+        episodes: event queue of each episode, by the episode's name. The name is part of the address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(self._answer_request, ("127.0.0.1", 0), num_threads=SPARE_THREADS)
+        self.episodes: dict[str, queue.SimpleQueue] = {}
+        self.activate()
+
+    def open(self, name: str, events: queue.SimpleQueue) -> None:
+        """Accept the requests of an episode. A request holds a thread until the policy's turn has been sampled."""
+        self.episodes[name] = events
+        self.add_threads(len(self.episodes) + SPARE_THREADS)
+
+    def _answer_request(self, exchange: Exchange) -> dict[str, Any] | Events:
+        if exchange.method == "GET":
+            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
+            return {"object": "list", "data": [model]}
+        _, name, route = exchange.path.split("/", 2) if exchange.path.count("/") > 1 else ("", "", "")
+        if exchange.method != "POST" or route not in ROUTES:
+            raise Refused(404, f"no route {exchange.method} {exchange.path}")
+        try:
+            request = _Request(exchange.body(), ROUTES[route])
+        except (ValueError, TypeError, AttributeError) as error:
+            raise Refused(400, str(error)) from None
+        events = self.episodes.get(name)
+        if events is not None:
+            events.put(request)
+        answered = request.answer.get() if events is not None else None
+        if answered is None:
+            raise Refused(410, "the episode is over")
+        return _answer_to(request, *answered)
+
+
+@functools.cache
+def _server() -> _Server:
+    server = _Server()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+def _answer_to(request: _Request, message: dict[str, Any], usage: dict[str, int] | None) -> dict[str, Any] | Events:
+    """Return a turn of the policy in the form that the agent requested: one object, token ids, or streamed events."""
+    why = "tool_calls" if message.get("tool_calls") else "stop"
+    base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
+    choice = {"index": 0, "finish_reason": why, "logprobs": None}
+    counts = {"usage": usage} if usage else {}
+    if request.is_tokens:
+        choice = openai_api.token_choice(message["token_ids"], message["logps"], why)
+        return {"request_id": base["id"], "model": "policy", "choices": [choice]}
+    if not request.is_streamed:
+        return base | {"object": "chat.completion", "choices": [choice | {"message": message}]} | counts
+    return _events_of(request, base | {"object": "chat.completion.chunk"}, choice, message, counts)
+
+
+def _events_of(
+    request: _Request, base: dict[str, Any], choice: dict[str, Any], message: dict[str, Any], counts: dict[str, Any]
+) -> Events:
+    calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
+    delta = message | ({"tool_calls": calls} if calls else {})
+    yield base | {"choices": [choice | {"delta": delta}]}
+    if request.wants_usage and counts:
+        yield base | {"choices": []} | counts

@@ -1,1 +1,0 @@
-"""Environments that reply to a policy (mazes, word games, search, users), and the sandbox that runs its programs."""

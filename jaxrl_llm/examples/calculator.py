@@ -1,0 +1,115 @@
+"""Calculator, as an environment (``environments.factory``) in two forms:
+
+    jaxrl_llm.examples.calculator:Calculator   a tool, ``calculate(expression)``
+    jaxrl_llm.examples.calculator:plain        replies to the last expression that a turn writes: "12 * 34" with
+                                                   "12 * 34 = 408". For models that cannot call tools.
+
+``:used`` is a reward for the first thing to learn: using the calculator at all.
+
+Expressions contain numbers, + - * / // % ** and parentheses, and no names. "x" between numbers multiplies. The signs of
+multiplication and division are read too.
+
+Owns: the syntax of expressions, their value. Does not know: questions, rewards.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from fractions import Fraction
+from typing import Any
+
+from jaxrl_llm.scoring import typography
+from jaxrl_llm.scoring.quantities import digits_of
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+MAX_CHARS = 200
+MAX_DIGITS = 200  # maximum digits of the result of a power
+# At least two numbers with operators between them. Digits may be grouped ("1,000").
+NUMBER = r"[0-9]+(?:[.,'][0-9]+)*"
+OPERATOR = r"(?:\*\*|//|\^|[-+*/x]|%(?!\s?-))"
+EXPRESSION = re.compile(rf"(?<![-(\w.,'])[-(]*{NUMBER}(?:[ )]*{OPERATOR}[ (-]*{NUMBER})+\)*")
+
+
+class Calculator:
+    """Environment with one tool that computes expressions of numbers."""
+
+    def reset(self, **columns: Any) -> None:
+        pass
+
+    def calculate(self, expression: str) -> str:
+        """The value of an expression of numbers, such as "(12 + 3) * 4"."""
+        return value(expression)
+
+
+def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
+    """Return the value of the last expression in the newest turn, or None, which ends the completion, without one."""
+    found = EXPRESSION.findall(plain_text(turns[-1]))
+    if not found:
+        return None
+    expression = found[-1].strip()
+    try:
+        return f"{expression} = {value(expression)}"
+    except (ArithmeticError, ValueError, SyntaxError) as error:
+        return f"{expression}: {error}"
+
+
+def used(prompts: list, completions: list[str], messages: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+    """Return 1.0 if the calculator was used, whatever its reply was, else 0.0."""
+    return [float(any(message["role"] != "assistant" for message in row)) for row in messages]
+
+
+def value(expression: str) -> str:
+    """Return the value of an expression: exact if it is whole, else in 12 digits.
+
+    Raises:
+        ValueError, SyntaxError: it is no expression or too long, or digits are grouped in no known way ("1,00").
+        ZeroDivisionError: it divides by zero.
+    """
+    if len(expression) > MAX_CHARS:
+        raise ValueError(f"an expression of {len(expression)} characters; {MAX_CHARS} are allowed")
+    text = re.sub(NUMBER, _without_groups, plain_text(expression).replace("^", "**"))
+    text = re.sub(r"(?<=[\d) ])x(?=[ (\d-])", "*", text)
+    result = _value(ast.parse(text.strip(), mode="eval").body)
+    return str(result.numerator) if result.denominator == 1 else f"{float(result):.12g}"
+
+
+def plain_text(text: str) -> str:
+    """Return a text with ASCII digits and operators; raised digits are powers."""
+    return re.sub(r"\^\{(-?[0-9]{1,9})\}", r"^\1", typography.plain(text))
+
+
+def _without_groups(numeral: re.Match) -> str:
+    digits = digits_of(numeral[0])
+    if digits is None:
+        raise ValueError(f"{numeral[0]!r:.50} is no number: write thousands as 1,000 and decimals as 0.5")
+    return digits
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return Fraction(str(node.value))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow):
+            size = max(left.numerator.bit_length(), left.denominator.bit_length())
+            if right.denominator != 1 or size * abs(right.numerator) > MAX_DIGITS * 3.33:
+                raise ValueError("a power that is not whole, or too large")
+            return left ** int(right)
+        if right == 0 and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
+            raise ZeroDivisionError("division by zero")
+        if type(node.op) in OPERATORS:
+            return Fraction(OPERATORS[type(node.op)](left, right))
+    raise ValueError(f"no expression of numbers: {ast.unparse(node)[:50]}")

@@ -1,0 +1,81 @@
+"""Experience files, searched by the current state with BM25 (extra ``retrieval``).
+
+    transitions   {"state": "..", "action": "..", "next": "..", "reward": 0}: the result of an action in a state
+    notes         {"state": "..", "note": ".."}: advice for a state
+
+The files contain JSON lines; other keys of a line are kept. ``advised`` appends the notes of similar states to each
+reply of an environment:
+
+    from jaxrl_llm.environments import maze
+    from jaxrl_llm.examples.experience import advised
+
+    plain = advised("notes.jsonl")(maze.plain)      # a function; in a class a tool: @advised("notes.jsonl")
+
+Owns: which lines of a file are near. Does not know: who reads them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxrl_llm.examples.retrieval import Index, rows
+from jaxrl_llm.settings.functions import awaited
+
+NUMBER = (int, float)
+TRANSITIONS = {"state": str, "action": str, "next": str, "reward": NUMBER}
+NOTES = {"state": str, "note": str}
+NUM_NOTES = 3
+
+
+class Experience:
+    """Searchable lines of a file, indexed by the words of some of their keys.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line lacks a key; the message has the line's number.
+    """
+
+    def __init__(self, path: str, kinds: Mapping[str, Any], by: tuple[str, ...]):
+        self.rows = [row for _, row in rows(path, kinds)]
+        texts = ["\n".join(row[key] for key in by) for row in self.rows]
+        # Keep words of one letter and stop words, because an action may be "n" or "no".
+        self._index = Index([*map(str, range(len(texts)))], texts, token_pattern=r"\w+", stopwords=[])
+
+    def nearest(self, text: str, count: int) -> list[dict[str, Any]]:
+        """Return at most ``count`` lines, nearest first. Lines without a common word are left out."""
+        return [self.rows[place] for place in self._index.search(text, count)]
+
+
+@functools.lru_cache(maxsize=4)
+def transitions(path: str) -> Experience:
+    """Return the transitions of a file, indexed by state and action. Raises the same errors as ``Experience``."""
+    return Experience(path, TRANSITIONS, ("state", "action"))
+
+
+def advised(path: str, count: int = NUM_NOTES) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator that appends the nearest notes of the file, one per line, to each reply of a function or tool.
+
+    The notes are searched for every reply, by its words. A reply of None, which ends the episode, stays None.
+
+    Raises:
+        ConfigError: same as ``Experience``, when ``advised`` is called.
+
+    Source: SLEA-RL, arXiv:2603.18079: at each step experience is retrieved by the observation; two lines of advice and
+        a warning. Differs: the paper clusters similar states, here BM25 finds them; advice and warnings are notes of
+        one kind; the file does not change in a run, so that nothing is distilled, scored or admitted. The paper's
+        step-level advantage is the recipe gigpo.
+    """
+    notes = Experience(path, NOTES, ("state",))
+
+    def decorate(answers: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(answers)
+        def answer(*given: Any, **named: Any) -> str | None:
+            said = awaited(answers(*given, **named))
+            if said is None:
+                return None
+            return "\n".join([str(said), *(row["note"] for row in notes.nearest(str(said), count))])
+
+        return answer
+
+    return decorate

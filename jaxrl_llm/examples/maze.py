@@ -1,0 +1,149 @@
+"""Maze game, as an environment (``environments.factory``) in three forms:
+
+    jaxrl_llm.examples.maze:Maze    a tool, ``go(direction)``
+    jaxrl_llm.examples.maze:plain   moves by the last of the letters n, e, s, w in a turn and replies with the field
+                                        and its exits, " 12es". For models that cannot call tools.
+
+    jaxrl_llm.examples.maze:patched like plain, along an expert's shortest path. After a wrong step the reply is the
+                                        expert's step and its field, " e:10ns", and the episode continues from there.
+                                        The third wrong step ends the episode.
+
+``:steps`` is the reward for ``plain``: each turn scores 1.0 if it reaches the goal and -0.1 if it does not move.
+``:matched`` is the reward for ``patched``: each turn scores 1.0 if it is the expert's step. The questions are from
+``prompts.source="maze"``. Different paths lead to the same field, and the reply for a field is always the same.
+Methods that compare turns in the same state need this (algorithm.advantage="gigpo").
+
+Owns: moves and their rewards. Does not know: how mazes are made (examples.maze_questions).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Any
+
+MOVES = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
+NAMES = {"n": "north", "e": "east", "s": "south", "w": "west"}
+NOWHERE = -0.1
+PATCHES = 2
+
+
+class Maze:
+    """Maze that the policy explores with the tool ``go``."""
+
+    def reset(self, maze: list[list[str]], start: list[int], goal: list[int], **columns: Any) -> str:
+        self.maze, self.place, self.goal, self.bumps = maze, tuple(start), tuple(goal), 0
+        return f" {self._seen()}"
+
+    def go(self, direction: str) -> str:
+        """Goes one field on.
+
+        Args:
+            direction: north, east, south or west.
+        """
+        place = moved(self.maze, self.place, str(direction).strip().lower()[:1])
+        self.bumps += place == self.place
+        there = "There is a wall. " if place == self.place else ""
+        self.place = place
+        return f"{there}{self._seen()}"
+
+    def get_reward(self) -> float:
+        """Return 1.0 at the goal, minus 0.1 for each step against a wall."""
+        return float(self.place == self.goal) + NOWHERE * self.bumps
+
+    def _seen(self) -> str:
+        if self.place == self.goal:
+            return "You are out."
+        x, y = self.place
+        return f"You are at {x}, {y}, and can go {' or '.join(NAMES[exit] for exit in self.maze[y][x])}."
+
+
+def moved(maze: list[list[str]], place: tuple[int, int], direction: str) -> tuple[int, int]:
+    """Return the field that a step leads to, or the same field if there is no exit in this direction."""
+    x, y = place
+    if not direction or direction not in maze[y][x]:
+        return place
+    return x + MOVES[direction][0], y + MOVES[direction][1]
+
+
+def walked(turns: list[str], maze: list[list[str]], start: list[int], goal: list[int]) -> list[tuple[int, int]]:
+    """Return the start and the field after each turn. After the goal is reached, the field stays the goal."""
+    places = [tuple(start)]
+    for turn in turns:
+        wanted = re.findall("[nesw]", turn)
+        here = places[-1]
+        places.append(here if here == tuple(goal) else moved(maze, here, wanted[-1] if wanted else ""))
+    return places
+
+
+def plain(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
+    """Return the field that the last turn reached and its exits, or None at the goal, which ends the episode."""
+    x, y = place = walked(turns, maze, start, goal)[-1]
+    return None if place == tuple(goal) else field(maze, x, y)
+
+
+def field(maze: list[list[str]], x: int, y: int) -> str:
+    return f" {x}{y}{maze[y][x]}"
+
+
+def expert(maze: list[list[str]], start: list[int], goal: list[int]) -> str:
+    """Return the directions of a shortest path. Among equal paths, the order n, e, s, w decides where they separate."""
+    ways, found = {tuple(start): ""}, [tuple(start)]
+    for place in found:
+        for direction in MOVES:
+            new = moved(maze, place, direction)
+            if new not in ways:
+                ways[new] = ways[place] + direction
+                found.append(new)
+    return ways[tuple(goal)]
+
+
+def _went(turns: list[str], way: str) -> list[bool]:
+    """Return for each turn whether it is the expert's step."""
+    wanted = [re.findall("[nesw]", turn) for turn in turns]
+    return [bool(went) and went[-1] == step for went, step in zip(wanted, way, strict=False)]
+
+
+def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
+    """Return the expert's next field, whatever the turn did.
+
+    None ends the episode, at the goal or after the third wrong step.
+
+    Source: UI-S1, arXiv:2509.11543: the policy's own outputs follow an expert's trajectory and are patched when they
+        leave it, so that later steps are still trained on. Differs: the wrong step stays in the row, before its patch.
+    """
+    way = expert(maze, start, goal)
+    went, taken = _went(turns, way), way[: len(turns)]
+    if len(turns) >= len(way) or went.count(False) > PATCHES:
+        return None
+    x, y = walked(list(taken), maze, start, goal)[-1]
+    return field(maze, x, y) if went[-1] else f" {taken[-1]}:{field(maze, x, y).strip()}"
+
+
+def _turns(messages: list[dict[str, str]]) -> list[str]:
+    """Return the policy's own messages."""
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+def matched(
+    prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
+) -> list[list[float]]:
+    """Return for each turn of each completion 1.0 if it is the expert's step, else 0.0."""
+    worth = []
+    for row, *own in zip(messages, maze, start, goal, strict=True):
+        turns = _turns(row)
+        went = _went(turns, expert(*own))
+        worth.append([float(x) for x in went] + [0.0] * (len(turns) - len(went)))
+    return worth
+
+
+def steps(
+    prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
+) -> list[list[float]]:
+    """Return the reward of each turn of each completion."""
+    worth = []
+    for row, *own in zip(messages, maze, start, goal, strict=True):
+        places, out = walked(_turns(row), *own), tuple(own[2])
+        pairs = itertools.pairwise(places)
+        worth.append([float(after == out != before) if after != before else NOWHERE for before, after in pairs])
+    return worth

@@ -1,0 +1,35 @@
+"""TextArena games for one player, as an agent: ``environments.factory="jaxrl_llm.examples.textarena:play"``.
+
+Questions have a column ``game``, such as "Wordle-v0", and a column ``seed``, a whole number that determines the game.
+The policy reads the game's messages, its turns are moves, and the game's own reward is the reward. Install with ``pip
+install textarena``. Wordle downloads word files of nltk when it is first played.
+
+Owns: the connection between TextArena's loop and a conversation. Does not know: games.
+
+Source: TextArena, https://github.com/LeonGuertler/TextArena.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from jaxrl_llm.runtime.chat_client import said
+
+
+def play(base_url: str, prompt: Any, game: str, seed: int, **columns: Any) -> float:
+    """Play one game and return its reward."""
+    import textarena  # imported here because the import takes a second
+
+    random.seed(seed)  # some games draw from Python's own generator
+    env = textarena.make(env_id=f"{game}-raw")  # "-raw" games send only new messages
+    env.reset(num_players=1, seed=seed)
+    messages, is_over = [], False
+    while not is_over:
+        _, told = env.get_observation()
+        texts = [str(text) for who, text, *_ in told if who != 0]  # skip the policy's own turns (player 0)
+        messages.append({"role": "user", "content": "\n".join(texts)})
+        messages.append({"role": "assistant", "content": said(base_url, messages, model="policy")})
+        is_over, _ = env.step(action=messages[-1]["content"])
+    rewards, _ = env.close()
+    return float(rewards[0])

@@ -1,0 +1,1 @@
+"""Published methods, one configuration file each."""

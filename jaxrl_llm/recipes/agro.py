@@ -1,0 +1,20 @@
+"""AGRO with replay.
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/agro.py --workdir=runs/agro
+
+The variance over a group of reward minus log-ratio, zero at the optimum on any data.
+Source: Tang et al. 2025, arXiv:2503.19612. Differs: its loss was not found; ours follows from its theorem.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.algorithm.advantage = use("dr_grpo")
+    config.algorithm.surrogate = use("agro")
+    config.algorithm.aggregation = use("sequence_mean")
+    config.replay.capacity = 512
+    config.update.updates_per_iteration = 2
+    return config

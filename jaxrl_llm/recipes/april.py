@@ -1,0 +1,25 @@
+"""GRPO with active partial rollouts (APRIL).
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/april.py --workdir=runs/april
+
+Twice as many questions are open as an iteration trains on, and all of their answers are written side by side. When the
+answers to half of the questions are complete, the iteration trains on them. The other answers keep their tokens with
+the log-probs of the weights that drew them, and go on under the new weights; answers that were begun first go on first.
+Source: Zhou et al. 2025, arXiv:2509.18521. Differs: the released scripts take the old policy's log-probs from the
+learner's weights at the time of the update; here they are those that each token was drawn with. The rate (theirs:
+a constant 1e-6) and the temperature (theirs: 0.8) are left to you.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.algorithm.surrogate = use("clipped", low=0.2, high=0.28)
+    config.algorithm.aggregation = use("sequence_mean")
+    config.rollout.lookahead_prompts = config.rollout.prompts_per_iteration
+    config.rollout.slots = 2 * config.rollout.prompts_per_iteration * config.rollout.group_size
+    config.optimizer.b2 = 0.98
+    config.optimizer.weight_decay = 0.1
+    return config

@@ -1,0 +1,23 @@
+"""AsymRE with replay.
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/asymre.py --workdir=runs/asymre
+
+REINFORCE of whole sequences without ratio or clip on replayed data, its baseline lowered so that successes weigh more
+than failures.
+Source: Arnal et al. 2025, arXiv:2506.20520. Differs: a row's log-probability is its sum over
+sampling.max_completion_tokens, which scales the gradient that is clipped.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.algorithm.advantage = use("asymre", delta_v=-0.1)
+    config.algorithm.surrogate = use("reinforce")
+    config.algorithm.aggregation = use("constant_length")
+    config.replay.unit = "rollout"
+    config.replay.capacity = 512
+    config.update.updates_per_iteration = 2
+    return config

@@ -1,0 +1,27 @@
+"""Decoupled PPO, as in AReaL.
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/decoupled_ppo.py --workdir=runs/decoupled_ppo
+
+Clipped against the weights before the iteration's updates; what those would have drawn more or less often than the
+policy that did is weighed, and left out where it is more than five times as likely. Two batches of prompts are sampled
+ahead, none stays open for more than four iterations, and what a half-written answer has in the cache is computed anew
+with the new weights. Each rollout is trained on once, in one of two minibatches.
+Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches, where the released configs have four.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.algorithm.old_policy = use("start")
+    config.algorithm.correction = use("token_masked", low=0.0, high=5.0)
+    config.algorithm.aggregation = use("token_mean")
+    config.rollout.lookahead_prompts = 16
+    config.rollout.max_lag_iterations = 4
+    config.replay.unit = "rollout"
+    config.replay.max_uses = 1
+    config.update.batch_size = 32
+    config.update.updates_per_iteration = 2
+    return config

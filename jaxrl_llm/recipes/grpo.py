@@ -1,0 +1,17 @@
+"""GRPO.
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/grpo.py --workdir=runs/grpo
+
+The mean and the standard deviation of the group, a mean over each sequence, a pull to the starting model.
+Source: Shao et al. 2024, arXiv:2402.03300.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.algorithm.aggregation = use("sequence_mean")
+    config.algorithm.divergence = use("reference", coefficient=0.04)
+    return config

@@ -1,0 +1,29 @@
+"""PPO with a critic.
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/ppo.py --workdir=runs/ppo
+
+Generalised advantage estimation against a value head on the policy's own hidden states, whitened over all tokens of an
+iteration. Each rollout is trained on once, in one of four minibatches, and both clips can act from the second on:
+update.batch_size is a quarter of an iteration's rollouts. Without discount and at lambda 1 a token's advantage is the
+reward less what the critic expected there; no penalty to the starting model. lambda 0.95 is the classic. With
+--config.algorithm.critic.bins=51 and --config.algorithm.critic.clip=0 values are learned as distributions over 51 bins
+from algorithm.critic.low=0 to algorithm.critic.high=1, which should hold all returns.
+Source: Hu et al. 2025, arXiv:2503.24290; Schulman et al. 2017, arXiv:1707.06347; bins, Farebrother et al. 2024,
+arXiv:2403.03950. Differs: the critic is a head on the policy, updated with it, both four times an iteration, where it
+is a second model with 12 updates to 1 of the policy.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.algorithm.advantage = use("gae")
+    config.algorithm.aggregation = use("token_mean")
+    config.algorithm.critic.clip = 0.2
+    config.replay.unit = "rollout"
+    config.replay.max_uses = 1
+    config.update.batch_size = 16
+    config.update.updates_per_iteration = 4
+    return config

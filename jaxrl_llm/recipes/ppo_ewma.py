@@ -1,0 +1,24 @@
+"""PPO-EWMA.
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/ppo_ewma.py --workdir=runs/ppo_ewma
+
+Clipped against averaged weights, so that the trust region does not depend on how old the data are; rewards over the
+mean and the standard deviation of several iterations; rate and decays for a batch of 64, scaled to the one that is set.
+Source: Hilton et al. 2021, arXiv:2110.00641. Differs: no critic; the decays of Adam do not scale.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.algorithm.advantage = use("reinforce_pp", norm_decay=0.9)
+    config.algorithm.old_policy = use("ewma")
+    config.algorithm.correction = use("policy_truncated", high=100.0)
+    config.algorithm.aggregation = use("token_mean")
+    config.replay.unit = "rollout"
+    config.replay.capacity = 512
+    config.update.updates_per_iteration = 2
+    config.update.scaled_from_batch_size = 64
+    return config

@@ -1,0 +1,22 @@
+"""T1.
+
+    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/t1.py --workdir=runs/t1
+
+Many answers to each question at a high temperature, a bonus for entropy, and a pull to the policy's own moving average
+instead of the starting model.
+Source: Hou et al. 2025, arXiv:2501.11651. Differs: its coefficients were not found; these are ours.
+"""
+
+from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.config import defaults
+
+
+def get_config():
+    config = defaults()
+    config.sampling.temperature = 1.2
+    config.rollout.prompts_per_iteration = 4
+    config.rollout.group_size = 16
+    config.algorithm.aggregation = use("token_mean")
+    config.algorithm.divergence = use("ewma", coefficient=0.01, decay=0.99)
+    config.algorithm.entropy_bonus = use("constant", coefficient=0.005)
+    return config

@@ -1,0 +1,1 @@
+"""Strangers' programs: processes that run untrusted code, their limits, and tests of programs."""

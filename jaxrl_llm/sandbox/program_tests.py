@@ -1,0 +1,171 @@
+"""The tests of a program, in a process of their own, and the program's part in them.
+
+    process of the tests                              process of the program
+    --------------------                              ----------------------
+    wait                                              run the program's text to its end or its exception
+    "names": which of them are there?      --->
+                                           <---       values, and what the text raised
+    run the tests with these names         <-->       calls (sandbox_calls.py)
+    write the report
+
+Tests have the real built-ins and modules of a fresh interpreter. From the program they take the names under test alone.
+A program whose text raises, exits or waits for input at its end is judged by what it has defined until then.
+
+Owns: one run of tests, what is reported of it. Does not know: processes, limits. It imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import errno
+import sys
+import types
+from typing import Any
+
+from jaxrl_llm.sandbox.calls import TESTS, Peer, PeerError
+
+MAX_LINES = 10**5  # numbers of lines that a report may have
+LIMITS = ("time", "cpu", "memory", "processes", "output", "disk", "open_files")
+
+
+def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
+    """Run the tests of ``job`` and return the report. In the process of the tests.
+
+    A report has ``finished`` (no test raised, and the program's process answered to the end), ``exception`` (type and
+    text of what the first failing test raised), ``limit``, ``value`` (the repr of ``job["expression"]``) and ``lines``
+    (lines of the program that ran, if ``job["traced"]``).
+    """
+    report: dict[str, Any] = {"finished": False, "exception": "", "limit": "", "value": None, "lines": []}
+    module = types.ModuleType(TESTS)
+    sys.modules[TESTS] = module
+    loading: dict[str, Any] = {}
+    try:
+        loading = peer.ask("names", job["names"])
+        given = _given(job["names"], loading, peer)
+        vars(module).update(given)
+        for number, text in enumerate(job["setup"]):
+            exec(compile(text, f"<setup {number}>", "exec", dont_inherit=True), vars(module))
+            vars(module).update(given)
+        for test in job["tests"]:
+            _run_test(test, vars(module), goes_on=job["traced"])
+        if job["expression"]:
+            report["value"] = repr(eval(job["expression"], vars(module)))
+        report["lines"] = _lines(peer) if job["traced"] else []
+        report["finished"] = not peer.broken
+    except (PeerError, SystemExit):
+        pass
+    except BaseException as error:
+        missing = isinstance(error, NameError) and error.name in job["names"]
+        report["exception"] = loading["raised"] if missing and loading["raised"] else described(error)
+        report["limit"] = loading["limit"] if missing else limit_behind(error)
+    return report
+
+
+def _given(names: list[str], loading: Any, peer: Peer) -> dict[str, Any]:
+    """Return what stands for the names under test.
+
+    Raises:
+        PeerError: the program's process answered with something else.
+    """
+    match loading:
+        case {"values": dict(values), "exceptions": dict(exceptions), "raised": str(), "limit": str(limit)}:
+            if limit and limit not in LIMITS:
+                raise PeerError("no such limit")
+        case _:
+            raise PeerError("no answer to the first question")
+    for name in names:
+        if name not in exceptions:
+            continue
+        base = next((kind for kind in map(_exception, exceptions[name]) if kind), Exception)
+        peer.exceptions[name] = type(name, (base,), {"__module__": TESTS})
+    found = {name: peer.exceptions.get(name, values.get(name)) for name in names if name in values | exceptions}
+    missing = {name: _missing(name) for name in names if name not in found and hasattr(builtins, name)}
+    return found | missing
+
+
+def _exception(name: Any) -> type | None:
+    kind = getattr(builtins, name, None) if isinstance(name, str) else None
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
+def _missing(name: str) -> Any:
+    """Return a function that raises NameError, for a tested name that a built-in has too."""
+
+    def missing(*_, **__) -> None:
+        raise NameError(f"name {name!r} is not defined", name=name)
+
+    return missing
+
+
+def _run_test(test: str, names: dict[str, Any], *, goes_on: bool) -> None:
+    try:
+        exec(compile(test, "<test>", "exec", dont_inherit=True), names)
+    except PeerError:
+        raise
+    except BaseException:
+        if not goes_on:
+            raise
+
+
+def _lines(peer: Peer) -> list[int]:
+    lines = peer.ask("lines")
+    if type(lines) is list and len(lines) <= MAX_LINES and all(type(line) is int for line in lines):
+        return lines
+    return []
+
+
+def described(error: BaseException) -> str:
+    """Return type and text of an exception, or its type alone if the text cannot be had."""
+    try:
+        return f"{type(error).__name__}: {str(error)[:300]}".removesuffix(": ")
+    except BaseException:
+        return type(error).__name__
+
+
+def limit_behind(error: BaseException) -> str:
+    """Return the limit of which an exception is the effect, "" for none."""
+    if isinstance(error, MemoryError):
+        return "memory"
+    if isinstance(error, OSError):
+        found = {errno.EAGAIN: "processes", errno.ENOSPC: "disk", errno.EFBIG: "disk", errno.EDQUOT: "disk"}
+        return (found | {errno.EMFILE: "open_files", errno.ENOMEM: "memory"}).get(error.errno, "")
+    return "processes" if isinstance(error, RuntimeError) and "can't start new thread" in str(error) else ""
+
+
+def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str) -> None:
+    """Run the program's text and answer what its tests ask. In the process of the program."""
+    ran: set[int] = set()
+
+    def note(frame: types.FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != filename:
+            return None
+        if event == "line":
+            ran.add(frame.f_lineno)
+        return note
+
+    with contextlib.suppress(Exception):  # it may need names of the program; the tests' process runs it too
+        exec(compile(job["setup"], "<setup>", "exec", dont_inherit=True), names)
+    raised: BaseException | None = None
+    if job["traced"]:
+        sys.settrace(note)
+    try:
+        exec(compile(job["code"], filename, "exec", dont_inherit=True), names)
+    except BaseException as error:
+        raised = error
+
+    def answer(wanted: list[str]) -> dict[str, Any]:
+        own = {name: names[name] for name in wanted if name in names}
+        classes = {name: x for name, x in own.items() if isinstance(x, type) and x.__module__ != "builtins"}
+        kinds = {name: kind for name, kind in classes.items() if issubclass(kind, BaseException)}
+        return {
+            "values": {name: value for name, value in own.items() if name not in kinds},
+            "exceptions": {name: [base.__name__ for base in kind.__mro__[1:]] for name, kind in kinds.items()},
+            "raised": "" if raised is None or isinstance(raised, SystemExit) else described(raised),
+            "limit": "" if raised is None else limit_behind(raised),
+        }
+
+    peer.program = names["__name__"]
+    peer.operations = {"names": answer, "lines": lambda: sorted(ran), "await": asyncio.run}
+    peer.serve()

@@ -1,0 +1,493 @@
+"""Pool of interpreters that run untrusted programs in isolation, within limits, and end all their processes.
+
+    with Sandbox(Limits(seconds=1.0), num_workers=2) as sandbox:
+        result = sandbox.run("print(6 * 7)")        # result.stdout == "42\n"
+
+Each worker is a small interpreter with the standard library (sandbox_worker.py). It forks for each program, so that an
+execution takes a millisecond or two. Threads may share a pool.
+
+Owns: workers, their replacement, the limits over all processes of a program. Does not know: the purpose of programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import itertools
+import json
+import os
+import pathlib
+import queue
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any, BinaryIO, ClassVar
+
+import psutil
+
+from jaxrl_llm.sandbox import walls
+
+MAX_START_S = 60.0
+GRACE_S = 5.0  # time after the program's limit for a worker to end the program and reply
+FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # delay and interval of the checks of all processes of a program
+ROOT = str(pathlib.Path(__file__).parents[2])
+MARK = "JAXRL_REWARD_WORKER"  # scoring/rewards.py finds the processes of its workers by this variable
+# A fixed hash seed gives sets the same order in every worker. Threads share one malloc arena.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
+ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
+NOT_ENFORCED = {
+    "namespaces": (),
+    "bubblewrap": ("disk_mb in all, but only of each file",),
+    "rlimits": (
+        "whether a file outside its folder exists, its size and times",
+        "disk_mb in all, but only of each file",
+        "processes and memory in all, but for a look 20 times a second",
+    ),
+}
+# Key that a worker reports as missing -> what is then not enforced.
+LACKING = {
+    "files": "files outside its folder can be read and written; /dev/zero and /dev/shm hold memory beyond memory_mb",
+    "calls": "sockets can be opened, processes signalled, every system call made",
+}
+
+LANDLOCK_ADVICE = ". Allow user namespaces, install bwrap, or set isolation='rlimits' to let programs reach files"
+
+
+class SandboxError(Exception):
+    """Error of the sandbox itself. Nothing is known about the program."""
+
+
+class SandboxWarning(UserWarning):
+    """Warning that a sandbox does not enforce everything. Filter this category to silence it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Resources that a program may use.
+
+    Attributes:
+        seconds: wall-clock time; processor time may be twice that, over all threads of a process.
+        memory_mb: MiB of address space of each process, and of memory of all processes together.
+        processes: processes and threads at once, including the program's first.
+        output_kb: KiB of stdout, of stderr and of value, each.
+        disk_mb: MiB of each file, and of all files together.
+        open_files: file descriptors of a process.
+    """
+
+    seconds: float = 2.0
+    memory_mb: int = 512
+    processes: int = 16
+    output_kb: int = 64
+    disk_mb: int = 16
+    open_files: int = 64
+
+    MAX_PROCESSES: ClassVar[int] = 4096
+    _BOUNDS = {  # noqa: RUF012
+        "seconds": (0.01, 3600),
+        "memory_mb": (64, 2**20),
+        "processes": (1, MAX_PROCESSES),
+        "output_kb": (1, 2**20),
+        "disk_mb": (1, 2**20),
+        "open_files": (16, 2**16),
+    }
+
+    def __post_init__(self):
+        for name, (least, most) in self._BOUNDS.items():
+            value = getattr(self, name)
+            kinds = (int, float) if name == "seconds" else int
+            if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
+                kind = "number" if name == "seconds" else "whole number"
+                raise ValueError(f"{name}={value!r} must be a {kind} of at least {least} and at most {most}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tests:
+    """Tests of a program. They run in a process that the program cannot reach.
+
+    Attributes:
+        tests: pieces of code, run in sequence in one namespace, up to the first that raises.
+        names: names under test, the only ones that the tests take from the program.
+        program_setup: code that runs before the program, in its process; an exception in it is ignored.
+        setup: pieces of code that run before the tests, in their process.
+        has_classes: whether the question asks for classes. If True, operators of the program's objects receive their
+            operand. If False, these operators fail.
+        expression: code whose repr becomes ``Result.value`` after the tests, "" for none.
+        traced: record which lines of the program run. A piece that raises then does not stop the others.
+    """
+
+    tests: tuple[str, ...]
+    names: tuple[str, ...]
+    program_setup: str = ""
+    setup: tuple[str, ...] = ()
+    has_classes: bool = False
+    expression: str = ""
+    traced: bool = False
+
+    def of_program(self) -> dict[str, Any]:
+        """Return the fields that the program's process may know."""
+        return {"setup": self.program_setup, "has_classes": self.has_classes, "traced": self.traced}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Result of running a program.
+
+    With ``Tests``, exception, value and finished belong to the tests.
+
+    Attributes:
+        stdout, stderr: printed text, cut at the limit; stderr includes a traceback.
+        value: the repr of the last line, if the line is an expression and not None.
+        exception: type and text of the exception, else "".
+        exit_code: 0; 1 after an exception; the argument of sys.exit; -n if signal n ended it. With ``Tests`` it is -9
+            if the program's process still ran when the tests ended.
+        limit: "time", "cpu", "memory", "processes", "output", "disk" or "open_files" if the program reached this
+            limit, else "".
+        finished: whether the program ran to the end of its text, without an exception or a call of exit.
+        seconds: time from the fork until all processes had ended.
+        lines: numbers of the program's lines that ran, with ``Tests.traced``. The program's process reports them.
+    """
+
+    stdout: str
+    stderr: str
+    value: str | None
+    exception: str
+    exit_code: int
+    limit: str
+    finished: bool
+    seconds: float
+    lines: list[int] = dataclasses.field(default_factory=list)
+
+
+class Sandbox(contextlib.AbstractContextManager):
+    """Pool of ``num_workers`` interpreters that run programs.
+
+    Args:
+        isolation: the method of isolation; "" takes the first of ``ISOLATIONS`` that this machine allows.
+        required: raise if neither namespaces nor bubblewrap works. Otherwise a warning lists what is not enforced.
+
+    Raises:
+        SandboxError: ``required`` and neither method works; ``isolation`` does not work here; no interpreter starts;
+            without namespaces, a program could reach other processes, or files although ``isolation`` is "".
+        ValueError: an unknown ``isolation``, fewer than one worker.
+    """
+
+    def __init__(self, limits: Limits = Limits(), *, num_workers: int = 1, isolation: str = "", required: bool = False):
+        if isolation not in ("", *ISOLATIONS):
+            raise ValueError(f"isolation={isolation!r} must be '' or one of {', '.join(ISOLATIONS)}")
+        if num_workers < 1:
+            raise ValueError(f"num_workers={num_workers} must be at least 1")
+        self.limits, self._closed, self._workers = limits, False, []
+        self._free: queue.SimpleQueue = queue.SimpleQueue()
+        reasons = []
+        for self.isolation in (isolation,) if isolation else ISOLATIONS:
+            if required and self.isolation == "rlimits":
+                raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons) or 'not asked for'}")
+            try:
+                first = _Worker(self.isolation)
+                if not (first.lacks and (required or self._is_open(first.lacks, is_chosen=bool(isolation)))):
+                    break
+                first.end()
+                reasons.append(f"{self.isolation}: {'; '.join(LACKING[name] for name in first.lacks)}")
+            except SandboxError as error:
+                reasons.append(f"{self.isolation}: {error}")
+        else:
+            if required:
+                raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons)}")
+            advice = "" if isolation else LANDLOCK_ADVICE
+            raise SandboxError("; ".join(reasons) + advice)
+        self._workers.append(first)
+        self.not_enforced = (*(LACKING[name] for name in first.lacks), *NOT_ENFORCED[self.isolation])
+        try:
+            if self.isolation == "rlimits" or first.lacks:
+                why = f" ({'; '.join(reasons)})" if reasons else ""
+                said = f"the sandbox is of {self.isolation}{why}; not enforced: {'; '.join(self.not_enforced)}"
+                warnings.warn(said, SandboxWarning, stacklevel=2)
+            self._workers += [_Worker(self.isolation) for _ in range(num_workers - 1)]
+        except (SandboxError, SandboxWarning):  # a filter can turn the warning into an error
+            self.close()
+            raise
+        for worker in self._workers:
+            self._free.put(worker)
+
+    def run(
+        self,
+        code: str,
+        *,
+        stdin: str = "",
+        name: str = "__main__",
+        limits: Limits | None = None,
+        tests: Tests | None = None,
+    ) -> Result:
+        """Run a program in a free worker. Wait if no worker is free.
+
+        Without ``tests`` the program's own process reports the result, so that a hostile program can report any value.
+        With ``tests`` another process decides ``finished``, ``exception`` and ``value``.
+
+        Args:
+            name: the module's name (``__name__``) in the program.
+            tests: tests of the program, which run in their own process.
+
+        Raises:
+            SandboxError: the sandbox failed, not the program. The next run uses a new worker.
+        """
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        worker = self._free.get()
+        try:
+            return worker.run(limits or self.limits, {"code": code, "name": name}, stdin, tests)
+        finally:
+            self._free.put(worker)
+
+    def _is_open(self, lacks: list[str], *, is_chosen: bool) -> bool:
+        """Return whether a program could reach other processes or files although the caller did not accept that.
+
+        Without namespaces only the filter of system calls separates processes, so that the filter is always needed. A
+        caller that chooses "rlimits" accepts that files can be read and written.
+        """
+        return self.isolation == "rlimits" and ("calls" in lacks or not is_chosen)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the running processes of the workers and of their programs."""
+        return [process for worker in self._workers for process in worker.processes()]
+
+    def close(self) -> None:
+        """End every worker and the programs in it."""
+        self._closed = True
+        for worker in self._workers:
+            worker.end()
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+class _Worker:
+    """Interpreter process and the socket to it. A failed process is replaced. Used by one thread at a time."""
+
+    def __init__(self, isolation: str):
+        self._isolation, self.process = isolation, None
+        self._start()
+
+    def _start(self) -> None:
+        enclosed = _bubblewrap() if self._isolation == "bubblewrap" else []
+        inside = "jail" if self._isolation == "bubblewrap" else self._isolation
+        program = f"import sys; sys.path.append({ROOT!r}); from jaxrl_llm.sandbox.worker import main"
+        python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c"]
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = subprocess.Popen(
+                    [*enclosed, *python, f"{program}; main({theirs.fileno()}, {inside!r})"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    cwd="/",
+                    env=ENVIRONMENT | {name: value for name, value in os.environ.items() if name == MARK},
+                )
+            except OSError as error:
+                self.socket.close()
+                raise SandboxError(f"no process starts: {error}") from error
+        try:
+            self._buffer = bytearray()
+            reply = self._hear(time.monotonic() + MAX_START_S)
+        except SandboxError as error:
+            self.end()
+            raise SandboxError(f"no interpreter starts: {error}") from error
+        if "error" in reply:
+            self.end()
+            raise SandboxError(reply["error"])
+        self.lacks = reply["lacks"]
+        own = [process.pid for process in self.processes()]
+        self._own_pids = frozenset(own)
+        self.own_processes = len(own)
+        self._own_memory = max((_resident(_about(pid, "status")) for pid in own), default=0)
+
+    def run(self, limits: Limits, program: dict[str, Any], stdin: str, tests: Tests | None) -> Result:
+        if self.process is None or self.process.poll() is not None:
+            self.end()
+            self._start()
+        room = {"max_value": int(limits.output_kb * 1024)}
+        with contextlib.ExitStack() as stack:
+            texts = [json.dumps(program | room | (tests.of_program() if tests else {})).encode()]
+            texts.append(stdin.encode(errors="replace"))
+            if tests:
+                limits = dataclasses.replace(limits, processes=min(limits.processes + 1, Limits.MAX_PROCESSES))
+                texts.append(json.dumps(dataclasses.asdict(tests) | room).encode())
+            files = [stack.enter_context(_file(text)) for text in texts]
+            if tests:
+                files.append(stack.enter_context(_file(None)))  # for the report of the tests
+            reply = self._ask(limits, [file.fileno() for file in files])
+            if not tests:
+                return Result(**reply)
+            said = _report_of_tests(files[-1])
+        if "failed" in said:
+            raise SandboxError(said["failed"])
+        if reply["limit"]:
+            said |= {"limit": reply["limit"], "exception": "", "finished": False}
+        return Result(**reply | said)
+
+    def _ask(self, limits: Limits, descriptors: list[int]) -> dict[str, Any]:
+        """Pass the descriptors to the worker and return its reply.
+
+        Raises:
+            SandboxError: the worker failed and was ended.
+        """
+        message = json.dumps({"limits": dataclasses.asdict(limits)}).encode() + b"\n"
+        try:
+            self.socket.settimeout(GRACE_S)
+            socket.send_fds(self.socket, [message], descriptors)
+            reply = self._hear(time.monotonic() + limits.seconds + GRACE_S, limits)
+            if "error" in reply:
+                raise SandboxError(reply["error"])
+            return reply
+        except BaseException as error:
+            self.end()
+            if isinstance(error, (OSError, ValueError, TypeError)):
+                raise SandboxError(f"{type(error).__name__}: {error}") from error
+            raise
+
+    def _hear(self, deadline: float, limits: Limits | None = None) -> dict[str, Any]:
+        """Return the worker's next message. With ``limits``, check the totals of the program's processes meanwhile."""
+        poll, is_stopped, wait_s = select.poll(), False, FIRST_LOOK_S
+        poll.register(self.socket, select.POLLIN)
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise SandboxError("no answer from its process in time")
+            if poll.poll(1e3 * min(left, wait_s)):
+                received = self.socket.recv(2**20)
+                if not received:
+                    raise SandboxError("its process died")
+                self._buffer += received
+            elif limits and not is_stopped and (reached := self._reached(limits)):
+                self.socket.sendall(json.dumps({"stop": reached}).encode() + b"\n")
+                is_stopped = True
+            wait_s = LOOK_S
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return json.loads(line)
+
+    def _reached(self, limits: Limits) -> str:
+        """Return the limit that the processes of the program exceed together, or "" for none."""
+        pids = [process.pid for process in self.processes() if process.pid not in self._own_pids]
+        statuses = {pid: _about(pid, "status") for pid in pids}
+        num_threads = sum(status.get("Threads", 1) for status in statuses.values())
+        if num_threads > limits.processes:
+            return "processes"
+        most = limits.memory_mb * 2**20
+        # These numbers are cheap to read, but count a shared page once per process.
+        if sum(map(_resident, statuses.values())) <= most:
+            return ""
+        # Sharing changes while the processes are read one after the other, so that the share of each process shrinks or
+        # grows. The smaller of two readings is at most the memory that the process had between the two rounds.
+        first = {pid: _proportional(pid, status) for pid, status in statuses.items()}
+        memory = sum(min(before, _proportional(pid, statuses[pid])) for pid, before in first.items())
+        # The forks of an interpreter still share its pages with the worker.
+        return "memory" if memory - self._own_memory > most else ""
+
+    def processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.Error):
+            own = psutil.Process(self.process.pid)
+            return [own, *own.children(recursive=True)]
+        return []
+
+    def end(self) -> None:
+        """Kill the worker and everything that it runs."""
+        if self.process is None:
+            return
+        others = self.processes()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        for other in others:  # without namespaces, a process can leave the group
+            with contextlib.suppress(psutil.Error):
+                other.kill()
+        self.process.wait()
+        self.process = None
+        self.socket.close()
+
+
+@contextlib.contextmanager
+def _file(content: bytes | None) -> Iterator[BinaryIO]:
+    """Open a file in memory for another process to read or, if ``content`` is None, to write.
+
+    A file with content is sealed against writing, because no memory limit counts the content of such a file.
+    """
+    with open(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "w+b") as file:
+        if content is not None:
+            file.write(content)
+            file.seek(0)
+            seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+        yield file
+
+
+def _report_of_tests(file: BinaryIO) -> dict[str, Any]:
+    """Return the report of the tests' process. An empty report means that the tests did not finish."""
+    file.seek(0)
+    text = file.read()
+    found = json.loads(text) if text else {}
+    return found if "failed" in found else {"finished": False, "exception": "", "value": None, "lines": []} | found
+
+
+def _about(pid: int, name: str) -> dict[str, int]:
+    """Return the numbers in a process's file in /proc, or {} if the process has ended.
+
+    If the first thread of a process has ended and others run, only the files of the other threads contain the memory.
+    """
+    numbers: dict[str, int] = {}
+    for folder in itertools.chain([f"/proc/{pid}"], _threads(pid)):
+        with contextlib.suppress(OSError), open(f"{folder}/{name}") as file:
+            fields = (line.split() for line in file)
+            numbers = {field[0].rstrip(":"): int(field[1]) for field in fields if len(field) > 1 and field[1].isdigit()}
+        if "VmRSS" in numbers or "Rss" in numbers:
+            break
+    return numbers
+
+
+def _threads(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        yield from (f"/proc/{pid}/task/{name}" for name in os.listdir(f"/proc/{pid}/task"))
+
+
+def _resident(status: dict[str, int]) -> int:
+    """Return the bytes of a process's memory that belong to no file on a disk. A shared page counts in full.
+
+    Shared pages belong to files in memory, because a program cannot map shared memory without a file.
+    """
+    return 1024 * sum(status.get(name, 0) for name in ("RssAnon", "RssShmem", "VmSwap"))
+
+
+def _proportional(pid: int, status: dict[str, int]) -> int:
+    """Return the same memory as ``_resident`` in bytes, but count a page that n processes share as 1/n.
+
+    If the kernel does not report shares, each page counts in full.
+    """
+    rollup = _about(pid, "smaps_rollup")
+    if "Pss_Anon" not in rollup:
+        return _resident(status)
+    return 1024 * (rollup["Pss_Anon"] + rollup.get("Pss_Shmem", 0) + rollup.get("SwapPss", 0))
+
+
+def _bubblewrap() -> list[str]:
+    """Return the command line that isolates the command after it.
+
+    Raises:
+        SandboxError: bubblewrap is not installed.
+    """
+    if (found := shutil.which("bwrap")) is None:
+        raise SandboxError("bwrap is not installed")
+    command = [found, "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv"]
+    for name, value in ENVIRONMENT.items():
+        command += ["--setenv", name, value]
+    command += ["--tmpfs", "/dev", "--symlink", "/tmp", "/dev/shm", "--tmpfs", "/tmp"]
+    package = pathlib.Path(ROOT, "jaxrl_llm")
+    for path in (*walls.bound_paths(), str(package / "__init__.py"), str(package / "environments")):
+        bind = "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
+        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else [bind, path, path]
+    return [*command, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]

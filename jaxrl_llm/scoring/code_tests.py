@@ -1,0 +1,478 @@
+"""Code tests: find the program in a completion and run a question's tests on it. Reward functions:
+
+    passed      1 if all tests pass, else 0
+    graded      1 if all tests pass, -0.3 if one fails, -0.6 at another error, -1 if there is no program
+    covered     like graded; it masks statements that no test has run, for ``algorithm.reshaping=reward_mask``
+    by_turn     per turn: 1 or -1 for the last turn (all tests pass or not), -0.2 for an earlier one without code (RLEF)
+    share       the share of tests that pass
+    parses      1 if the extracted program is valid Python: for models that do not write Python yet
+    stopped     1 if a limit of the sandbox ended a test, else 0: a metric, to be used with weight 0
+
+They read the columns of ``prompts.source="code"`` (questions/tasks/code.py). A test passes when it runs to its end. A
+test fails if it raises, exits early or reaches a limit. If the sandbox itself fails, the call raises: the reward has
+failed and is never 0.
+
+Tests run in their own process with Python's own built-ins and modules (sandbox/program_tests.py). The names under
+test come from the program: its process receives the arguments of each call and returns the result, as plain values. The
+program's process never has the tests, the expected values or the report. docs/questions.md lists what a program can
+still do.
+
+``feedback`` describes in words how the program does on the tests that the question shows. ``answer`` is an environment
+that sends this feedback between two tries (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback over
+turns, all tests as reward).
+
+Owns: which part of a completion is code, verdicts. Does not know: where tests come from, jax.
+"""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import contextlib
+import dataclasses
+import json
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxrl_llm.sandbox.sandbox import Limits, Result, Sandbox, Tests
+
+# An opening fence is at the start of a line, or anywhere in a line if a language follows: "Sure: ```python".
+OPENING = re.compile(
+    r"^(?P<indent>[ \t]*)(?:(?P<ticks>```+)[^\n`]*|(?P<tildes>~~~+)[^\n]*)$"
+    r"|^(?P<before>[^\n`]*)(?P<behind>```+)\w[\w+#-]*[ \t\r]*$",
+    re.MULTILINE,
+)
+# A closing fence is a line of fence characters, a line that begins with them, or fence characters at a line's end.
+CLOSING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+)(?P<more>[^\n]*)$|(?P<late>```+)[ \t\r]*$", re.MULTILINE)
+MARKER = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])[ \t]+")  # marker of a list item; its width is the item's indentation
+THOUGHT = "</think>"  # ends the model's thought; the thought may begin in the prompt
+MAX_CLOSINGS = 32  # maximum closing fences that are tried per block
+MAX_TRIES = 64  # maximum candidate blocks that are parsed per completion
+MAX_PARSED = 50_000  # maximum characters of a candidate block
+BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")  # lines of a function begin like this, sentences do not
+DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
+FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
+NEW_LINE = re.compile(r"\r\n|\r|\n")
+OF_SANDBOX = ("isolation", "required")  # sandbox settings that are not limits
+TOO_LONG = ("time", "cpu")  # limits that mean "too slow"
+MAX_FEEDBACK = 1000  # characters per test
+NAME = "program"  # the module's name, so that code under `if __name__ == "__main__"` does not run
+IS_PYTHON = "import ast, sys\nassert ast.parse(sys.stdin.read()).body"
+# The value is the lines [first, last] of each statement that did not run. For a statement with a body these are the
+# lines of its head. Statements without code of their own, such as docstrings, are left out.
+UNRUN = """
+import ast, json, sys
+code, ran = json.load(sys.stdin)
+left = []
+for node in ast.walk(ast.parse(code)):
+    if not isinstance(node, (ast.stmt, ast.excepthandler)) or isinstance(node, (ast.Global, ast.Nonlocal)):
+        continue
+    if isinstance(node, (ast.Expr, ast.AnnAssign)) and isinstance(node.value, ast.Constant | None):
+        continue
+    body = getattr(node, "body", None)
+    first = min([node.lineno, *(other.lineno for other in getattr(node, "decorator_list", ()))])
+    last = max(first, body[0].lineno - 1 if body else node.end_lineno)
+    if set(ran).isdisjoint(range(first, last + 1)):
+        left.append([first, last])
+left
+"""
+
+
+def passed(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
+    """Return 1.0 if all tests of the question pass, run in sequence within one set of limits, else 0.0."""
+    return [float(result.finished) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
+
+
+def graded(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
+    """Return 1.0 if all tests pass; else -1.0 without valid Python, -0.3 if an assertion failed first, or else -0.6.
+
+    Source: the rewards of StepCoder, Dou et al. 2024, arXiv:2402.01391, for compile errors, runtime errors and failed
+        tests. Differs: reaching a limit of the sandbox, or exiting early, counts as a runtime error; that is our
+        choice.
+    """
+    return [score for score, _ in _graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)]
+
+
+def _graded(
+    prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns
+) -> list[tuple[float, Result]]:
+    results = [result for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
+    is_code = parses(prompts, completions, sandbox=sandbox, **columns)
+    of_error = [-0.3 if result.exception.startswith("AssertionError") else -0.6 for result in results]
+    kinds = zip(results, is_code, of_error, strict=True)
+    return [(1.0 if result.finished else error if is_python else -1.0, result) for result, is_python, error in kinds]
+
+
+def by_turn(
+    prompts: list, completions: list[str], *, messages: list, tests: list, sandbox: list, **columns
+) -> list[list[float]]:
+    """Return the reward of each turn: 1.0 or -1.0 for the last, -0.2 for an earlier turn without valid Python, else 0.
+
+    The last turn scores 1.0 if all tests pass. A passing episode of T turns scores at least 1.2 - T / 5, and a failing
+    episode at most -1. Set ``rewards.pass_threshold`` between the two, to 0 for up to six turns.
+
+    Source: RLEF, Gehring et al. 2024, arXiv:2410.02089, section 2.2.
+    """
+    rewards = []
+    for i, score in enumerate(passed(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
+        earlier = [message["content"] for message in messages[i] if message["role"] == "assistant"][:-1]
+        own = {key: [values[i]] * len(earlier) for key, values in columns.items()}
+        is_code = parses([prompts[i]] * len(earlier), earlier, sandbox=[sandbox[i]] * len(earlier), **own)
+        rewards.append([*(0.0 if valid else -0.2 for valid in is_code), 2.0 * score - 1.0])
+    return rewards
+
+
+def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[dict[str, Any]]:
+    """Return the score of ``graded`` and, as ``masked``, the statements of the program that no test has run.
+
+    The program and its tests run a second time with line tracing, each test to its end or its error. If the traced run
+    reaches a limit, or the first run took too long, nothing is masked. The trace has lines, not statements: two
+    statements on one line count as both run or both not run. The program's own process reports the lines, so that they
+    can be forged.
+
+    Source: fine-grained optimisation of StepCoder, Dou et al. 2024, arXiv:2402.01391.
+    """
+    scores = []
+    for i, (reward, result) in enumerate(_graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
+        own = {key: values[i] for key, values in columns.items()}
+        masked = [] if result.limit in TOO_LONG else _left_out(completions[i], tests[i], sandbox[i], own)
+        scores.append({"reward": reward, "masked": masked})
+    return scores
+
+
+def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], columns: dict[str, Any]) -> list[list[int]]:
+    """Return spans [start, stop) of characters of the completion, whole lines: the statements that no test has run."""
+    code, line, start = _placed(completion, columns["prefix"], columns["names"], columns["given"])
+    if start < 0:
+        return []
+    traced = _judge(code, tests, sandbox, columns, traced=True)
+    if not traced.finished:
+        return []
+    result = run(UNRUN, sandbox, stdin=json.dumps([code, traced.lines]))
+    begins = [start, *(start + end.end() for end in NEW_LINE.finditer(completion[start:])), len(completion)]
+    if not result.finished or len(result.value or "") >= 1024 * _limits(sandbox).output_kb:
+        return []
+    unrun = [(max(first, line) - line, last - line + 1) for first, last in json.loads(result.value) if last >= line]
+    return sorted([begins[first], begins[min(last, len(begins) - 1)]] for first, last in set(unrun))
+
+
+def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
+    """Return the share of tests that pass. Each test has its own processes and limits.
+
+    After a test that takes too long, the remaining tests of the completion do not run and count as failed.
+    """
+    several = zip(_results(completions, tests, sandbox, columns, apart=True), tests, strict=True)
+    return [sum(result.finished for result in results) / len(every) for results, every in several]
+
+
+def stopped(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
+    """Return 1.0 if a limit of the sandbox (time, memory, output and the like) ended the tests, else 0.0."""
+    return [float(bool(result.limit)) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
+
+
+def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -> list[float]:
+    """Return 1.0 if the completion contains code and the code is valid Python, else 0.0."""
+    scores = []
+    for i, completion in enumerate(completions):
+        code = program(completion, columns["prefix"][i], columns["names"][i], columns["given"][i])
+        result = run(IS_PYTHON, sandbox[i], stdin=code)
+        scores.append(float(result.finished))
+    return scores
+
+
+def _results(
+    completions: Sequence[str], tests: list, sandbox: list, columns: dict[str, list], *, apart: bool
+) -> Iterable[list[Result]]:
+    """Yield the results of each completion's tests, run together or apart. A test that takes too long ends the list."""
+    for i, completion in enumerate(completions):
+        own = {key: values[i] for key, values in columns.items()}
+        code = program(completion, own["prefix"], own["names"], own["given"])
+        results: list[Result] = []
+        for several in [[test] for test in tests[i]] if apart else [tests[i]]:
+            results.append(_judge(code, several, sandbox[i], own))
+            if results[-1].limit in TOO_LONG:
+                break
+        yield results
+
+
+def _judge(code: str, tests: Sequence[str], sandbox: dict[str, Any], columns: dict[str, Any], **more: Any) -> Result:
+    """Run tests on the program.
+
+    Args:
+        columns: ``names``, ``classes``, ``setup`` and ``prefix`` of the question.
+        more: further fields of ``Tests``.
+    """
+    own = Tests(
+        tests=tuple(tests),
+        names=tuple(columns["names"]),
+        program_setup=columns["setup"],
+        setup=(columns["setup"], _whole(columns["prefix"])),
+        has_classes=bool(columns["classes"]),
+        **more,
+    )
+    return run(code, sandbox, tests=own)
+
+
+def _whole(prefix: str) -> str:
+    """Return the code without trailing lines that begin a definition but give it no body."""
+    while prefix and not _is_whole(prefix):
+        prefix = prefix[: prefix.rstrip("\n").rfind("\n") + 1]
+    return prefix
+
+
+def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, Any], **columns) -> str:
+    """Return a description of the shown tests that fail, or "" if none fails.
+
+    For a test ``assert expression == value`` it contains the actual value of the expression. For other tests it
+    contains the error or the limit. After a test that takes too long, no further test runs.
+
+    Args:
+        shown_tests, sandbox, columns: columns of one question of ``prompts.source="code"``.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    code, said = program(completion, columns["prefix"], columns["names"], columns["given"]), []
+    for test in shown_tests:
+        result = _judge(code, [test], sandbox, columns)
+        if result.finished:
+            continue
+        how = f"came to the limit of {result.limit}" if result.limit else result.exception or "left before its end"
+        compared = _compared(test)
+        if result.exception.startswith("AssertionError") and compared:
+            got = _judge(code, [], sandbox, columns, expression=compared)
+            how = f"{compared} gives {got.value}" if got.finished else how
+        said.append(f"{test.strip()}\nfailed: {how}"[:MAX_FEEDBACK])
+        if result.limit in TOO_LONG:
+            break
+    return "\n\n".join(said)
+
+
+def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
+    """Return ``feedback`` on the newest turn's program, or None if no test fails.
+
+    It is an environment (``environments.factory``).
+    """
+    said = feedback(turns[-1], **columns)
+    return f"{said}\n\nTry again." if said else None
+
+
+def _compared(test: str) -> str:
+    """Return the left side of a test that consists only of ``assert expression == value``, else ""."""
+    body = ast.parse(test).body
+    match body:
+        case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()]))]:
+            return ast.unparse(left)
+    return ""
+
+
+def program(completion: str, prefix: str, names: Sequence[str], given: str = "") -> str:
+    """Return the program in a completion."""
+    return _placed(completion, prefix, names, given)[0]
+
+
+def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> tuple[str, int, int]:
+    """Return the program, its first line that the completion wrote, and where this line begins in the completion.
+
+    The position is -1 if lines have changed places. Lines count from 1.
+
+    These rules select the program; the first match wins:
+
+    1. The last fenced block that defines one of ``names``. If it is not valid Python, valid Python under rule 2 comes
+       first.
+    2. The text before the first fence, if it defines one of ``names`` or is a body for the prefix. The prompt may have
+       opened the fence.
+    3. The last fenced block.
+    4. The whole text, if it has no fences.
+
+    The model's thought before ``</think>`` is never part of the program.
+
+    Args:
+        prefix: code that the completion continues, "" for none. If the completion itself defines one of ``names``, the
+            program is the complete lines of the prefix and then the completion. Otherwise the completion is the rest of
+            the prefix's last function, up to the first line without indentation.
+        names: the names that the tests take from the program.
+        given: the part of the solution that the prompt gives; the completion continues it in the same way. If the
+            completion itself defines one of ``names``, this part is kept only if it is complete Python, such as a line
+            of imports, and not half a loop.
+    """
+    text = _answer(completion)
+    fences = _Fences(text)
+    found = fences.blocks()
+    codes = [text[block.start : block.end] for block in found]
+    blocks = [(_dedented(code, block.indent), code, block.start) for code, block in zip(codes, found, strict=True)]
+    defining = [block for block in blocks if _defined(block[0]) & set(names)]
+    if not (defining and _is_python(defining[-1][0])):
+        before = text[: fences.end_of_block(0, "```", 0)[0]]
+        is_code = _is_python(before)
+        if not is_code:
+            before = text[: found[0].fence] if found else text
+        whole = (before, before, 0)
+        if _defined(before) & set(names) and (is_code or not defining):
+            defining = [whole]
+        elif not defining and (not blocks or (prefix + given and BODY.match(before))):
+            blocks = [whole]
+    code, indented, start = (defining or blocks)[-1]
+    if given and not (defining and not _is_whole(prefix + given)):
+        prefix += given
+    prefix = _whole(prefix) if defining else prefix
+    line = 1 + len(NEW_LINE.findall(prefix))
+    if prefix and defining:
+        code, line = f"{prefix}\n{code}", line + 1
+    elif prefix:
+        is_body = code.lstrip("\r\n")[:1].isspace()  # keep the indentation of a function's body
+        lines = (code if is_body else indented).splitlines(keepends=True)
+        end = next((i for i, one in enumerate(lines) if i and one[0] not in " \t\r\n"), len(lines))
+        code = prefix + "".join(lines[:end])
+    future, rest = _future_first(code)
+    return future + rest, line, -1 if future else len(completion) - len(text) + start
+
+
+def _answer(completion: str) -> str:
+    """Return the text after the last ``</think>``. A later ``</think>`` inside a code block does not count."""
+    _, mark, text = completion.partition(THOUGHT)
+    if not mark:
+        return completion
+    outside, place = "", 0  # the text with its code blocks replaced by spaces
+    for block in _Fences(text).blocks() if THOUGHT in text else ():
+        outside += text[place : block.start] + " " * (block.end - block.start)
+        place = block.end
+    last = (outside + text[place:]).rfind(THOUGHT)
+    return text if last < 0 else text[last + len(THOUGHT) :]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """Code between fences: where it begins and ends in the text, and where its opening fence begins.
+
+    ``indent`` is the indentation of the fence. It is None if the fence follows other text on its line, as in a list
+    item.
+    """
+
+    start: int
+    end: int
+    fence: int
+    indent: str | None
+
+
+class _Fences:
+    """Fences of one text."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self._closings = list(CLOSING.finditer(text))
+        self._places = [found.start() for found in self._closings]
+        self._tries = MAX_TRIES
+
+    def blocks(self) -> list[_Block]:
+        """Return each fenced block, in order. A fence at the very end of the text opens no block."""
+        blocks, place = [], 0
+        while (found := OPENING.search(self.text, place)) and found.end() < len(self.text):  # no block after the end
+            indent = found["indent"]
+            marker = MARKER.match(found["before"] or "")
+            width = len((indent if indent is not None else marker[0] if marker else "").expandtabs(4))
+            start = found.end() + 1
+            end, place = self.end_of_block(start, found["ticks"] or found["tildes"] or found["behind"], width)
+            blocks.append(_Block(start, end, found.start(), indent))
+        return blocks
+
+    def end_of_block(self, start: int, fence: str, width: int) -> tuple[int, int]:
+        """Return where the code of a block that begins at ``start`` ends, and where the text after its fence begins.
+
+        The first closing fence by CommonMark's rules ends the block: a line of the same character, at least as many,
+        indented by at most three columns more than the opening fence. If the code up to there is not valid Python, the
+        block ends at the first candidate that makes it valid. A fence in a docstring therefore closes nothing, and a
+        fence at the end of a line of code can close the block.
+
+        Args:
+            fence: the opening fence.
+            width: number of columns that indent it.
+        """
+        strict, loose, readings = None, None, []
+        first = bisect.bisect_left(self._places, start)
+        for found in self._closings[first : first + MAX_CLOSINGS]:
+            mark = found["fence"] or found["late"]
+            if mark[0] != fence[0] or len(mark) < len(fence):
+                continue
+            reading = (found.start() if found["fence"] else found.start("late"), found.end())
+            readings.append(reading)
+            is_near = found["fence"] is not None and len(found["indent"].expandtabs(4)) <= width + 3
+            if is_near and found["more"].strip():
+                loose = loose or reading
+            elif is_near:
+                strict = strict or reading
+        unclosed = (len(self.text), len(self.text))
+        default = strict or loose or unclosed
+        if not readings:
+            return default
+        order = dict.fromkeys([default, *readings, unclosed])
+        return next((reading for reading in order if self._is_python(start, reading[0])), default)
+
+    def _is_python(self, start: int, end: int) -> bool:
+        self._tries -= 1
+        return self._tries >= 0 and _is_python(self.text[start:end])
+
+
+def _is_python(code: str) -> bool:
+    """Return whether the text is valid Python, by itself or as an indented body."""
+    if not code.strip() or len(code) > MAX_PARSED:
+        return False
+    return _is_whole(code) or (code.lstrip("\r\n")[:1].isspace() and _is_whole(f"if 1:\n{code}"))
+
+
+def _dedented(code: str, indent: str | None) -> str:
+    """Return the code without the indentation of its fence, as Markdown defines it. Line numbers do not change.
+
+    If the fence follows other text on its line (None), the indentation of the first line of code is removed.
+    """
+    indent = re.match(r"(?:[ \t]*\r?\n)*([ \t]*)", code)[1] if indent is None else indent
+    has_it = re.match(rf"(?:[ \t]*\r?\n)*{indent}", code)
+    return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent and has_it else code
+
+
+def _future_first(code: str) -> tuple[str, str]:
+    """Return the imports from ``__future__``, which must come first, and the rest of the code."""
+    return "".join(one.strip() + "\n" for one in FUTURE.findall(code)), FUTURE.sub("", code)
+
+
+def _is_whole(code: str) -> bool:
+    errors = (SyntaxError, ValueError, RecursionError, MemoryError)
+    with contextlib.suppress(*errors), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # invalid escape sequences warn
+        return bool(ast.parse(code))
+    return False
+
+
+def _defined(code: str) -> set[str]:
+    return {name for pair in DEFINITION.findall(code) for name in pair if name}
+
+
+def run(code: str, settings: dict[str, Any], *, stdin: str = "", tests: Tests | None = None) -> Result:
+    """Run the program in this process's sandbox.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    own = {name: value for name, value in settings.items() if name in OF_SANDBOX}
+    return _sandbox(**own).run(code, stdin=stdin, name=NAME, limits=_limits(settings), tests=tests)
+
+
+def _limits(settings: dict[str, Any]) -> Limits:
+    return Limits(**{name: value for name, value in settings.items() if name not in OF_SANDBOX})
+
+
+_SANDBOXES: dict[tuple, Sandbox] = {}  # they live as long as the process
+
+
+def _sandbox(isolation: str = "", required: bool = False) -> Sandbox:
+    if (isolation, required) not in _SANDBOXES:
+        _SANDBOXES[isolation, required] = Sandbox(isolation=isolation, required=required)
+    return _SANDBOXES[isolation, required]
+
+
+def close() -> None:
+    """End this process's sandboxes. The next program starts a new sandbox."""
+    while _SANDBOXES:
+        _SANDBOXES.popitem()[1].close()

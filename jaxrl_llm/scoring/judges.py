@@ -1,0 +1,213 @@
+"""Rewards from a judge model behind an OpenAI-compatible server, and rewards for a model that learns to judge.
+
+    judged    the judge's grade of the completion, 0 to 1, by column ``rubric`` if the question has one
+    stepwise  share of the completion's steps before the first step that the judge finds wrong
+    meant     1.0 if the judge finds the answer equal to column ``answer``, or a valid beginning of a text, else 0.0
+    fapo      1.0 for a right answer, 0.0 if the judge finds a flaw on the way to it, -1.0 for a wrong answer
+    ranked    for a completion that judges: 1.0 if it gives the best of several answers the highest score, else -1.0
+    own       per turn, with ``:doubt`` as environments.factory: the answer, and the policy's own verdict on it
+
+The server is ``python -m jaxrl_llm.serve`` or any other. These variables configure it:
+
+    JAXRL_JUDGE_URL      default http://127.0.0.1:8000/v1
+    JAXRL_JUDGE_MODEL    default: the server's first model
+    JAXRL_JUDGE_TOKEN    bearer token
+    JAXRL_JUDGE_VOTES    default 1; ``judged`` averages this number of verdicts
+
+If the judge cannot be reached, the reward fails. If its reply has no verdict, the reward fails too, except for
+``fapo``. A completion with a failed reward has no reward, and the run counts it. Set ``rewards.timeout_s`` high enough
+for a whole group.
+
+Owns: the questions to the judge, how its verdict is read. Does not know: the served model, which is not trained here.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+from typing import Any
+
+from jaxrl_llm.runtime.chat_client import said_by
+from jaxrl_llm.scoring.answers import accepted, is_answer, marked, without_thought
+from jaxrl_llm.scoring.quantities import grade, listed_numbers
+from jaxrl_llm.scoring.typography import plain
+
+AT_ONCE, MAX_TOKENS = 8, 256
+RUBRIC = "The answer is right, complete and clear."
+# Matches the text before a grade: "**Score:** ", "score is ", "Score = $".
+GRADE = re.compile(r"score[*_]{0,3}\s{0,3}(?:is\s)?[:=]?\s{0,3}[*_]{0,3}\s{0,3}(?=[\d.(\[*_$\\])", re.I)
+VERDICT = re.compile(r"\b(not |never |isn't |no longer )?(?:[a-z]+ )?(un)?(sound|flawed)\b", re.I)
+OF_STEPS = re.compile(r"step\s{0,3}(\d{1,9})[\s*_]{0,9}:[\s*_]{0,9}(right|wrong)", re.I)
+SCORES = re.compile(r"scores[*_]{0,3}\s{0,3}[:=]", re.I)
+YES_OR_NO = re.compile(r"\b(yes|no)\b", re.I)
+DOUBT = "Is that answer right? Write yes or no."
+
+
+def asked(text: str, temperature: float = 0.0) -> str:
+    """Return the judge's reply to a text. Raise OSError if there is no reply."""
+    return said_by("JUDGE", text, max_tokens=MAX_TOKENS, temperature=temperature)
+
+
+def _all(texts: list[str], temperature: float = 0.0) -> list[str]:
+    """Return the judge's replies in plain characters, without the thought before them."""
+    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        replies = list(pool.map(asked, texts, [temperature] * len(texts)))
+    return [plain(without_thought(reply)) for reply in replies]
+
+
+def _shown(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(f"{x['role']}: {x['content']}" for x in prompt)
+
+
+def judged(prompts: list, completions: list[str], rubric: list | None = None, **columns: Any) -> list[float | None]:
+    """Return the last "Score: N" of the judge's reply, divided by 10, or None (no reward) without a score from 0 to 10.
+
+    With several votes, replies are drawn at temperature 1 and the scores among them are averaged.
+
+    Source: rubrics, a generative judge and the votes of DeepSeek-GRM (arXiv:2504.02495). Differs: no model filters the
+        votes; the served judge is trained elsewhere (``ranked``).
+    """
+    texts = [
+        f"Question:\n{_shown(prompt)}\n\nAnswer:\n{text}\n\nGrade the answer from 0 to 10 by this rubric: {rule}\n"
+        "Say briefly why, then end with a line 'Score: N'."
+        for prompt, text, rule in zip(prompts, completions, rubric or [RUBRIC] * len(prompts), strict=True)
+    ]
+    votes = int(os.environ.get("JAXRL_JUDGE_VOTES", "1"))
+    grades = [_grade(said) for said in _all([text for text in texts for _ in range(votes)], float(votes > 1))]
+    of_each = [[x for x in grades[i * votes : (i + 1) * votes] if x is not None] for i in range(len(texts))]
+    return [sum(given) / len(given) if given else None for given in of_each]
+
+
+def _grade(said: str) -> float | None:
+    """Return the last grade of a judge's reply divided by 10, or None without a grade from 0 to 10."""
+    found = list(GRADE.finditer(said))
+    value = grade(said[found[-1].end() :]) if found else None
+    return value / 10 if value is not None and value <= 10 else None
+
+
+def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
+    r"""Return k / n: n is the number of steps (lines), k the number before the first step that the judge finds wrong.
+
+    The score is 0 without an answer in <answer></answer> or \boxed{}. Without this rule a policy that is judged by its
+    steps alone would learn to write no answer. The score is None if the judge omits a step before the first wrong one.
+
+    Source: SPARK, arXiv:2512.03244: a generative judge of steps as the reward, behind a check of the format. Differs:
+        the served judge is not trained on labels by agreement, and the formula from steps to a reward is ours.
+    """
+    steps = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
+    gated = [i for i, text in enumerate(completions) if marked(text) is not None]
+    texts = [
+        f"Question:\n{_shown(prompts[i])}\n\nSolution:\n"
+        + "\n".join(f"Step {k}: {step}" for k, step in enumerate(steps[i], 1))
+        + "\n\nGo through the steps in order. Write for each one a line 'Step N: right' or 'Step N: wrong'."
+        for i in gated
+    ]
+    scores: list[float | None] = [0.0] * len(completions)
+    for i, said in zip(gated, _all(texts), strict=True):
+        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(said)}
+        of_steps = [verdicts.get(k) for k in range(1, len(steps[i]) + 1)]
+        k = of_steps.index("wrong") if "wrong" in of_steps else len(of_steps)
+        scores[i] = None if None in of_steps[:k] else k / len(of_steps)
+    return scores
+
+
+def meant(
+    prompts: list, completions: list[str], answer: list, following: list | None = None, **columns: Any
+) -> list[float | None]:
+    """Return 1.0 if the last yes or no of the judge's reply is yes. Return 0.0 if it is no or if no answer is marked.
+
+    The judge compares the marked answer with ``answer``. With a column ``following`` (the text after ``answer``) the
+    judge decides whether the text begins with the meaning of the marked answer, in one sentence or several.
+
+    Source: the prefix reward of RLPT, arXiv:2509.19249, section 3.2. Differs: the paper's prompt for the judge was not
+        found, and this one is ours; half a sentence does not count as a prefix.
+    """
+    given = {i: found for i, text in enumerate(completions) if (found := marked(text))}
+    same = "First text:\n{}\n\nSecond text:\n{}\n\nDo they mean the same? End with one word, yes or no."
+    begins = (
+        "Prediction:\n{}\n\nReference:\n{}\n\nDoes the reference begin with what the prediction says, its first "
+        "sentence or more of it, in these words or in others? End with one word, yes or no."
+    )
+    ask, after = (same, [""] * len(answer)) if following is None else (begins, following)
+    texts = [ask.format(found, f"{accepted(answer[i])[0]} {after[i]}".strip()) for i, found in given.items()]
+    scores: list[float | None] = [0.0] * len(completions)
+    for i, said in zip(given, _all(texts), strict=True):
+        verdicts = YES_OR_NO.findall(said)
+        scores[i] = float(verdicts[-1].lower() == "yes") if verdicts else None
+    return scores
+
+
+def ranked(prompts: list, completions: list[str], truth: list[list[float]], **columns: Any) -> list[float]:
+    """Return 1.0 if a completion that judges n answers gives the best of them the single highest score, else -1.0.
+
+        1  n >= 2, S_j > S_i for all i != j, j = argmax r;   1  n = 1, S_1 = r_1;   else -1
+
+    It trains a judge: prompts show the answers, column ``truth`` has the value r of each answer, and the completion
+    ends with "Scores: a, b, ..".
+
+    Source: DeepSeek-GRM, arXiv:2504.02495, the outcome reward of its rule-based reinforcement.
+    """
+    worth = []
+    for text, right in zip(completions, truth, strict=True):
+        text = plain(without_thought(text))
+        found = list(SCORES.finditer(text))
+        given = listed_numbers(text[found[-1].end() :]) if found else []
+        best = right.index(max(right))
+        others = [score for i, score in enumerate(given) if i != best]
+        is_right = len(given) == len(right) and (given[best] > max(others) if others else given[0] == right[0])
+        worth.append(1.0 if is_right else -1.0)
+    return worth
+
+
+def doubt(prompt: Any, turns: list[str], **columns: Any) -> str | None:
+    """Ask the policy in a second turn whether its answer is right. It is an environment of two turns."""
+    return DOUBT if len(turns) == 1 else None
+
+
+def own(prompts: list, completions: list[str], messages: list, answer: list, **columns: Any) -> list[list[float]]:
+    """Return per turn: 1.0 for an answer equal to ``answer``, and 1.0 for a last yes or no that judges it correctly.
+
+    Source: SPARK (synergistic), arXiv:2509.22624: the same policy learns to answer and to judge, on its own answers.
+        Differs: the verdict is a second turn of the row, after the answer; only single answers are judged.
+    """
+    worth = []
+    for row, right in zip(messages, answer, strict=True):
+        turns = [message["content"] for message in row if message["role"] == "assistant"]
+        is_right = is_answer(turns[0], right)
+        verdicts = [YES_OR_NO.findall(plain(without_thought(turn))) for turn in turns[1:]]
+        worth.append([float(is_right), *(float(bool(v) and (v[-1].lower() == "yes") == is_right) for v in verdicts)])
+    return worth
+
+
+def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
+    """Return 1.0 for a right answer, 0.0 for a right answer with a flawed solution, -1.0 for a wrong answer.
+
+        r = (1 where right, else -1) - (lambda = 1 where right and flawed)
+
+    The judge reads right answers only. A reply with neither word counts as no flaw. With ``rewards.pass_threshold`` at
+    1.0 only sound answers pass.
+
+    Source: FAPO, arXiv:2510.22543, eq. 4 and 8; in the released code an unreadable verdict is no flaw either. Differs:
+        the paper trains a generative reward model that names the first wrong step. Here any served model gives one
+        word. Held-out answers are judged too; in the paper they only need to be right.
+    """
+    right = [is_answer(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
+    texts = [
+        f"Question:\n{_shown(prompt)}\n\nSolution:\n{text}\n\nIts final answer is right. Is every step that leads "
+        "there right too, and none guessed? End with one word, 'sound' or 'flawed'."
+        for prompt, text, is_right in zip(prompts, completions, right, strict=True)
+        if is_right
+    ]
+    is_flawed = iter([_is_flawed(said) for said in _all(texts)])
+    return [1.0 - next(is_flawed) if is_right else -1.0 for is_right in right]
+
+
+def _is_flawed(said: str) -> bool:
+    """Return whether the last "sound" or "flawed" of a judge's reply means flawed. "not" and "un" reverse the word."""
+    verdicts = list(VERDICT.finditer(said))
+    if not verdicts:
+        return False
+    negation, prefix, word = verdicts[-1].groups()
+    is_turned = bool(negation) != bool(prefix)
+    return (word.lower() == "flawed") != is_turned

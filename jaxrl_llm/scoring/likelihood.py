@@ -1,0 +1,89 @@
+"""Reward without labels or a judge: the likelihood of the question under a frozen model, given the completion.
+
+    r = exp(1/n sum_t log p(x_t | asked, completion, x_<t))        x: the question's n tokens
+
+Set ``rewards.functions=("jaxrl_llm.scoring.likelihood:reward",)``. JAXRL_LIKELIHOOD_MODEL names the model and
+takes the values of ``--model=`` (default smollm2-135m-instruct). The reward process computes the likelihood on its CPU.
+Choose a small model, and set ``rewards.timeout_s`` high enough for the first call, which loads and compiles.
+
+Source: FoMo rewards: the likelihood of the instruction given the behaviour, under a frozen model. Differs: text instead
+of video; the geometric mean over tokens, so that questions of all lengths have rewards on one scale.
+
+Owns: the text that the model reads. Does not know: the policy.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import warnings
+from typing import Any
+
+MODEL = "smollm2-135m-instruct"
+ASKED = "A model was given a task, and this is its answer:\n\n{answer}\n\nWhat was the task?"
+CHUNK_POSITIONS = 16
+
+
+def reward(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
+    """Return the geometric mean probability of the question's tokens, from 0 to 1.
+
+    The reward is None if the question and the completion are longer than the model's maximum length.
+    """
+    logp_of = _scorer(os.environ.get("JAXRL_LIKELIHOOD_MODEL", MODEL))
+    texts = [x if isinstance(x, str) else x[-1]["content"] for x in prompts]
+    logps = [logp_of(ASKED.format(answer=said), question) for question, said in zip(texts, completions, strict=True)]
+    return [None if logp is None else math.exp(logp) for logp in logps]
+
+
+@functools.cache
+def _scorer(path: str) -> Any:
+    """Return a function ``(asked, said)`` that gives the mean log-prob of the tokens of ``said``, given ``asked``.
+
+    The log-prob is in nats. The function returns None if both texts together are too long.
+    """
+    import jax  # imported here because workers of other rewards must not load jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxrl_llm.config import ConfigError, MeshConfig
+    from jaxrl_llm.models.files import pretrained
+    from jaxrl_llm.models.row_logp import PLAIN, row_logp
+    from jaxrl_llm.models.transformer import Model
+    from jaxrl_llm.runtime import row_files, sharding
+    from jaxrl_llm.runtime.programs import Program, compile_all
+
+    source = pretrained.resolve(path, setting="JAXRL_LIKELIHOOD_MODEL")
+    tokenizer, mesh = source.tokenizer(), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    model = Model(source.architecture())
+    params = source.load_params(model, mesh, seed=0)
+    how = {"system_prompt": "", "chat_template": True}
+    try:
+        tokenizer.encode_prompt("", **how)
+    except ConfigError:  # a base model has no chat template
+        how["chat_template"] = False
+
+    @functools.cache
+    def compiled(width: int) -> Any:
+        def mean(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
+            sizes = {"completion_width": width, "chunk_positions": CHUNK_POSITIONS}
+            values = row_logp(model, params, tokens, prompt_length, length, sampling=PLAIN, **sizes)
+            return jnp.sum(values.logp, axis=1) / (length - prompt_length)
+
+        shapes = [sharding.rows(mesh, s, jnp.int32) for s in ((1, width), (1,), (1,))]
+        program = Program(mean, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
+        return compile_all({"likelihood": program}, mesh)["likelihood"]
+
+    def logp_of(asked: str, said: str) -> float | None:
+        prompt, answer = tokenizer.encode_prompt(asked, **how), tokenizer.encode(said)
+        if (size := len(prompt) + len(answer)) > (most := model.arch.max_positions):
+            said = f"{size} tokens of question and completion; JAXRL_LIKELIHOOD_MODEL={path!r} takes {most}"
+            warnings.warn(said, stacklevel=2)
+            return None
+        width = min(row_files.bucket(size), most)
+        row = np.zeros((1, width), np.int32)
+        row[0, :size] = prompt + answer
+        arrays = row, np.array([len(prompt)], np.int32), np.array([size], np.int32)
+        return float(jax.device_get(compiled(width)(params, *sharding.put(arrays, sharding.leading(mesh, arrays))))[0])
+
+    return logp_of

@@ -1,0 +1,1 @@
+"""How a mapping becomes settings: schemas, functions that users name, functions with settings."""
