@@ -3,7 +3,6 @@
 import gc
 import os
 import pathlib
-import tempfile
 
 import jaxlib.version
 
@@ -17,11 +16,9 @@ if jaxlib.version.__version_info__ < (0, 11):
     QUICK_TO_COMPILE["xla_cpu_use_fusion_emitters"] = False
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(f"--{name}={int(value)}" for name, value in QUICK_TO_COMPILE.items())
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    # One compilation cache for the session, the processes it starts included; gone with it.
-    CACHE = tempfile.TemporaryDirectory(prefix="jaxrl_llm_tests_")
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = CACHE.name
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
+# One compilation cache for all processes of a session, kept for the next session.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache" / "tests"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 
 import jax  # noqa: E402, what is above is read when it is imported
 import jaxtyping  # noqa: E402
