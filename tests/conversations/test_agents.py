@@ -11,7 +11,7 @@ import types
 import urllib.parse
 
 import pytest
-from actor.test_environment import ONE, Template, call, config, play
+from conversations.test_environment import ONE, Template, call, config, play
 from support.replies import by
 
 from jaxrl_llm.actor.episodes import Played

@@ -1,10 +1,10 @@
 """What an answer's tokens come to: the same content and calls, however they come."""
 
 import pytest
-from actor.test_decoding import KINDS, TOKENIZERS
-from actor.test_tool_calls import TOOLS, coder, hermes, llama
+from conversations.test_tool_calls import TOOLS, coder, hermes, llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models.test_decoding import KINDS, TOKENIZERS
 
 from jaxrl_llm.conversations import tools
 from jaxrl_llm.serving.content import Content, TextBefore
