@@ -340,8 +340,8 @@ def mlp(
     if not (mesh.empty or mesh.size == 1):
         both = zip(weights, axes_of.values(), strict=True)
         split = [sharding.partition_spec(w.shape, axes, mesh, rules) for w, axes in both]
-        # The constraint keeps the sharding. With it, gradients are values and not refs (see ``gathering.copies``), and
-        # a reduce-scatter gives each device its part.
+        # The constraint keeps the sharding. With it, gradients are values and not refs (see
+        # ``sharding.gather_copies``), and a reduce-scatter gives each device its part.
         weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
     of_tokens, scale = ("batch", "length"), adapters.scale(lora) if lora.rank else 0.0
     y_BTD = sharding.by_device(

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models import gathering, moe
+from jaxrl_llm.models import moe
 from jaxrl_llm.models.attention import Groups
 from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.models.transformer import Model, Params
@@ -128,7 +128,7 @@ def row_logp(
             return chunked_logp(hidden, head_1VD[0], target, cast_VD=cast_1VD[0], **how)
 
         # The head is gathered once for all chunks, in the dtype of the matmuls. Its gradient is scattered once.
-        head = (gathering.copies(x, model.table_spec) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
+        head = (sharding.gather_copies(x, model.table_spec) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
         C, live = part.hidden.shape[1], part.live
         if live is not None:  # number of live positions in each device's part of a line
             live = live - C // (n := sharding.parts(C, "length")) * jnp.arange(n)

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import block_parts, delta_rule, gathering, moe, quantised
+from jaxrl_llm.models import block_parts, delta_rule, moe, quantised
 from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
@@ -38,6 +38,13 @@ Params = dict[str, Any]
 
 INIT_STDDEV = 0.02
 EMBEDDING = ("vocab", "embed")  # logical axes of the embedding, and of the head
+# Logical axes of a layer's matrices with heads. Heads and head size count as one dimension.
+AXES_OF_HEADS = {
+    "q": ("heads", "embed"),
+    "k": ("kv_heads", "embed"),
+    "v": ("kv_heads", "embed"),
+    "o": ("embed", "heads"),
+}
 
 
 def _param(
@@ -74,7 +81,7 @@ def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True, axes: tuple[s
     """
     w_OI = w.reshape(-1, x_BTI.shape[-1]).astype(x_BTI.dtype)
     if axes and w.ndim == 3:
-        w_OI = gathering.gathered(w_OI, *axes)
+        w_OI = sharding.gather_once(w_OI, *axes)
     if not merged:
         return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI)
     x_XI, X = x_BTI.reshape(-1, x_BTI.shape[-1]), x_BTI.shape[0] * x_BTI.shape[1]
@@ -138,7 +145,7 @@ class Blocks(nnx.Module):
 
         def project(x_BTI, name):
             multiply = functools.partial(linear, merged=is_merged)
-            once = functools.partial(multiply, axes=gathering.OF_HEADS.get(name, ()) if rematted else ())
+            once = functools.partial(multiply, axes=AXES_OF_HEADS.get(name, ()) if rematted else ())
             out_BTO = quantised.multiply(once, x_BTI, name, getattr(self, name)[...], weights)
             out_BTO = adapters.add(out_BTO, x_BTI, name, self, multiply)
             bias = getattr(self, f"{name}_bias", None)

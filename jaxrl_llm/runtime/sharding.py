@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, flatten
-from jaxrl_llm.runtime import torus
 
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 # Rows of a batch, decode slots and ring shards are split over these mesh axes.
@@ -82,8 +82,30 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
     if math.prod(shape) != len(devices):
         given = " x ".join(f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, (data, *others), strict=True) if n)
         raise ConfigError(f"{given} must {'use all' if data else 'divide the'} {len(devices)} devices")
-    arranged = torus.arranged if devices[0].platform == "tpu" else lambda shape, x: np.asarray(x).reshape(shape)
-    return Mesh(arranged(shape, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    in_mesh = _along_torus(shape, devices) if devices[0].platform == "tpu" else np.asarray(devices).reshape(shape)
+    return Mesh(in_mesh, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _along_torus(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
+    """Return the chips of a TPU pod as an array with the shape of the mesh [data, fsdp, expert, context, tensor].
+
+    The mesh axes follow the torus of links between the chips. Slices are connected by the network of the data center.
+    They are distributed over ``data`` as far as possible, and the rest over ``fsdp``.
+
+    Raises:
+        ConfigError: the slices cannot be distributed over ``data`` and ``fsdp``.
+    """
+    num_slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if num_slices == 1:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    data, fsdp, *others = shape
+    of_data = math.gcd(data, num_slices)
+    of_fsdp = num_slices // of_data
+    if fsdp % of_fsdp:
+        raise ConfigError(f"mesh.data={data} x mesh.fsdp={fsdp} must be a multiple of the {num_slices} TPU slices")
+    within = (data // of_data, fsdp // of_fsdp, *others)
+    slices = (of_data, of_fsdp, 1, 1, 1)
+    return mesh_utils.create_hybrid_device_mesh(within, slices, devices, allow_split_physical_axes=True)
 
 
 def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
@@ -299,3 +321,77 @@ def constrain(x: jax.Array, *logical_axes: str | None, rules: tuple[tuple[str, A
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, logical_axes, mesh, RULES | dict(rules)))
+
+
+def gather_once(x: jax.Array, *logical_axes: str | None) -> jax.Array:
+    """Gather a weight along ``TOKEN_AXES`` once for all its uses. Its gradient keeps the weight's sharding.
+
+    XLA would otherwise gather a matrix with merged head dimensions twice: for the recomputed forward pass, and for the
+    gradient.
+
+    Args:
+        logical_axes: the axes that define the weight's sharding.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return _gather_once(x, partition_spec(x.shape, logical_axes, mesh))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_once(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    return jax.lax.with_sharding_constraint(x, _without_token_axes(spec))
+
+
+def _gather_once_forward(x: jax.Array, spec: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gather_once(x, spec), None
+
+
+def _gather_once_backward(spec: PartitionSpec, _: None, gradient: jax.Array) -> tuple[jax.Array]:
+    return (jax.lax.with_sharding_constraint(gradient, spec),)
+
+
+_gather_once.defvjp(_gather_once_forward, _gather_once_backward)
+
+
+def _without_token_axes(spec: PartitionSpec) -> PartitionSpec:
+    """Return the sharding ``spec`` without the entries that have mesh axes of ``TOKEN_AXES``."""
+    return PartitionSpec(*(None if {*axes_of(axis)} & {*TOKEN_AXES} else axis for axis in spec))
+
+
+def gather_copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Gather an array with sharding ``spec`` into one copy per device along ``TOKEN_AXES``, [n, ...].
+
+    The result is an argument for ``by_device``. The gradient is a reduce-scatter. Gathers run in rings of up to four
+    devices. With larger rings the TPU compiler sums the whole gradient on all devices, which sends twice the bytes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or math.prod(mesh.shape[axis] for axis in TOKEN_AXES) == 1:
+        return x[None]
+    gathered_spec = on_rows(spec)
+    other_spec = _without_token_axes(spec)
+
+    def gather(x: jax.Array) -> jax.Array:
+        for dim, axes in enumerate(gathered_spec):
+            for axis in reversed(axes_of(axes)):
+                for rings in _rings(mesh.shape[axis]):
+                    x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=rings)
+        return x[None]
+
+    in_spec = PartitionSpec(*(a or b for a, b in zip(gathered_spec, other_spec, strict=True)))
+    out_spec = PartitionSpec(TOKEN_AXES, *other_spec)
+    x = jax.lax.with_sharding_constraint(x, spec)  # jax 0.12 cannot add a shard_map's gradient directly to a ref
+    return jax.shard_map(gather, in_specs=in_spec, out_specs=out_spec, check_vma=False)(x)
+
+
+def _rings(num_devices: int) -> Iterator[list[list[int]]]:
+    """Yield the device groups of successive gathers that together gather over ``num_devices``.
+
+    A group has four devices, or two, or all remaining devices if neither four nor two divides their number.
+    """
+    stride = 1
+    while stride < num_devices:
+        remaining = num_devices // stride
+        size = next(size for size in (4, 2, remaining) if remaining % size == 0)
+        yield np.arange(num_devices).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size).tolist()
+        stride *= size

@@ -10,7 +10,6 @@ import pytest
 from support.building import CUBE, ONE, TINY, gradient, make_update, mesh_of, needs_libtpu, random_experience
 
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
-from jaxrl_llm.models import gathering
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import EMBEDDING, look_up
 from jaxrl_llm.planning import chips
@@ -120,7 +119,7 @@ def test_a_copy_for_each_device_is_whole_and_its_gradient_the_sum_of_all(num_dev
     weight = np.random.default_rng(0).normal(size=(num_devices, *x.shape)).astype(np.float32)
 
     def total(x):
-        copies = gathering.copies(x, jax.P(None, "fsdp"))
+        copies = sharding.gather_copies(x, jax.P(None, "fsdp"))
         return jnp.sum(copies * weight), copies
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
