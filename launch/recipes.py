@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
 
 
 def page() -> str:
-    recipes = [read(path) for path in sorted(FOLDER.glob("*.py"))]
+    recipes = [read(path) for path in sorted(FOLDER.glob("[!_]*.py"))]
     lines = ["| recipe | method | settings that are not the default | source |", "|---|---|---|---|"]
     lines += [f"| `{r.file}` | {r.method} | {r.settings} | {r.source} |" for r in recipes]
     lines += ["", "### What each does, and where it differs from its paper", ""]

@@ -1,10 +1,10 @@
-"""Tables and figures of docs/replay_study.md, made from docs/raw.
+"""Tables and figures of studies/replay_study.md, made from studies/data.
 
     python -m studies.all            writes the tables into the page and the figures beside it
-    python -m studies.all --check    prints the tables and figures that differ from docs/raw
+    python -m studies.all --check    prints the tables and figures that differ from studies/data
 
 A table stands in the page between the lines <!-- table: e2 --> and <!-- end -->, where e2 is a key of ``TABLES``. The
-raw metrics of the runs are in docs/raw (studies.raw). The times of an iteration are in docs/raw/*_times.json
+raw metrics of the runs are in studies/data (studies.raw). The times of an iteration are in studies/data/*_times.json
 (studies.timing).
 
 Owns: the list of tables and figures. Does not know: how they are made (arms, pictures).
@@ -33,7 +33,8 @@ from studies import arms, bandit, costs, pictures, raw, seeds, transfer
 from studies.arms import DECLARED, Arm, Way, at_mu
 from studies.design import COST_RATIO, RATE, SMOLLM2_THRESHOLD, SUMS, THRESHOLD, without_rate
 
-DOCS = pathlib.Path("docs")
+FOLDER = pathlib.Path("studies")
+DATA = FOLDER / "data"
 SMOLLM2_STUDIES = ("smollm2", "smollm2_products", "smollm2_arms")
 CLIP = "y 4, ring of 2 B"  # of SmolLM2's arms: with the clipped ratio; others of such a ring have more in their names
 MARK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -41,14 +42,14 @@ MARK = re.compile(r"(<!-- table: ([a-z0-9_]+) -->\n)(.*?)(<!-- end -->)", re.DOT
 
 @functools.cache
 def study(name: str) -> raw.Study | None:
-    path = DOCS / "raw" / f"{name}.json.xz"
+    path = DATA / f"{name}.json.xz"
     return raw.read(path) if path.is_file() else None
 
 
 @functools.cache
 def arms_of(name: str) -> tuple[Arm, ...]:
-    """Return the arms of a study, with their times if docs/raw has a file of times."""
-    times = DOCS / "raw" / f"{name}_times.json"
+    """Return the arms of a study, with their times if studies/data has a file of times."""
+    times = DATA / f"{name}_times.json"
     return tuple(arms.arms_of(study(name), costs.read_times(times) if times.is_file() else None))
 
 
@@ -422,9 +423,9 @@ def _machine(has: Mapping[str, Any]) -> str:
 
 
 def files() -> str:
-    """Return a table of the files in docs/raw: number of runs, commit and machine."""
+    """Return a table of the files in studies/data: number of runs, commit and machine."""
     rows, total = [], np.zeros(2, int)
-    for path in sorted((DOCS / "raw").glob("*.json.xz")):
+    for path in sorted(DATA.glob("*.json.xz")):
         of = study(path.name.removesuffix(".json.xz"))
         made, sweep = of.made_with, pathlib.Path(of.config).name
         counts = np.array([len(of.runs), len(of.runs) - len(of.reported())])
@@ -432,7 +433,7 @@ def files() -> str:
         shown = kinds[0][0] + "".join(f"; {count} runs: {kind}" for kind, count in kinds[1:])
         rows.append([f"`{path.name}`", f"`{sweep}`", f"`{made['commit'][:7]}`", shown, *map(str, counts)])
         total += counts
-    head = ("in `docs/raw`", "in `configs/sweeps`", "commit", "machine", "runs", "that only chose rates")
+    head = ("in `studies/data`", "in `configs/sweeps`", "commit", "machine", "runs", "that only chose rates")
     return arms.markdown(head, [*rows, ["all", "", "", "", *map(str, total)]])
 
 
@@ -501,7 +502,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def figures(folder: pathlib.Path) -> None:
-    """Write every figure whose runs are in docs/raw."""
+    """Write every figure whose runs are in studies/data."""
     grid = pictures.grid_of(arms_of("e2"))
     in_batches = lambda batch: f"compute: trained + {COST_RATIO:g} generated, in batches of {batch}"
     over = in_batches(SUMS.batch)
@@ -533,18 +534,18 @@ def figures(folder: pathlib.Path) -> None:
 
 
 def page(text: str) -> str:
-    """Return the text of the page with every table made from docs/raw."""
+    """Return the text of the page with every table made from studies/data."""
     return MARK.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[4]}", text)
 
 
 def differing(folder: pathlib.Path) -> Sequence[str]:
-    """Return the names of tables and figures in docs that differ from docs/raw. ``folder`` receives the new figures."""
-    text = (DOCS / "replay_study.md").read_text()
+    """Return the names of tables and figures that differ from studies/data. ``folder`` receives the new figures."""
+    text = (FOLDER / "replay_study.md").read_text()
     made = {found[2]: found[3] for found in MARK.finditer(page(text))}
     wrong = [f"table {name}" for _, name, shown, _ in MARK.findall(text) if shown != made[name]]
     figures(folder)
     drawn = sorted(path.name for path in folder.glob("*.svg"))
-    stored = lambda name: (DOCS / name).read_bytes() if (DOCS / name).is_file() else b""
+    stored = lambda name: (FOLDER / name).read_bytes() if (FOLDER / name).is_file() else b""
     return [*wrong, *(name for name in drawn if (folder / name).read_bytes() != stored(name))]
 
 
@@ -554,11 +555,11 @@ def main() -> None:
     if parser.parse_args().check:
         with tempfile.TemporaryDirectory() as folder:
             wrong = differing(pathlib.Path(folder))
-        print("\n".join(wrong) or "every table and figure is what docs/raw gives")
+        print("\n".join(wrong) or "every table and figure is what studies/data gives")
         sys.exit(bool(wrong))
-    path = DOCS / "replay_study.md"
+    path = FOLDER / "replay_study.md"
     path.write_text(page(path.read_text()))
-    figures(DOCS)
+    figures(FOLDER)
 
 
 if __name__ == "__main__":

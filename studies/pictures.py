@@ -1,4 +1,4 @@
-"""Figures of docs/replay_study.md, drawn only from arms (studies.arms).
+"""Figures of studies/replay_study.md, drawn only from arms (studies.arms).
 
 Owns: the content and the look of the figures. Does not know: raw files, how runs were made.
 """

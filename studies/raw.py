@@ -1,6 +1,7 @@
 """Raw metrics of published runs: what the study's tables and figures are made from, in one compressed file a sweep.
 
-    python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=docs/raw/e4.json.xz [--only ARM ...]
+    python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=studies/data/e4.json.xz \\
+        [--only ARM ...]
 
 Of every finished run: its settings and what its sweep called it, what each held-out question got before it and at
 every evaluation, what came after, and the metrics below, at every iteration, or, of runs that only chose a learning

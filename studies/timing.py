@@ -1,12 +1,13 @@
 """Seconds of an iteration of each arm of some sweeps, on a machine that does nothing else.
 
-    python -m studies.timing docs/raw/e2.json.xz docs/raw/e3.json.xz [--iterations=40] [--rounds=2] [--only ARM ...]
+    python -m studies.timing studies/data/e2.json.xz studies/data/e3.json.xz [--iterations=40] [--rounds=2] \\
+        [--only ARM ...]
 
 Sweeps run several points at once, so their clock times are not reliable. This module runs each reported arm's config
 alone for a few iterations, in several rounds. Each round has a random order, so that a machine that slows down favours
 no arm. The result is the median over all iterations, without the first of each run, which warms up. Arms that differ
-only in learning rate and seed are one arm. The results are in docs/raw/e2_times.json and similar files. With ``--only``
-only the given arms are measured. The other arms keep their recorded times.
+only in learning rate and seed are one arm. The results are in studies/data/e2_times.json and similar files.
+With ``--only``, only the given arms are measured. The other arms keep their recorded times.
 
 Owns: the timed runs, the files of times. Does not know: what an arm learns.
 """

@@ -39,9 +39,9 @@ README = (REPOSITORY / "README.md").read_text()
 PAGES = ("README.md", "docs/questions.md", "docs/methods.md", "docs/replay.md", "docs/sweeps.md", "docs/running.md")
 # Typed by tests/launch/test_tpu_page.py, with stand-ins for what clusters have.
 TYPED_ELSEWHERE = ("docs/tpu.md",)
-MEASURED = ("BENCHMARKS.md", "docs/replay_study.md")
+MEASURED = ("BENCHMARKS.md", "studies/replay_study.md")
 # Of the past: what it names may be gone.
-DATED = ("docs/log.md", "CHANGELOG.md")
+DATED = ("studies/log.md", "CHANGELOG.md")
 TEXTS = {name: (REPOSITORY / name).read_text() for name in (*PAGES, *TYPED_ELSEWHERE, *MEASURED, *DATED)}
 TODAY = "\n".join(TEXTS[name] for name in PAGES + TYPED_ELSEWHERE + MEASURED)
 
@@ -162,6 +162,7 @@ def test_the_readme_shows_files_and_commands():
 
 def test_every_page_is_one_of_these():
     pages = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/*.md")}
+    pages |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("studies/*.md")}
     assert pages | {"README.md", "BENCHMARKS.md", "CHANGELOG.md"} == set(TEXTS)
 
 
@@ -183,7 +184,7 @@ def test_links_lead_somewhere(name):
 
 
 def test_scripts_that_are_named_exist():
-    pattern = r"launch/\w+\.(?:sh|py)|jaxrl_llm/[\w/]+\.py|configs/[\w/]+\.py|docs/raw/[\w.]+"
+    pattern = r"launch/\w+\.(?:sh|py)|jaxrl_llm/[\w/]+\.py|configs/[\w/]+\.py|studies/data/[\w.]+"
     for path in re.findall(pattern, TODAY):
         assert (REPOSITORY / path).exists(), path
 
@@ -255,7 +256,7 @@ def test_commands_of_methods_by_turn_keep_nothing_of_the_maze(folder, monkeypatc
     assert len(shown) == 2 and {"sampling.stop_tokens", "prompts.arguments"} < of_maze
     for settings in shown:
         assert not {name for name in of_maze if settings[name] == maze[name]}
-    recipes = {path.stem: path.read_text() for path in REPOSITORY.glob("jaxrl_llm/recipes/*.py")}
+    recipes = {path.stem: path.read_text() for path in REPOSITORY.glob("jaxrl_llm/recipes/[!_]*.py")}
     named = {name for name in re.findall(r"`(\w+)`", section) if name in recipes}
     assert named == {name for name, text in recipes.items() if "configs/maze.py" in text}
 
@@ -307,7 +308,7 @@ def test_the_readme_names_every_command():
 
 
 def test_the_readme_counts_the_recipes():
-    count = len(list(REPOSITORY.glob("jaxrl_llm/recipes/*.py")))
+    count = len(list(REPOSITORY.glob("jaxrl_llm/recipes/[!_]*.py")))
     said = " ".join(README.split())
     assert f"has {count} published methods" in said and f"GRPO and {count - 1} other methods" in said
 

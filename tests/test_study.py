@@ -1,4 +1,4 @@
-"""The replay study: its bandit; costs, tables and choices by hand; and that its page is what docs/raw gives."""
+"""The replay study: its bandit; costs, tables and choices by hand; and that its page is what studies/data gives."""
 
 import dataclasses
 import json
@@ -425,7 +425,7 @@ def test_every_table_and_figure_of_the_page_is_what_the_raw_metrics_give(tmp_pat
 
 
 def test_every_table_of_arms_has_a_mark():
-    text = (everything.DOCS / "replay_study.md").read_text()
+    text = (everything.FOLDER / "replay_study.md").read_text()
     assert {name for _, name, _, _ in everything.MARK.findall(text)} <= set(everything.TABLES)
     unmarked = everything.MARK.sub("", text)
     assert not re.findall(r"^\| arm \| held", unmarked, re.MULTILINE)

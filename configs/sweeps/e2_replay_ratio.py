@@ -3,7 +3,7 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/e2_replay_ratio.py --workdir=runs/e2 --workers=2
 
 Replay ratios y of 1 to 16 and rings of N = 1 to 128 batches, with the clipped ratio of tokens; every arm at the best of
-three learning rates. docs/replay_study.md has what came of it.
+three learning rates. studies/replay_study.md has the results.
 """
 
 import runpy

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/e2_sequence_ratio.py --workdir=runs/e2_sequence --workers=2
 
 The arms of e2_replay_ratio.py but those of 4 batches, with min(u A, clip(u, 0.8, 1.2) A) of the sequence's ratio u.
-docs/replay_study.md has what came of it.
+studies/replay_study.md has the results.
 """
 
 import runpy

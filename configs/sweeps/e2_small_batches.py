@@ -4,7 +4,7 @@
 
 Four uses of a rollout take 541 steps where on-policy training takes 200. Is it the steps? Batches of 64 and 32 new
 rollouts cost as much and are trained in 400 and 800 steps; every arm at the best of four learning rates.
-docs/replay_study.md has what came of it.
+studies/replay_study.md has the results.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/e3_positive_bias.py --workdir=runs/e3 --workers=2
 
 Four uses of a rollout from a ring of 32 batches, of which a share is kept for correct rollouts that the rest has let
-go. docs/replay_study.md has what came of it.
+go. studies/replay_study.md has the results.
 """
 
 import runpy

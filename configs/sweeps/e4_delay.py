@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e4_delay.py --workdir=runs/e4 --workers=2
 
-On-policy batches, each trained on once and only so many steps after it was generated. docs/replay_study.md has what
-came of it.
+On-policy batches, each trained on once and only so many steps after it was generated. studies/replay_study.md has the
+results.
 """
 
 import runpy

@@ -2,7 +2,8 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e5_learning_rate.py --workdir=runs/e5 --workers=2
 
-The on-policy arm and four uses from a ring of two batches, each at six rates. docs/replay_study.md has what came of it.
+The on-policy arm and four uses from a ring of two batches, each at six rates.
+studies/replay_study.md has the results.
 """
 
 import runpy

@@ -3,8 +3,8 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/e6_corrections.py --workdir=runs/e6 --workers=2
 
 Each as its paper has it (surrogate, old policy, weights, bounds: jaxrl_llm/recipes), with a ring of 8 batches,
-its batch and its advantage, but VCPO, whose baseline is its own, and M2PO, whose mask is AReaL's. docs/replay_study.md
-has what came of it.
+its batch and its advantage, but VCPO, whose baseline is its own, and M2PO, whose mask is AReaL's.
+studies/replay_study.md has the results.
 """
 
 import runpy

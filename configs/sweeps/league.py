@@ -3,8 +3,8 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
 
 A recipe has its own batch, ring and groups, as many iterations as the budget pays for what they cost (rollouts trained
-and generated, and the forward passes of its references), and the best of four learning rates. docs/replay_study.md has
-what came of it.
+and generated, and the forward passes of its references), and the best of four learning rates.
+studies/replay_study.md has the results.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ WHOLE_GROUPS = ("agro", "spo", "vcpo")
 LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo", "step_coder")
 RECIPES = {
     path.stem: freeze(runpy.run_path(str(path))["get_config"]())
-    for path in sorted(pathlib.Path("jaxrl_llm/recipes").glob("*.py"))
+    for path in sorted(pathlib.Path("jaxrl_llm/recipes").glob("[!_]*.py"))
     if path.stem not in LEFT_OUT
 }
 

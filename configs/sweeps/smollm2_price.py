@@ -3,7 +3,7 @@
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_price.py --workdir=runs/price --workers=1
 
 On-policy, the study's batch of 32 on the study's sums, six iterations, a prompt with each completion. The page shows
-time/cost_ratio of each iteration; the medians are in docs/replay_study.md. Eight minutes on 2 cores.
+time/cost_ratio of each iteration; the medians are in studies/replay_study.md. Eight minutes on 2 cores.
 """
 
 import runpy

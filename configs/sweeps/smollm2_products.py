@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_products.py --workdir=runs/smollm2_products --workers=2
     python -m studies.raw --config=configs/sweeps/smollm2_products.py --runs=runs/smollm2_products \
-        --out=docs/raw/smollm2_products.json.xz
+        --out=studies/data/smollm2_products.json.xz
 
 Two and a half hours on 2 cores; the same command goes on where it was stopped.
 """

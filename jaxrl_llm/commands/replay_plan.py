@@ -19,10 +19,10 @@ runs: with one batch B and different R the seconds of an iteration are fitted, a
 is the cost of the theory again: what does not depend on R counts as training.
 
 rho: correlation of the noise of rollouts made by nearly the same weights, 0..1; no run measures it, and without --rho
-it is the 0.05 that docs/replay_study.md declares. alpha: growth of the noise with age, sigma ~ age^alpha, below 1/2;
+it is the 0.05 that studies/replay_study.md declares. alpha: growth of the noise with age, sigma ~ age^alpha, below 1/2;
 without --alpha it is that of importance ratios of the runs that replay. A batch does not repeat a rollout, so N >= B:
 x >= y; and the ring holds what an iteration generates: x >= 1. The theory is of runs that are long against x; a ring
-that half of a run went into filling cost accuracy (docs/replay_study.md).
+that half of a run went into filling cost accuracy (studies/replay_study.md).
 Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1,
 and the fits of seconds and of alpha, are ours.
 

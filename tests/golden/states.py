@@ -27,7 +27,7 @@ MAIN_JOB = "configs/grpo_smollm2_135m_chain_sum.py"
 def jobs() -> dict[str, list[str]]:
     """Arguments of ``train`` by name."""
     quick = ["--config.num_iterations=10", "--config.metrics.tensorboard=False", "--config.checkpoint.export=False"]
-    recipes = sorted((ROOT / "jaxrl_llm" / "recipes").glob("*.py"))
+    recipes = sorted((ROOT / "jaxrl_llm" / "recipes").glob("[!_]*.py"))
     found = {path.stem: [f"--config={path.relative_to(ROOT)}", *quick] for path in recipes}
     found["debug"] = ["--config=configs/debug.py", *quick]
     found["main"] = [f"--config={MAIN_JOB}", *quick[1:], "--config.num_iterations=2", "--config.eval.num_prompts=8"]

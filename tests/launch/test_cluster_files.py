@@ -340,6 +340,7 @@ def test_the_image_installs_what_setup_installs_and_has_what_a_run_reads(tmp_pat
     ("path", "expected"),
     [
         (".git/config", True),
+        ("studies/replay_study.md", True),
         (".venv/bin/python", True),
         (".venv-trl/x", True),
         ("jaxrl_llm/__pycache__/a.pyc", True),

@@ -275,7 +275,7 @@ def test_a_sampler_on_a_mesh_draws_and_notes_the_same(name):
 @pytest.mark.parametrize("layers", [4, 8])
 def test_in_bfloat16_a_replay_takes_away_the_gap_of_other_choices(layers):
     """Measured with 8 layers: 4 in 100 choices differ, and of the gaps, mean 0.017 and largest 0.13 nats, 0.007 and
-    0.029 remain (docs/log.md: of routers published in bfloat16). In float32 no choice differs.
+    0.029 remain (studies/log.md: of routers published in bfloat16). In float32 no choice differs.
     """
     sizes = dict(num_layers=layers, num_experts=16, experts_per_token=4, width=64, head_size=16, ffn=32, qk_norm="head")
     sampler = make_sampler(arch=dataclasses.replace(EXPERTS, **sizes), keeps_experts=True)

@@ -34,7 +34,7 @@ from jaxrl_llm.runtime.checkpoint_files import MEMORY
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores, TrainState
 
 FOLDER = pathlib.Path(__file__).parents[2] / "jaxrl_llm" / "recipes"
-RECIPES = sorted(path.stem for path in FOLDER.glob("*.py"))
+RECIPES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
 
 SMALL = Architecture(vocab_size=32, width=8, num_layers=1, num_heads=2, num_kv_heads=1, head_size=4, ffn=16)
 PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8
