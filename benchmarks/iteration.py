@@ -133,6 +133,6 @@ class Iteration:
         """Insert, and ``updates_per_iteration`` optimizer steps; waits for them. Returns the sums of both."""
         scored = Rewards(rewards.astype(np.float32), {}, np.zeros(len(rewards), np.int8))
         questions = list(range(len(rewards) // self.config.rollout.group_size))
-        sums = self.learner.learn(ScoredRollouts(rollout, scored, questions), self.index)
+        sums, _ = self.learner.learn(ScoredRollouts(rollout, scored, questions), self.index)
         self.index += 1
         return sums

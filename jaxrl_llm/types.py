@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import flax.struct
 import jax
@@ -95,6 +95,37 @@ class Rollout(WithColumns):
     columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # columns of the method (views.COLUMNS)
 
 
+class OpenRollouts(Protocol):
+    """The rows of open (unfinished) rollouts in the state of a sampler, on the device.
+
+    The learner reads these rows and adds columns. The sampler owns the state and its other fields. Letters: E open
+    prompts per shard, G rows per prompt.
+    """
+
+    @property
+    def tokens(self) -> jax.Array: ...  # [M, E, G, S] i32
+
+    @property
+    def prompt_length(self) -> jax.Array: ...  # [M, E, G] i32
+
+    @property
+    def length(self) -> jax.Array: ...  # [M, E, G] i32
+
+    @property
+    def behaviour_logp(self) -> jax.Array: ...  # [M, E, G, S] f32
+
+    @property
+    def policy_version(self) -> jax.Array: ...  # [M, E, G, S] i32
+
+    @property
+    def stop_reason(self) -> jax.Array: ...  # [M, E, G] i8
+
+    @property
+    def columns(self) -> Mapping[str, jax.Array]: ...  # [M, E, G, S, ...]
+
+    def with_columns(self, **columns: jax.Array) -> Self: ...
+
+
 @flax.struct.dataclass
 class DrawSums:
     """Sums over the drawn tokens, [M] f32 by shard. They test whether the tokens follow their distributions.
@@ -138,17 +169,17 @@ class ScoredRollouts:
         rollout: P*G rows that the run's own policy drew, on the device.
         rewards: rewards of all rows that go into the ring: own rows and external rows.
         questions: question_id of each group of these rows (``questions.ledger``).
-        guests: external rows, on the device, without log-probs and columns of the current weights; None = no external
-            rows.
-        open_rollouts: object with the sampler's ``state``, whose open (unfinished) rollouts the learner scores; None =
-            the learner scores none.
+        external: external rows, on the device, without log-probs and columns of the current weights; None = no
+            external rows.
+        open_rollouts: the sampler's state with open (unfinished) rollouts, which ``learn`` scores, donates and returns.
+            None = the learner scores no open rollouts.
     """
 
     rollout: Agreed[Rollout]
     rewards: Agreed[Rewards]
     questions: Agreed[list[int]]
-    guests: Agreed[Rollout | None] = None
-    open_rollouts: Agreed[Any] = None
+    external: Agreed[Rollout | None] = None
+    open_rollouts: Agreed[OpenRollouts | None] = None
 
 
 @flax.struct.dataclass

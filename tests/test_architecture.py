@@ -54,7 +54,6 @@ OPEN = {
     "actor.external": {"run"},
     "actor.external_sources": {"actor.external"},
     "algorithms.credit": {"config"},
-    "learner.annotation": {"actor.sampler"},
 }
 # Thin runners, so that ``python -m jaxrl_llm.NAME`` works. They import nothing of the package.
 RUNNERS = {path.stem for path in (PACKAGE / "commands").glob("[!_]*.py")}

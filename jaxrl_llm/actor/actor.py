@@ -28,7 +28,7 @@ from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.scoring.rewards import RewardPool
 from jaxrl_llm.scoring.text_spans import tokens_in
 from jaxrl_llm.settings.schema import visible
-from jaxrl_llm.types import OUTCOME_SCORE, SHARED_FILE, Agreed, DrawSums, PerHost, Rewards, ScoredRollouts
+from jaxrl_llm.types import OUTCOME_SCORE, SHARED_FILE, Agreed, DrawSums, OpenRollouts, PerHost, Rewards, ScoredRollouts
 
 
 @dataclasses.dataclass
@@ -122,15 +122,20 @@ class Actor:
         self.is_inside, self.spent_s = False, 0.0
         scored = ScoredRollouts(sampled.rollout, sampled.rewards, self._questions(sampled.groups))
         if guests:
-            scored.guests = guests.rows
+            scored.external = guests.rows
             about = scored.rewards, scored.questions, self._stream.ledger.question_id
             scored.rewards, scored.questions = guests.join(*about)
         if self.generator.sampler.keeps_old_logp:
-            scored.open_rollouts = self.generator
+            scored.open_rollouts = self.generator.state
         answers = sampled.answers  # includes the groups that were left out
         passed = answers.total >= self._config.rewards.pass_threshold
         self._stream.ledger.observe(self._questions(sampled.asked), passed, answers.outcome == OUTCOME_SCORE)
         return Acted(scored, sampled, self.generator.take_draws(), guests, generate_s)
+
+    def receive_open_rollouts(self, state: OpenRollouts | None) -> None:
+        """Replace the sampler's state by the state that ``Learner.learn`` returned; None keeps the state."""
+        if state is not None:
+            self.generator.state = state
 
     def _score(self, group: FinishedGroup) -> Any:
         ids, is_masked = group.completions, "reward_mask" in self._config.algorithm.columns

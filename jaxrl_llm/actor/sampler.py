@@ -47,7 +47,7 @@ from jaxrl_llm.ops.logp import project
 from jaxrl_llm.ops.sampling import sample_inverse_cdf, surprise_moments, token_logp
 from jaxrl_llm.runtime import rng, sharding
 from jaxrl_llm.runtime.programs import Program, run_if
-from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, DrawSums, Rollout
+from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_NONE, DrawSums, Rollout, WithColumns
 
 NO_PROMPT = -1
 # Number of ids kept with each token if no setting gives a number.
@@ -55,7 +55,7 @@ SUPPORT_TOKENS = 64
 
 
 @flax.struct.dataclass
-class SamplerState:
+class SamplerState(WithColumns):
     """State of the sampler that persists between chunks and between iterations."""
 
     # Each layer has its own arrays, because some compilers copy a layer's slice of a shared array before reading it. A

@@ -140,7 +140,8 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
                 if is_new := not values:  # else they are of one that was stopped in its evaluation, or before it
                     stop.check()
                     acted = actor.act(learner.publish(), learner.version, iteration)
-                    sums = learner.learn(acted.scored, iteration)
+                    sums, open_rollouts = learner.learn(acted.scored, iteration)
+                    actor.receive_open_rollouts(open_rollouts)
                     iteration += 1
                     values = actor.values(acted, num_tied=int(sums["degenerate_groups"])) | update_values(config, sums)
                     values["memory/peak_bytes"] = programs.peak_memory_bytes(mesh)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,9 @@ from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.masks import completion_mask, sampled_mask
-from jaxrl_llm.types import Rollout, TrainState
+from jaxrl_llm.types import OpenRollouts, Rollout, TrainState
 
-if TYPE_CHECKING:
-    from jaxrl_llm.actor.sampler import SamplerState
+Open = TypeVar("Open", bound=OpenRollouts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Annotation:
         logp, before = self.logp(params, rollout), rollout.columns.get("earlier_logp")
         return logp if before is None else jnp.where(rollout.policy_version == version, logp, before)
 
-    def score_open(self, params: Any, version: jax.Array, state: SamplerState, base: Any = None) -> SamplerState:
+    def score_open(self, params: Any, version: jax.Array, state: Open, base: Any = None) -> Open:
         """Store the learner's log-probs of the tokens that the current weights drew in open (unfinished) rollouts.
 
         The log-probs go into the column "earlier_logp". ``old_logp`` reads the column when the rollouts are finished.
@@ -95,7 +94,7 @@ class Annotation:
         group = jnp.arange(table.shape[0] * table.shape[1] * table.shape[2], dtype=jnp.int32) // table.shape[2]
         logp = self.logp(lora.join(params, base), Rollout(**rows, group_id=group)).reshape(table.shape)
         earlier = jnp.where(state.policy_version == version, logp, state.columns["earlier_logp"])
-        return state.replace(columns={**state.columns, "earlier_logp": earlier})
+        return state.with_columns(earlier_logp=earlier)
 
     def reference(self, params: Any, rollout: Rollout, model: Model) -> jax.Array:
         """Return the log-probs of fresh rollouts under the reference, [B,S]. The ring stores them with the rollouts."""

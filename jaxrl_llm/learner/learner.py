@@ -35,7 +35,7 @@ from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.runtime.checkpoint_files import MEMORY
 from jaxrl_llm.runtime.programs import Program, release_freed
-from jaxrl_llm.types import RingState, Rollout, ScoredRollouts, Scores, TrainState
+from jaxrl_llm.types import OpenRollouts, RingState, Rollout, ScoredRollouts, Scores, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class LearnerPrograms:
     Attributes:
         reference_model: model of the reference. It differs from ``model`` if the reference is a teacher.
         row_shapes: shapes of an actor's rollouts; the number of rows does not matter.
-        open_rollouts: abstract sampler state with open rollouts, if the learner scores them; else None.
+        open_rollouts: abstract sampler state with open rollouts if the learner scores open rollouts; else None.
     """
 
     config: Config
@@ -53,7 +53,7 @@ class LearnerPrograms:
     reference_model: Model
     update: Update
     row_shapes: Rollout
-    open_rollouts: Any
+    open_rollouts: OpenRollouts | None
 
     @property
     def model(self) -> Model:
@@ -343,24 +343,25 @@ class Learner:
         """Return the weights in the sampler's form. Trainable weights are copied; the published base is reused."""
         return lora.join(self._compiled["publish"](self.policy, *self._base), *self._published_base)
 
-    def learn(self, scored: ScoredRollouts, iteration: int) -> dict[str, Any]:
+    def learn(self, scored: ScoredRollouts, iteration: int) -> tuple[dict[str, Any], OpenRollouts | None]:
         """Put an iteration's rollouts into the ring and take U optimizer steps on batches drawn from the ring.
 
         Returns:
             Sums of credit, ring and update by name, numpy (``reports.metrics``), and "update_s", the call's seconds.
+            Also the new state of ``scored.open_rollouts``, whose arrays are donated.
         """
         compiled, state, config = self._compiled, self.state, self.config
         hosts.doing(f"update of iteration {iteration + 1}")
         started = time.monotonic()
         release_freed(num_bytes(self.policy))  # the last published copy, if it was freed
         rows = scored.rollout
-        if scored.guests is not None:
-            rows = compiled["join"](self.policy, state.step, rows, scored.guests, *self._base)
+        if scored.external is not None:
+            rows = compiled["join"](self.policy, state.step, rows, scored.external, *self._base)
         scores = sharding.put(self.memory.scores(scored.rewards, scored.questions), self._layout)
         columns = compiled["annotate"](state, self._reference, rows, *self._base) if "annotate" in compiled else {}
-        if scored.open_rollouts is not None:
-            opened = scored.open_rollouts
-            opened.state = compiled["score_open"](self.policy, state.step, opened.state, *self._base)
+        open_rollouts = scored.open_rollouts
+        if open_rollouts is not None:
+            open_rollouts = compiled["score_open"](self.policy, state.step, open_rollouts, *self._base)
         now = sharding.put(np.int32(iteration), self._everywhere)
         self.ring, insert_sums = compiled["insert"](self.ring, rows, scores, columns, now)
         self.state, self.ring, update_sums = compiled["update"](state, self.ring, now, self._draw_key, *self._base)
@@ -369,7 +370,7 @@ class Learner:
         self.faults.observe(sums, iteration + 1, self.ring)
         if iteration + 1 in config.algorithm.reference_reset_iterations:
             self.state, self.ring = compiled["reset_reference"](self.state, self.ring)
-        return sums | {"update_s": time.monotonic() - started}
+        return sums | {"update_s": time.monotonic() - started}, open_rollouts
 
 
 def num_bytes(tree: Any) -> int:

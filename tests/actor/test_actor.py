@@ -40,7 +40,7 @@ def actor_of(clock, monkeypatch):
     """An actor of stand-ins, whose functions of others take 1000 s to hear what was sampled."""
     monkeypatch.setattr(actor_module, "sharding", mock.MagicMock())
     monkeypatch.setattr(actor_module, "Generator", mock.MagicMock())
-    monkeypatch.setattr(actor_module.redealing, "deal", lambda generator, arrays, state, shapes: (arrays, state, []))
+    monkeypatch.setattr(actor_module.redistribution, "deal", lambda _, arrays, state, shapes: (arrays, state, []))
     monkeypatch.setattr(actor_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     external = mock.MagicMock()
     external.next_groups.return_value = None
