@@ -1,14 +1,33 @@
 #!/usr/bin/env bash
-# Sets up, then runs the tests. Arguments go to pytest:
+# Sets up, then runs one tier of the tests: the plain suite unless --tier names another. Other arguments go to pytest:
 #
-#   bash launch/test.sh -m slow            the long ones instead
-#   bash launch/test.sh tests/ops -x       one folder, stopping at the first failure
+#   bash launch/test.sh                    the plain suite
+#   bash launch/test.sh --tier=hosts       another tier (docs/testing.md lists them)
+#   bash launch/test.sh tests/ops -x       the plain tests of one folder, stopping at the first failure
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash launch/setup.sh test plan quant gcs
+tier=plain
+arguments=()
+for argument in "$@"; do
+    case $argument in
+        --tier=*) tier=${argument#--tier=} ;;
+        *) arguments+=("$argument") ;;
+    esac
+done
+# Each tier installs only what its tests need.
+extras=(test)
+case $tier in
+    compiler) extras+=(plan) ;;
+    extras) extras+=(quant gcs retrieval) ;;
+esac
+bash launch/setup.sh "${extras[@]}"
+if [[ $tier == parity ]] && ! .venv/bin/python -c 'import torch' 2> /dev/null; then
+    echo "tier parity: not run, because PyTorch is not installed. 'bash launch/setup.sh parity' installs it."
+    exit 0
+fi
 export JAX_PLATFORMS=cpu
 # A file's tests share what they compile; a worker takes up to 2 GB. In the order of the folders the long files come
 # early, so that no worker is left alone with one. A worker that crashes ends the run: xdist would give its file to the
 # next one from the start, again and again.
-exec .venv/bin/python -m pytest -m "not slow" -n logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder \
-  --max-worker-restart=0 "$@"
+exec .venv/bin/python -m pytest --tier="$tier" -n logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder \
+  --max-worker-restart=0 ${arguments[@]+"${arguments[@]}"}

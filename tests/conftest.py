@@ -17,12 +17,15 @@ if jaxlib.version.__version_info__ < (0, 11):
 if "XLA_FLAGS" not in os.environ:
     os.environ["XLA_FLAGS"] = " ".join(f"--{name}={int(value)}" for name, value in QUICK_TO_COMPILE.items())
 # One compilation cache for all processes of a session, kept for the next session.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".cache" / "tests"))
+CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "tests"
+CACHE_BYTES = 2**30  # a whole run of every tier writes less than half of this
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 
 import jax  # noqa: E402, what is above is read when it is imported
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
+from support import compilation_cache, tiers  # noqa: E402
 
 # Tracing makes millions of small objects, few of them in cycles: to look for those less often saves a tenth of it.
 gc.set_threshold(100_000, 50, 50)
@@ -38,6 +41,26 @@ MAPS, MANY_MAPS = pathlib.Path("/proc/self/maps"), 20_000
 MANY_MAPS_OF_QUICK = 40_000
 
 
+def pytest_addoption(parser):
+    names = ", ".join(tiers.TIERS)
+    parser.addoption("--tier", choices=tuple(tiers.TIERS), help=f"run only the tests of this tier: {names}")
+
+
+def pytest_configure(config):
+    compilation_cache.write_whole_entries()
+    if not hasattr(config, "workerinput"):  # the first process of a session, before its workers start
+        compilation_cache.prune(CACHE, CACHE_BYTES)
+
+
+def pytest_collection_modifyitems(config, items):
+    tier_of_item = {item: tiers.tier_of(item) for item in items}
+    wanted = config.getoption("tier")
+    if wanted is None:
+        return
+    config.hook.pytest_deselected(items=[item for item in items if tier_of_item[item] != wanted])
+    items[:] = [item for item in items if tier_of_item[item] == wanted]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_maps(request):
     """Linux gives a process 65,530 areas of memory, and every compiled program takes some: one with more just ends.
@@ -45,7 +68,8 @@ def few_maps(request):
     A file adds up to 6,000 where the slow tests are left out (measured: tests/replay/test_ring.py).
     """
     yield
-    most = MANY_MAPS_OF_QUICK if request.config.getoption("markexpr") == "not slow" else MANY_MAPS
+    is_quick = request.config.getoption("tier") == tiers.PLAIN or request.config.getoption("markexpr") == "not slow"
+    most = MANY_MAPS_OF_QUICK if is_quick else MANY_MAPS
     if MAPS.is_file() and len(MAPS.read_bytes().splitlines()) > most:
         jax.clear_caches()
         gc.collect()

@@ -3,6 +3,7 @@
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tomllib
 
 import pytest
 from support.checkout import INSTALLS, PYTHON3, REPOSITORY, Checkout
+from support.tiers import TIERS
 
 SCRIPTS = [*sorted(REPOSITORY.glob("launch/*.sh")), REPOSITORY / ".ci/run"]
 
@@ -110,9 +112,22 @@ def test_local_with_another_config_has_no_two(checkout):
 def test_tests_end_with_the_status_of_pytest(checkout, script):
     done = checkout.run(script, FAKE_STATUS="3")
     assert done.returncode == 3
-    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan,quant,gcs]")
+    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test]")
     (call,) = checkout.log[2:]
-    assert call.startswith("-m pytest -m not slow -n logical --maxprocesses=8 --dist=loadfile")
+    assert call.startswith("-m pytest --tier=plain -n logical --maxprocesses=8 --dist=loadfile")
+
+
+def test_ci_runs_the_plain_suite_and_then_every_tier_and_prints_the_minutes_of_each(checkout):
+    done = checkout.run(".ci/run")
+    assert done.returncode == 0
+    assert re.findall(r"--tier=(\w+)", "\n".join(checkout.log)) == list(TIERS)
+    assert re.findall(r"^tier (\w+) .* minutes, status 0$", done.stdout, re.MULTILINE) == list(TIERS)
+
+
+def test_a_tier_installs_what_its_tests_need(checkout):
+    checkout.run("launch/test.sh", "--tier=compiler", "-x")
+    assert checkout.log[0].endswith(".[math,parquet,reasoning-wheels,test,plan]")
+    assert checkout.log[2].startswith("-m pytest --tier=compiler ") and checkout.log[2].endswith(" -x")
 
 
 def test_slurm_counts_faults_apart_from_what_ends_a_start_in_peace(checkout):
@@ -156,6 +171,7 @@ cli.run(main)
 
 
 NAME_WITHOUT_ADDRESS = """
+import re
 import socket
 look_up = socket.getaddrinfo
 def refuse(host, *arguments, **options):

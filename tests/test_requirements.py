@@ -16,7 +16,8 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 
 WHEELS = re.findall(r'"([^"]+)"', re.search(r"^wheels=\((.*)\)$", SETUP, re.MULTILINE)[1])
 EXTRAS = re.search(r'^extras="(.*)"$', SETUP, re.MULTILINE)[1].split()
-OF_TESTS = re.search(r"^bash launch/setup.sh (.*)$", TEST, re.MULTILINE)[1].split()
+# Of the plain suite and of every tier.
+OF_TESTS = [name for names in re.findall(r"extras\+?=\((.*)\)", TEST) for name in names.split()]
 PYTHONS = re.search(r"On a Linux machine with Python ((?:3\.\d+(?:, | or )?)+)", README)[1]
 PYTHONS = re.findall(r"3\.\d+", PYTHONS)
 

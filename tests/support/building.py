@@ -43,16 +43,20 @@ ROW_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
 EOS_IDS = tuple(range(5, 264, 10))
 ONE, EIGHT, CUBE = MeshConfig(data=1), MeshConfig(data=8), MeshConfig(data=2, fsdp=2, tensor=2)
 
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler libtpu (extra [plan]) is not installed"
-)
-needs_cuda_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda13_plugin") is None,
-    reason="XLA's compiler for GPUs (extra [plan-gpu]) is missing",
-)
+
+def needs(module, tier, reason):
+    """Return a decorator: the test is in ``tier``, and is skipped where ``module`` is not installed."""
+
+    def decorate(test):
+        is_missing = importlib.util.find_spec(module) is None
+        return pytest.mark.tier(tier)(pytest.mark.skipif(is_missing, reason=reason)(test))
+
+    return decorate
 
 
-needs_qwix = pytest.mark.skipif(importlib.util.find_spec("qwix") is None, reason="qwix (extra [quant]) is missing")
+needs_libtpu = needs("libtpu", "compiler", "the TPU compiler libtpu (extra [plan]) is not installed")
+needs_cuda_compiler = needs("jax_cuda13_plugin", "compiler", "the compiler for GPUs (extra [plan-gpu]) is missing")
+needs_qwix = needs("qwix", "extras", "qwix (extra [quant]) is missing")
 
 
 def needs_reasoning_gym():

@@ -1,0 +1,34 @@
+"""The tiers of the tests. Every test is in one tier: `plain`, or the one that its mark names.
+
+A test outside the plain suite names the plain test of the same law in its docstring or in a comment.
+"""
+
+import pytest
+
+PLAIN = "plain"
+# What each tier proves. launch/test.sh --tier=NAME runs one; .ci/run runs all of them in this order.
+TIERS = {
+    PLAIN: "every law once, on small sizes",
+    "recipes": "every law for every recipe",
+    "slow": "laws on more meshes, model families, sizes and settings",
+    "compiler": "programs compiled for TPU slices by the TPU compiler",
+    "extras": "what needs optional packages: quantised weights, buckets, search over documents",
+    "sandbox": "attacks on the sandbox and on its limits",
+    "hosts": "runs of several processes",
+    "kills": "runs that are killed or stopped, and resumed",
+    "learning": "examples whose reward must rise, one seed each",
+    "parity": "parity with PyTorch and other libraries, if they are installed",
+}
+
+
+def tier_of(item: pytest.Item) -> str:
+    """Return the tier of a test: the nearest mark of its function, class or file decides."""
+    mark = item.get_closest_marker("tier")
+    if mark is not None:
+        (name,) = mark.args
+        if name not in TIERS:
+            raise pytest.UsageError(f"{item.nodeid}: tier {name!r} must be one of {', '.join(TIERS)}")
+        return name
+    if item.get_closest_marker("torch"):
+        return "parity"
+    return "slow" if item.get_closest_marker("slow") else PLAIN
