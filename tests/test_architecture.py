@@ -53,7 +53,6 @@ OPEN = {
     "models.files.run_models": {"models.files.pretrained"},
     "actor.external": {"run"},
     "actor.external_sources": {"actor.external"},
-    "algorithms.credit": {"config"},
 }
 # Thin runners, so that ``python -m jaxrl_llm.NAME`` works. They import nothing of the package.
 RUNNERS = {path.stem for path in (PACKAGE / "commands").glob("[!_]*.py")}

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.algorithms import corrections, credit
+from jaxrl_llm.algorithms import corrections
 from jaxrl_llm.algorithms import critic as values
 from jaxrl_llm.algorithms.inputs import COLUMNS, SAID_BY_LEARNER, Sizes
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import Config
-from jaxrl_llm.learner import optim, publish
+from jaxrl_llm.learner import credit, optim, publish
 from jaxrl_llm.learner.annotation import Annotation
 from jaxrl_llm.learner.faults import Faults
 from jaxrl_llm.learner.update import Update

@@ -20,8 +20,8 @@ from support.building import COMPLETION_TOKENS, CUBE, EOS_IDS, ONE, PROMPT_TOKEN
 from jaxrl_llm.actor.actor import Actor
 from jaxrl_llm.actor.external import External, shared_groups
 from jaxrl_llm.actor.generator import FinishedGroup
-from jaxrl_llm.algorithms import credit
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
+from jaxrl_llm.learner import credit
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import encode_examples

@@ -10,10 +10,10 @@ from support.building import EIGHT, ONE, TINY, mesh_of
 
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.actor.resampling import is_mixed, sample
-from jaxrl_llm.algorithms import credit
 from jaxrl_llm.algorithms.inputs import Sizes
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import freeze
+from jaxrl_llm.learner import credit
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime.programs import compile_all

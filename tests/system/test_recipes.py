@@ -21,9 +21,9 @@ from reference import sampling as sampling_oracle
 from reference import transformer
 from support.building import EIGHT, ONE, host_params, learner_params, mesh_of
 
-from jaxrl_llm.algorithms import credit
 from jaxrl_llm.algorithms.baselines import num_features
 from jaxrl_llm.config import freeze
+from jaxrl_llm.learner import credit
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.ledger import Ledger

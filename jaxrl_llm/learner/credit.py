@@ -1,0 +1,178 @@
+"""Credit: rewards of rollouts become advantages of tokens.
+
+    rewards and what the host remembers (algorithms.memory)
+      -> reward terms are added -> advantage of each row or token -> reshapings, in order (assign)
+
+Owns: groups of rows by ``group_id``, the order in which the functions of a config are called, the treatment of failed
+rewards (no part in the group, no training). Does not know: any of these functions, how rewards are scored, the ring,
+the loss. Letters: B rows, S row width, Q groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Num
+
+from jaxrl_llm.algorithms.inputs import Rows
+from jaxrl_llm.algorithms.use import Chosen
+from jaxrl_llm.config import Config
+from jaxrl_llm.ops import groups as compare
+from jaxrl_llm.ops.groups import Groups
+from jaxrl_llm.ops.masks import sampled_mask
+from jaxrl_llm.settings.schema import ConfigError
+from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
+
+# Stands in for the group of rows without a reward; sorts after every real group_id.
+_NO_GROUP = jnp.iinfo(jnp.int32).max
+
+
+def assign(
+    rollout: Rollout, scores: Scores, columns: Mapping[str, Any], config: Config
+) -> tuple[Experience, dict[str, Num[Array, ...]]]:
+    """Return the rollouts of one iteration with their advantages. On the device.
+
+    Rows with equal ``group_id`` are a group, wherever they stand. Equal text does not merge groups. A row that is not
+    trainable takes no part in its group's baseline and has advantage 0. With ``algorithm.overlong_filter`` truncated
+    rows are not trainable either, because their reward does not show how they would have ended.
+
+    The stored reward is the reward as scored. Reward terms change only the advantage.
+
+    Args:
+        rollout: B rows. The trainable rows have at most Q different group ids: ``rollout.prompts_per_iteration`` from 0
+            on, and ``external.groups_per_iteration`` below 0.
+        scores: their rewards, from ``memory.Memory.scores``.
+        columns: columns of the rows that the learner has computed (inputs.COLUMNS).
+        config: this function reads the sections ``algorithm``, ``rewards``, ``rollout``, ``external``, ``replay`` and
+            ``sampling``.
+
+    Returns:
+        The experience, and a mapping. Its entry "degenerate_groups" [] i32 is the number of the run's own groups whose
+        advantages are all 0. The other entries are the values that memories learn from, by name.
+
+    Raises:
+        ConfigError: a user's function returns something else than one number for each row or token.
+    """
+    algorithm = config.algorithm
+    mask_BS = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
+    trainable = scores.trainable
+    if algorithm.overlong_filter:
+        trainable = trainable & (rollout.stop_reason != STOP_LENGTH)
+    reward = jnp.where(trainable, scores.reward, 0.0)
+    groups = _group_rows(rollout, trainable, config)
+    parts = tuple(zip(scores.parts, config.rewards.weights, strict=True)) if scores.parts else ()
+    rows = Rows(
+        reward=reward,
+        added=None,
+        parts=parts,
+        correct=trainable & (reward >= config.rewards.pass_threshold),
+        groups=groups,
+        group_id=rollout.group_id,
+        length=jnp.sum(mask_BS, axis=1, dtype=jnp.int32),
+        mask=mask_BS,
+        tokens=rollout.tokens,
+        behaviour_logp=rollout.behaviour_logp,
+        columns={**rollout.columns, **columns, **scores.columns},
+        memory=scores.memory,
+        max_length=config.sampling.max_completion_tokens,
+    )
+    learned: dict[str, Any] = {}
+    rows = _add_reward_terms(rows, trainable, config, learned)
+    advantage = _call(algorithm.advantage, "advantage", (rows,), (reward.shape, mask_BS.shape), learned)
+    credit_columns = {}
+    if "returns" in learned:
+        credit_columns["returns"] = learned.pop("returns")
+    elif "value" in columns:  # by default the critic learns to predict the reward at each token
+        credit_columns["returns"] = jnp.where(mask_BS & trainable[:, None], rows.reward[:, None], 0.0)
+    mixed = _is_mixed(reward, rows, config)
+    if advantage.ndim == 1:
+        if config.replay.skip_tied and not algorithm.tied_teaches:
+            advantage = jnp.where(mixed, advantage, 0.0)
+        advantage = advantage[:, None]
+    advantage_BS = jnp.where(mask_BS & trainable[:, None], advantage, 0.0)
+    for reshaping in algorithm.reshaping:
+        advantage_BS = _call(reshaping, "reshaping", (advantage_BS, rows), (mask_BS.shape,), learned)
+
+    teaches_Q = _groups_with_advantage(advantage_BS, groups)
+    is_own_Q = jnp.any(groups.member & (rollout.group_id >= 0)[None, :], axis=1)
+    num_teaching = jnp.sum(teaches_Q & is_own_Q, dtype=jnp.int32)
+    learned["degenerate_groups"] = config.rollout.prompts_per_iteration - num_teaching
+    tied = ~teaches_Q[groups.index]
+    if not algorithm.tied_teaches:
+        tied &= ~mixed
+    credit_columns["group_mean"] = jnp.where(trainable, compare.group_mean(reward, groups), 0.0)
+    credit_columns["tied"] = tied
+    credit_columns["question_id"] = scores.question_id
+    loss_reads_value = algorithm.critic.clip > 0 or algorithm.loss_needs("value")
+    for name, column in columns.items():
+        if name != "value" or loss_reads_value:
+            credit_columns[name] = column
+    return Experience(rollout, reward, advantage_BS, trainable, columns=credit_columns), learned
+
+
+def _group_rows(rollout: Rollout, trainable: jax.Array, config: Config) -> Groups:
+    """Return the groups of rows. Rows that are not trainable are in a group of their own."""
+    num_groups = config.rollout.prompts_per_iteration + config.external.groups_per_iteration
+    group_id = jnp.where(trainable, rollout.group_id, _NO_GROUP)
+    _, group_index = jnp.unique(group_id, size=num_groups + 1, fill_value=_NO_GROUP, return_inverse=True)
+    return compare.group_rows(group_index, trainable, num_groups + 1)
+
+
+def _add_reward_terms(rows: Rows, trainable: jax.Array, config: Config, learned: dict[str, Any]) -> Rows:
+    """Return the rows with the reward terms of the config added to their rewards."""
+    if not config.algorithm.reward_terms:
+        return rows
+    added = jnp.zeros_like(rows.reward)
+    for term in config.algorithm.reward_terms:
+        added = added + _call(term, "reward_terms", (rows,), (rows.reward.shape,), learned)
+    return rows._replace(reward=jnp.where(trainable, rows.reward + added, 0.0), added=added)
+
+
+def _is_mixed(reward: jax.Array, rows: Rows, config: Config) -> jax.Array:
+    """Return, for each row, whether the rewards of its group differ, [B] bool.
+
+    Rewards as scored decide this, as in ``resampling.is_mixed``. Reward terms, such as a length penalty, do not count.
+    """
+    parts = [(reward, 1.0)]
+    if rows.parts:
+        parts = config.algorithm.compared(rows.parts, jnp.where)
+    untied = [compare.is_untied(values, rows.groups) for values, weight in parts if weight]
+    return jnp.any(jnp.stack(untied), axis=0)
+
+
+def _groups_with_advantage(advantage_BS: jax.Array, groups: Groups) -> jax.Array:
+    """Return which groups have an advantage other than 0, [Q] bool."""
+    teaches_B = jnp.any(advantage_BS != 0, axis=1)
+    return jnp.any(groups.member & teaches_B[None, :], axis=1)
+
+
+def _call(
+    function: Chosen,
+    field: str,
+    arguments: tuple[Any, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    learned: dict[str, Any],
+) -> jax.Array:
+    """Return the array that a method's function returns, and add what its memory learns from to ``learned``.
+
+    Args:
+        field: setting of the function in ``config.algorithm``, for the error.
+        shapes: allowed shapes of the array.
+        learned: a function with a memory returns (array, mapping). The mapping is added here.
+    """
+    value = function(*arguments)
+    if isinstance(value, tuple):
+        value, learned_values = value
+        learned.update(learned_values)
+    if getattr(value, "shape", None) not in shapes:
+        letters = {1: "[B]", 2: "[B, S]"}
+        expected = " or ".join(letters[len(shape)] for shape in shapes)
+        received = getattr(value, "shape", value)
+        raise ConfigError(
+            f"algorithm.{field}={function.name!r} must return an array of shape {expected}, not {received}. B is the "
+            "number of rows and S their width: change the function to return one number for each row or token"
+        )
+    return value
