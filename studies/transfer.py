@@ -12,7 +12,7 @@ import dataclasses
 import pathlib
 import shutil
 
-from jaxrl_llm.commands.evaluate import command
+from jaxrl_llm.commands.evaluate import evaluate
 from jaxrl_llm.config import Config
 from studies.design import is_reported
 
@@ -39,7 +39,7 @@ def measure(config: Config, workdir: pathlib.Path) -> dict[str, float]:
     found = {}
     if is_reported(config.seed):
         for name, asked in (("held-out", config), (TASK, config_of(config))):
-            rates = command(asked, "", str(workdir), SAMPLES)["pass_at_k"]
+            rates = evaluate(asked, "", str(workdir), SAMPLES)["pass_at_k"]
             found |= {f"{name}/pass@{k}": rate for k, rate in rates.items()}
     shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
     return found

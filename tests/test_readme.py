@@ -303,7 +303,7 @@ def test_command_runs(index, folder):
 def test_the_readme_names_every_command():
     section = README.partition("## Commands")[2]
     files = [*REPOSITORY.glob("jaxrl_llm/*.py"), *REPOSITORY.glob("jaxrl_llm/*/__main__.py")]
-    found = [path.parent if path.stem == "__main__" else path for path in files if "cli.run(" in path.read_text()]
+    found = [path.parent if path.stem == "__main__" else path for path in files if "import start" in path.read_text()]
     assert len(found) >= 12 and {path.stem for path in found} <= set(re.findall(r"`(\w+)`", section))
 
 

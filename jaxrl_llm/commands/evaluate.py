@@ -35,6 +35,8 @@ from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.runtime.weights import restore_params
 from jaxrl_llm.scoring.rewards import RewardPool
 
+FLAGS = flags.FLAGS
+
 # Settings that say which questions of a source are held out.
 HELD_OUT_BY = ("seed", "prompts.size", "prompts.arguments", "prompts.bad_row", "eval.num_prompts", "eval.name")
 
@@ -56,8 +58,23 @@ def _warn(run: str, saved: Config, config: Config) -> None:
         print(f"{said} ({listed(changed)})", file=sys.stderr)
 
 
-def command(config: Config, model: str, checkpoint: str, num_samples: int | None, adapter: str = "") -> dict[str, Any]:
-    """The command's work; see the module's docstring."""
+def evaluate(
+    config: Config, model: str = "", checkpoint: str = "", num_samples: int | None = None, adapter: str = ""
+) -> dict[str, Any]:
+    """Sample completions of the held-out questions of ``config``, score them and return the figures.
+
+    Args:
+        model: a model, as ``model.path`` names it. Give either a model or a checkpoint.
+        checkpoint: the workdir of a run, its folder of checkpoints, or one checkpoint.
+        num_samples: completions per question; None = ``config.eval.num_samples``.
+        adapter: folder of adapters (PEFT) for ``model``; "" = none.
+
+    Returns:
+        The figures that the command prints, and "samples" with every completion.
+
+    Raises:
+        ConfigError: bad input, before anything is compiled.
+    """
     if bool(model) == bool(checkpoint):
         raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
     if adapter and not model:
@@ -108,21 +125,28 @@ def command(config: Config, model: str, checkpoint: str, num_samples: int | None
 
 
 def main() -> None:
-    if OUTPUT.value:
-        row_files.check_output(OUTPUT.value)
-    result = command(freeze(CONFIG.value), MODEL.value, CHECKPOINT.value, NUM_SAMPLES.value, ADAPTER.value)
+    """Run the command with the values of its flags."""
+    if FLAGS.output:
+        row_files.check_output(FLAGS.output)
+    result = evaluate(freeze(FLAGS.config), FLAGS.model, FLAGS.checkpoint, FLAGS.num_samples, FLAGS.adapter)
     text = json_lines.written(result, indent=1)
-    if OUTPUT.value and hosts.is_first():
-        pathlib.Path(OUTPUT.value).write_text(text)
+    if FLAGS.output and hosts.is_first():
+        pathlib.Path(FLAGS.output).write_text(text)
     print(json_lines.written({k: v for k, v in result.items() if k != "samples"}, indent=1))
 
 
-if __name__ == "__main__":
-    MODEL = flags.DEFINE_string("model", "", pretrained.SOME)
-    ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
-    CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Working directory of a run, instead of --model.")
-    CONFIG = config_flags.DEFINE_config_file("config", None, "Config whose held-out questions to use.")
-    NUM_SAMPLES = flags.DEFINE_integer("num_samples", None, "K: completions per question; else eval.num_samples.")
-    OUTPUT = flags.DEFINE_string("output", "", "JSON file for the result with every completion.")
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("model", "", pretrained.SOME)
+    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
+    flags.DEFINE_string("checkpoint", "", "Working directory of a run, instead of --model.")
+    config_flags.DEFINE_config_file("config", None, "Config whose held-out questions to use.")
+    flags.DEFINE_integer("num_samples", None, "K: completions per question; else eval.num_samples.")
+    flags.DEFINE_string("output", "", "JSON file for the result with every completion.")
     flags.mark_flag_as_required("config")
-    cli.run(main)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

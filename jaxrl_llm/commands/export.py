@@ -29,6 +29,8 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, sharding, weights
 from jaxrl_llm.runtime.checkpoint_files import by_name
 
+FLAGS = flags.FLAGS
+
 
 def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: bool = False) -> None:
     """The command's work; see the module's text.
@@ -81,14 +83,21 @@ def _check_shapes(params: Any, model: Model, both: str) -> None:
 
 
 def main() -> None:
-    export(CHECKPOINT.value, MODEL.value, OUTPUT.value, DTYPE.value, merge=MERGE.value)
-    print(f"exported {CHECKPOINT.value or MODEL.value} to {OUTPUT.value}")
+    """Run the command with the values of its flags."""
+    export(FLAGS.checkpoint, FLAGS.model, FLAGS.output, FLAGS.dtype, merge=FLAGS.merge)
+    print(f"exported {FLAGS.checkpoint or FLAGS.model} to {FLAGS.output}")
 
 
-if __name__ == "__main__":
-    CHECKPOINT = flags.DEFINE_string("checkpoint", "", "Workdir of a run, its checkpoints folder, or one of these.")
-    MODEL = flags.DEFINE_string("model", "", "What to export; with --checkpoint: where its run's model.path is now.")
-    OUTPUT = flags.DEFINE_string("output", None, "Folder to write.", required=True)
-    DTYPE = flags.DEFINE_string("dtype", "", "Of the weights: float32, bfloat16 or float16; left out, as the model's.")
-    MERGE = flags.DEFINE_bool("merge", False, "Adapters and their base as one model, not the adapters alone.")
-    cli.run(main)
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("checkpoint", "", "Workdir of a run, its checkpoints folder, or one of these.")
+    flags.DEFINE_string("model", "", "What to export; with --checkpoint: where its run's model.path is now.")
+    flags.DEFINE_string("output", None, "Folder to write.", required=True)
+    flags.DEFINE_string("dtype", "", "Of the weights: float32, bfloat16 or float16; left out, as the model's.")
+    flags.DEFINE_bool("merge", False, "Adapters and their base as one model, not the adapters alone.")
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

@@ -31,6 +31,8 @@ from jaxrl_llm.runtime import cli, hosts, json_lines, rng, row_files, sharding
 from jaxrl_llm.runtime.programs import compile_all, use_cache
 from jaxrl_llm.types import STOP_NAMES, Example
 
+FLAGS = flags.FLAGS
+
 
 def generate(
     source: pretrained.Source,
@@ -119,80 +121,89 @@ def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int
 
 
 def main() -> None:
-    if BATCH_SIZE.value < 1:
-        raise ConfigError(f"--batch_size={BATCH_SIZE.value} must be at least 1")
+    """Run the command with the values of its flags."""
+    if FLAGS.batch_size < 1:
+        raise ConfigError(f"--batch_size={FLAGS.batch_size} must be at least 1")
     try:
-        told = json.loads(TEMPLATE_KWARGS.value)
+        told = json.loads(FLAGS.chat_template_kwargs)
     except ValueError as error:
-        raise ConfigError(f"--chat_template_kwargs={TEMPLATE_KWARGS.value!r:.200} must be JSON ({error})") from error
-    if TEMPERATURE.value == 0 and not GREEDY.value:
+        raise ConfigError(
+            f"--chat_template_kwargs={FLAGS.chat_template_kwargs!r:.200} must be JSON ({error})"
+        ) from error
+    if FLAGS.temperature == 0 and not FLAGS.greedy:
         raise ConfigError("--temperature=0 must be at least 0.01; --greedy takes the most likely token")
     # Through the config's own checks, so that a flag has the bounds of the setting it stands for.
     config = freeze(
         {
             "sampling": {
-                "temperature": 1.0 if GREEDY.value else TEMPERATURE.value,
-                "top_k": TOP_K.value,
-                "top_p": TOP_P.value,
-                "min_p": MIN_P.value,
-                "max_completion_tokens": MAX_TOKENS.value,
-                "stop_strings": STOP.value,
-                "stop_tokens": STOP_TOKEN.value,
+                "temperature": 1.0 if FLAGS.greedy else FLAGS.temperature,
+                "top_k": FLAGS.top_k,
+                "top_p": FLAGS.top_p,
+                "min_p": FLAGS.min_p,
+                "max_completion_tokens": FLAGS.max_tokens,
+                "stop_strings": FLAGS.stop,
+                "stop_tokens": FLAGS.stop_token,
             },
             "prompts": {
-                "chat_template": CHAT_TEMPLATE.value,
+                "chat_template": FLAGS.chat_template,
                 "chat_template_kwargs": told,
-                "system_prompt": SYSTEM_PROMPT.value,
-                "special_tokens": SPECIAL_TOKENS.value,
+                "system_prompt": FLAGS.system_prompt,
+                "special_tokens": FLAGS.special_tokens,
             },
-            "model": {"compute_dtype": DTYPE.value},
-            "seed": SEED.value,
+            "model": {"compute_dtype": FLAGS.compute_dtype},
+            "seed": FLAGS.seed,
         }
     )
     sampling = config.sampling
-    if GREEDY.value:
+    if FLAGS.greedy:
         sampling = SamplingConfig(
             temperature=0.0,
             max_completion_tokens=sampling.max_completion_tokens,
             stop_strings=sampling.stop_strings,
             stop_tokens=sampling.stop_tokens,
         )
-    row_files.check_output(OUTPUT.value)
+    row_files.check_output(FLAGS.output)
     output = generate(
-        pretrained.resolve(MODEL.value, adapter=ADAPTER.value),
-        PROMPTS.value,
+        pretrained.resolve(FLAGS.model, adapter=FLAGS.adapter),
+        FLAGS.prompts,
         sampling=sampling,
-        ignore_eos=IGNORE_EOS.value,
-        batch_size=BATCH_SIZE.value,
-        seed=SEED.value,
-        compute_dtype=DTYPE.value,
+        ignore_eos=FLAGS.ignore_eos,
+        batch_size=FLAGS.batch_size,
+        seed=FLAGS.seed,
+        compute_dtype=FLAGS.compute_dtype,
         encoding=config.prompts.encoding,
     )
-    row_files.write(OUTPUT.value, output)
+    row_files.write(FLAGS.output, output)
     tokens = sum(len(row["completion_ids"]) for row in output)
-    print(json_lines.written({"rows": len(output), "completion_tokens": tokens, "output": OUTPUT.value}))
+    print(json_lines.written({"rows": len(output), "completion_tokens": tokens, "output": FLAGS.output}))
 
 
-if __name__ == "__main__":
-    MODEL = flags.DEFINE_string("model", None, pretrained.SOME)
-    ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
-    PROMPTS = flags.DEFINE_string("prompts", None, "JSONL with `prompt`, `messages` or `prompt_ids` per row.")
-    OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")
-    GREEDY = flags.DEFINE_bool("greedy", False, "Take the most likely token; the other sampling flags have no say.")
-    IGNORE_EOS = flags.DEFINE_bool("ignore_eos", False, "Go on to --max_tokens, or to a --stop or --stop_token.")
-    MAX_TOKENS = flags.DEFINE_integer("max_tokens", 64, "Longest completion.")
-    TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Softmax temperature.")
-    TOP_K = flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 = all.")
-    TOP_P = flags.DEFINE_float("top_p", 1.0, "Keep the smallest set with this mass.")
-    MIN_P = flags.DEFINE_float("min_p", 0.0, "Keep tokens at least this fraction as likely as the best.")
-    STOP = flags.DEFINE_multi_string("stop", [], "Text that ends a completion; may be given more than once.")
-    SEED = flags.DEFINE_integer("seed", 0, "Root of the sampling noise.")
-    BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Rows decoded side by side.")
-    DTYPE = flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
-    SYSTEM_PROMPT = flags.DEFINE_string("system_prompt", "", "System message before prompts that have none.")
-    STOP_TOKEN = flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion; may be given repeatedly.")
-    CHAT_TEMPLATE = flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's; false for a base model.")
-    TEMPLATE_KWARGS = flags.DEFINE_string("chat_template_kwargs", "{}", 'JSON for it: {"enable_thinking": false}.')
-    SPECIAL_TOKENS = flags.DEFINE_bool("special_tokens", False, "Read what looks like a special token as that token.")
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("model", None, pretrained.SOME)
+    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
+    flags.DEFINE_string("prompts", None, "JSONL with `prompt`, `messages` or `prompt_ids` per row.")
+    flags.DEFINE_string("output", None, "JSONL to write.")
+    flags.DEFINE_bool("greedy", False, "Take the most likely token; the other sampling flags have no say.")
+    flags.DEFINE_bool("ignore_eos", False, "Go on to --max_tokens, or to a --stop or --stop_token.")
+    flags.DEFINE_integer("max_tokens", 64, "Longest completion.")
+    flags.DEFINE_float("temperature", 1.0, "Softmax temperature.")
+    flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 = all.")
+    flags.DEFINE_float("top_p", 1.0, "Keep the smallest set with this mass.")
+    flags.DEFINE_float("min_p", 0.0, "Keep tokens at least this fraction as likely as the best.")
+    flags.DEFINE_multi_string("stop", [], "Text that ends a completion; may be given more than once.")
+    flags.DEFINE_integer("seed", 0, "Root of the sampling noise.")
+    flags.DEFINE_integer("batch_size", 64, "Rows decoded side by side.")
+    flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
+    flags.DEFINE_string("system_prompt", "", "System message before prompts that have none.")
+    flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion; may be given repeatedly.")
+    flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's; false for a base model.")
+    flags.DEFINE_string("chat_template_kwargs", "{}", 'JSON for it: {"enable_thinking": false}.')
+    flags.DEFINE_bool("special_tokens", False, "Read what looks like a special token as that token.")
     flags.mark_flags_as_required(["model", "prompts", "output"])
-    cli.run(main)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

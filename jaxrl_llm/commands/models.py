@@ -22,6 +22,8 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.presets import PRESETS
 from jaxrl_llm.runtime import cli, json_lines
 
+FLAGS = flags.FLAGS
+
 # Bytes per parameter: weights, gradient, two moments, and the sampler's copy (model.compute_dtype=bfloat16).
 SETTINGS = {
     "float32": (4 + 4 + 8 + 2, "weights and moments of float32, model.compute_dtype=bfloat16"),
@@ -88,8 +90,9 @@ def table(found: list[dict[str, Any]]) -> Table:
 
 
 def main() -> None:
-    found = rows(FILTER.value)
-    if JSON.value:
+    """Run the command with the values of its flags."""
+    found = rows(FLAGS.filter)
+    if FLAGS.json:
         sizes = {name: size for name, (size, _) in SETTINGS.items()}
         print(json_lines.written({"bytes_per_parameter": sizes, "models": found}))
         return
@@ -99,7 +102,13 @@ def main() -> None:
     console.print(table(found))
 
 
-if __name__ == "__main__":
-    FILTER = flags.DEFINE_string("filter", "", "Those whose name has this in it.")
-    JSON = flags.DEFINE_bool("json", False, "One JSON object, of bytes and whole numbers.")
-    cli.run(main)
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("filter", "", "Those whose name has this in it.")
+    flags.DEFINE_bool("json", False, "One JSON object, of bytes and whole numbers.")
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

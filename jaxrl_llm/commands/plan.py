@@ -39,6 +39,8 @@ from jaxrl_llm.runtime import cli, json_lines, row_files, sharding
 from jaxrl_llm.runtime.executables import keeping_update, saved_in
 from jaxrl_llm.runtime.programs import in_use_bytes, resident_bytes
 
+FLAGS = flags.FLAGS
+
 
 def plan(
     config: Config,
@@ -239,44 +241,51 @@ def conclude(run: Run, rows: list[Row], found: dict[str, Any]) -> bool:
 
 
 def main() -> None:
+    """Run the command with the values of its flags."""
     jax.config.update("jax_platforms", "cpu")  # it only compiles, on a machine with chips too
     jax.config.update("jax_enable_compilation_cache", False)  # what is found there has no text
-    config = dataclasses.replace(freeze(CONFIG.value), executables="")  # which it may be to write
-    if not 0 <= PRICE.value < math.inf:
-        raise ConfigError(f"--price={PRICE.value} must be at least 0: dollars of a chip for an hour")
-    if SEARCH.value:
-        if given := [f"--{flag.name}" for flag in (PRICE, JSON, HTML, SAVE) if flag.value]:
-            raise ConfigError(f"--search={SEARCH.value} prints alone; without it plan takes {', '.join(given)}")
-        model = presets.model_of(config, PRESET.value)
-        devices, chip = chips.devices_of(TOPOLOGY.value)
-        sys.exit(search(config, model, devices, chip, most=SEARCH.value))
+    config = dataclasses.replace(freeze(FLAGS.config), executables="")  # which it may be to write
+    if not 0 <= FLAGS.price < math.inf:
+        raise ConfigError(f"--price={FLAGS.price} must be at least 0: dollars of a chip for an hour")
+    if FLAGS.search:
+        if given := [f"--{name}" for name in ("price", "json", "html", "save") if FLAGS[name].value]:
+            raise ConfigError(f"--search={FLAGS.search} prints alone; without it plan takes {', '.join(given)}")
+        model = presets.model_of(config, FLAGS.preset)
+        devices, chip = chips.devices_of(FLAGS.topology)
+        sys.exit(search(config, model, devices, chip, most=FLAGS.search))
     sys.exit(
         plan(
             config,
-            TOPOLOGY.value,
-            preset=PRESET.value,
-            price=PRICE.value,
-            json_path=JSON.value,
-            html_path=HTML.value,
-            save=SAVE.value,
+            FLAGS.topology,
+            preset=FLAGS.preset,
+            price=FLAGS.price,
+            json_path=FLAGS.json,
+            html_path=FLAGS.html,
+            save=FLAGS.save,
         )
     )
 
 
-if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
-    TOPOLOGY = flags.DEFINE_string(
+def define_flags() -> None:
+    """Define the flags of the command."""
+    config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
+    flags.DEFINE_string(
         "topology", None, "TPU slice or GPUs by name, such as v5e:2x4, v5p-128, v5litepod-256 or h100:8."
     )
-    PRESET = flags.DEFINE_string(
+    flags.DEFINE_string(
         "preset", "", f"Shape of a public model in place of config.model.path: {', '.join(presets.PRESETS)}."
     )
-    PRICE = flags.DEFINE_float("price", 0.0, "Dollars of a chip for an hour; 0 = not known.")
-    SEARCH = flags.DEFINE_integer(
+    flags.DEFINE_float("price", 0.0, "Dollars of a chip for an hour; 0 = not known.")
+    flags.DEFINE_integer(
         "search", 0, "Compile so many layouts (mesh, micro-batch, remat) at most, and print the best that fit.", 0
     )
-    JSON = flags.DEFINE_string("json", "", "File for all numbers.")
-    HTML = flags.DEFINE_string("html", "", "File for a page with pictures.")
-    SAVE = flags.DEFINE_string("save", "", "Folder for the compiled programs, which train takes (config.executables).")
+    flags.DEFINE_string("json", "", "File for all numbers.")
+    flags.DEFINE_string("html", "", "File for a page with pictures.")
+    flags.DEFINE_string("save", "", "Folder for the compiled programs, which train takes (config.executables).")
     flags.mark_flags_as_required(["config", "topology"])
-    cli.run(main)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

@@ -38,10 +38,17 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from absl import flags
+
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.reports.metric_table import AGE_LABELS
 from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.runtime import cli
 from jaxrl_llm.types import AGE_BUCKETS
+
+FLAGS = flags.FLAGS
+
+RHO = 0.05  # declared by docs/replay_study.md; no run measures it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,52 +275,72 @@ def measured_alpha(workdirs: Sequence[str]) -> Ageing:
     return ageing
 
 
-def main() -> None:
-    if MU.value is None and WORKDIR.value is None:
+def replay_plan(
+    *,
+    mu: float | None = None,
+    alpha: float | None = None,
+    rho: float = RHO,
+    workdirs: Sequence[str] = (),
+    rollouts: int = 0,
+) -> str:
+    """Return the text of the plan: fits of what the runs measured, and the table.
+
+    Args:
+        mu: relative price of a rollout; None = as the runs measured it.
+        alpha: growth of the noise with age; None = as the runs measured it.
+        rho: correlation of the noise of rollouts from nearly the same weights.
+        workdirs: folders of the runs.
+        rollouts: R, the rollouts that an iteration generates; 0 = do not show the sizes B and N.
+
+    Raises:
+        ConfigError: a value is out of range, or neither a value nor a run is given for mu or alpha.
+    """
+    workdir = ",".join(workdirs)
+    if mu is None and not workdirs:
         raise ConfigError("give --mu, or with --workdir a run that has measured it")
-    if WORKDIR.value is not None and None not in (MU.value, ALPHA.value):
-        raise ConfigError(f"--mu={MU.value} and --alpha={ALPHA.value} leave --workdir={WORKDIR.value} nothing to tell")
-    if not 0 <= ROLLOUTS.value < 2**31:
-        raise ConfigError(f"--rollouts={ROLLOUTS.value} must be at least 0 and less than 2147483648")
-    if WORKDIR.value is None and ALPHA.value is None:
-        raise ConfigError(f"--mu={MU.value} wants an --alpha, which only a run (--workdir) can tell")
-    workdirs = (WORKDIR.value or "").split(",")
-    if MU.value is not None:
-        mu = MU.value
-    elif len(workdirs) > 1:
+    if workdirs and mu is not None and alpha is not None:
+        raise ConfigError(f"--mu={mu} and --alpha={alpha} leave --workdir={workdir} nothing to tell")
+    if not 0 <= rollouts < 2**31:
+        raise ConfigError(f"--rollouts={rollouts} must be at least 0 and less than 2147483648")
+    if not workdirs and alpha is None:
+        raise ConfigError(f"--mu={mu} wants an --alpha, which only a run (--workdir) can tell")
+    lines = []
+    if mu is None and len(workdirs) > 1:
         seconds = fitted(workdirs)
-        print(seconds.shown())
+        lines.append(seconds.shown())
         mu = seconds.mu
-    else:
-        mu = measured_mu(WORKDIR.value)
-        if said := price_of(WORKDIR.value):
-            print(said)
-    alpha = ALPHA.value
+    elif mu is None:
+        mu = measured_mu(workdirs[0])
+        warning = price_of(workdirs[0])
+        if warning:
+            lines.append(warning)
     if alpha is None:
         ageing = measured_alpha(workdirs)
-        print(ageing.shown())
+        lines.append(ageing.shown())
         alpha = max(ageing.alpha, 0.0)
-    print(f"mu {mu:.3g}\n{table(Costs(mu, RHO.value, alpha), ROLLOUTS.value)}")
+    return "\n".join([*lines, f"mu {mu:.3g}", table(Costs(mu, rho, alpha), rollouts)])
 
 
-if __name__ == "__main__":
-    from absl import flags
+def main() -> None:
+    """Run the command with the values of its flags."""
+    workdirs = [] if FLAGS.workdir is None else FLAGS.workdir.split(",")
+    print(replay_plan(mu=FLAGS.mu, alpha=FLAGS.alpha, rho=FLAGS.rho, workdirs=workdirs, rollouts=FLAGS.rollouts))
 
-    from jaxrl_llm.runtime import cli
 
-    MU = flags.DEFINE_float(
-        "mu", None, "Seconds to generate a rollout over seconds to train on one; of the run by default."
-    )
-    WORKDIR = flags.DEFINE_string(
-        "workdir", None, "Of a run that measured --mu and --alpha, or of several, with commas."
-    )
-    RHO = flags.DEFINE_float(
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one; of the run by default.")
+    flags.DEFINE_string("workdir", None, "Of a run that measured --mu and --alpha, or of several, with commas.")
+    flags.DEFINE_float(
         "rho",
-        0.05,
+        RHO,
         "Correlation of rollouts of nearly the same weights, 0..1: no run measures it; by default the study's guess.",
     )
-    ALPHA = flags.DEFINE_float(
-        "alpha", None, "Growth of the noise with age, sigma ~ age^alpha; of the runs by default."
-    )
-    ROLLOUTS = flags.DEFINE_integer("rollouts", 0, "Rollouts generated in an iteration, R: show B and N too.")
-    cli.run(main)
+    flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha; of the runs by default.")
+    flags.DEFINE_integer("rollouts", 0, "Rollouts generated in an iteration, R: show B and N too.")
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

@@ -3,17 +3,39 @@
 Owns: the command. Does not know: what is on the page (reports.html).
 """
 
+import os
+import pathlib
+
 from absl import flags
 
 from jaxrl_llm.reports import html
 from jaxrl_llm.runtime import cli
 
+FLAGS = flags.FLAGS
+
+
+def report(workdir: str | os.PathLike) -> pathlib.Path:
+    """Write ``workdir/report.html`` from the files of the run and return its path.
+
+    Raises:
+        ConfigError: metrics.jsonl is missing or empty, or a file of the run cannot be read.
+        DiskError: the disk is full or cannot be written.
+    """
+    with cli.writing(workdir):
+        return html.write_report(workdir)
+
 
 def main() -> None:
-    with cli.writing(WORKDIR.value):
-        print(html.write_report(WORKDIR.value))
+    """Run the command with the values of its flags."""
+    print(report(FLAGS.workdir))
 
 
-if __name__ == "__main__":
-    WORKDIR = flags.DEFINE_string("workdir", None, "Directory of a run; the report is written into it.", required=True)
-    cli.run(main)
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("workdir", None, "Directory of a run; the report is written into it.", required=True)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

@@ -25,6 +25,8 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, json_lines, row_files, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 
+FLAGS = flags.FLAGS
+
 CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once
 
 
@@ -87,25 +89,32 @@ def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtyp
 
 
 def main() -> None:
-    if BATCH_SIZE.value < 1:
-        raise ConfigError(f"--batch_size={BATCH_SIZE.value} must be at least 1")
-    if DTYPE.value not in ("float32", "bfloat16"):
-        raise ConfigError(f"--compute_dtype={DTYPE.value!r} is not one of 'float32', 'bfloat16'")
-    row_files.check_output(OUTPUT.value)
-    source = pretrained.resolve(MODEL.value, adapter=ADAPTER.value)
-    output = score(source, INPUT.value, batch_size=BATCH_SIZE.value, compute_dtype=DTYPE.value)
-    row_files.write(OUTPUT.value, output)
+    """Run the command with the values of its flags."""
+    if FLAGS.batch_size < 1:
+        raise ConfigError(f"--batch_size={FLAGS.batch_size} must be at least 1")
+    if FLAGS.compute_dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--compute_dtype={FLAGS.compute_dtype!r} is not one of 'float32', 'bfloat16'")
+    row_files.check_output(FLAGS.output)
+    source = pretrained.resolve(FLAGS.model, adapter=FLAGS.adapter)
+    output = score(source, FLAGS.input, batch_size=FLAGS.batch_size, compute_dtype=FLAGS.compute_dtype)
+    row_files.write(FLAGS.output, output)
     tokens = sum(len(row["logp"]) for row in output)
     mean = sum(sum(row["logp"]) for row in output) / max(1, tokens)
-    print(json_lines.written({"rows": len(output), "tokens": tokens, "mean_logp_nats": mean, "output": OUTPUT.value}))
+    print(json_lines.written({"rows": len(output), "tokens": tokens, "mean_logp_nats": mean, "output": FLAGS.output}))
 
 
-if __name__ == "__main__":
-    MODEL = flags.DEFINE_string("model", None, pretrained.SOME)
-    ADAPTER = flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
-    INPUT = flags.DEFINE_string("input", None, "JSONL with `prompt_ids` and `completion_ids` per row.")
-    OUTPUT = flags.DEFINE_string("output", None, "JSONL to write.")
-    BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Rows in one forward pass.")
-    DTYPE = flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("model", None, pretrained.SOME)
+    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
+    flags.DEFINE_string("input", None, "JSONL with `prompt_ids` and `completion_ids` per row.")
+    flags.DEFINE_string("output", None, "JSONL to write.")
+    flags.DEFINE_integer("batch_size", 16, "Rows in one forward pass.")
+    flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
     flags.mark_flags_as_required(["model", "input", "output"])
-    cli.run(main)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

@@ -37,6 +37,8 @@ from jaxrl_llm.serving.engine import Engine
 from jaxrl_llm.serving.http import Server
 from jaxrl_llm.serving.tempering import TemperingSampler
 
+FLAGS = flags.FLAGS
+
 
 def server_of(
     path: str,
@@ -162,30 +164,57 @@ def adapters_of(flags_given: list[str], model: str) -> dict[str, str]:
     return found
 
 
-def main() -> None:
+def serve(
+    model: str,
+    adapters: Mapping[str, str] | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    slots: int = 32,
+    max_waiting: int = 256,
+    max_prompt_tokens: int = 512,
+    max_tokens: int = 512,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    compute_dtype: str = "float32",
+) -> None:
+    """Answer requests until SIGINT, SIGTERM or SIGHUP. The token of JAXRL_SERVE_TOKEN, if set, protects the server.
+
+    Args:
+        model: a model, as ``model.path`` names it.
+        adapters: folders of adapters (PEFT) by the name that requests use.
+        slots: completions decoded side by side.
+        max_waiting: requests that may wait; more are answered with status 429.
+        temperature: of requests that name none; 0 is greedy decoding of all requests.
+        seed: of the sampling noise; None = new noise at every start.
+
+    Raises:
+        ConfigError: bad input, before anything is compiled.
+    """
     use_cache(Config().compilation_cache)
-    for flag in (MAX_TOKENS, MAX_PROMPT_TOKENS, MAX_WAITING):
-        if flag.value < 1:
-            raise ConfigError(f"--{flag.name}={flag.value} must be at least 1")
-    if TEMPERATURE.value != 0 and not 0.01 <= TEMPERATURE.value <= 100.0:
-        raise ConfigError(f"--temperature={TEMPERATURE.value} must be 0 or from 0.01 to 100")
+    at_least_one = {"max_tokens": max_tokens, "max_prompt_tokens": max_prompt_tokens, "max_waiting": max_waiting}
+    for name, value in at_least_one.items():
+        if value < 1:
+            raise ConfigError(f"--{name}={value} must be at least 1")
+    if temperature != 0 and not 0.01 <= temperature <= 100.0:
+        raise ConfigError(f"--temperature={temperature} must be 0 or from 0.01 to 100")
     token = os.environ.get("JAXRL_SERVE_TOKEN", "")
-    if HOST.value not in ("127.0.0.1", "::1", "localhost") and not token:
-        raise ConfigError(f"--host={HOST.value!r:.100} lets others in: set JAXRL_SERVE_TOKEN, which they must bear")
+    if host not in ("127.0.0.1", "::1", "localhost") and not token:
+        raise ConfigError(f"--host={host!r:.100} lets others in: set JAXRL_SERVE_TOKEN, which they must bear")
     server = server_of(
-        MODEL.value,
-        adapters_of(ADAPTER.value, MODEL.value),
-        address=(HOST.value, PORT.value),
-        sampling=SamplingConfig(temperature=TEMPERATURE.value, max_completion_tokens=MAX_TOKENS.value),
-        max_prompt_tokens=MAX_PROMPT_TOKENS.value,
-        slots=SLOTS.value,
-        max_waiting=MAX_WAITING.value,
+        model,
+        adapters,
+        address=(host, port),
+        sampling=SamplingConfig(temperature=temperature, max_completion_tokens=max_tokens),
+        max_prompt_tokens=max_prompt_tokens,
+        slots=slots,
+        max_waiting=max_waiting,
         token=token,
-        seed=SEED.value,
-        compute_dtype=COMPUTE_DTYPE.value,
+        seed=seed,
+        compute_dtype=compute_dtype,
     )
-    host = f"[{HOST.value}]" if ":" in HOST.value else HOST.value
-    print(f"serving     {MODEL.value} at http://{host}:{server.server_port}/v1", flush=True)
+    shown_host = f"[{host}]" if ":" in host else host
+    print(f"serving     {model} at http://{shown_host}:{server.server_port}/v1", flush=True)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: server.shutdown())
     with server:
@@ -204,22 +233,41 @@ def _watch(server: Server, engine: Engine) -> None:
     server.shutdown()
 
 
-if __name__ == "__main__":
-    MODEL = flags.DEFINE_string("model", None, pretrained.SOME)
-    ADAPTER = flags.DEFINE_multi_string(
-        "adapter", [], "NAME=FOLDER of adapters (PEFT) over it; may be given repeatedly."
+def main() -> None:
+    """Run the command with the values of its flags."""
+    serve(
+        FLAGS.model,
+        adapters_of(FLAGS.adapter, FLAGS.model),
+        host=FLAGS.host,
+        port=FLAGS.port,
+        slots=FLAGS.slots,
+        max_waiting=FLAGS.max_waiting,
+        max_prompt_tokens=FLAGS.max_prompt_tokens,
+        max_tokens=FLAGS.max_tokens,
+        temperature=FLAGS.temperature,
+        seed=FLAGS.seed,
+        compute_dtype=FLAGS.compute_dtype,
     )
-    HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; others reach it only with a token.")
-    PORT = flags.DEFINE_integer("port", 8000, "Port; 0 takes a free one.", lower_bound=0, upper_bound=65535)
-    SLOTS = flags.DEFINE_integer("slots", 32, "Completions decoded side by side.", upper_bound=2**31 - 1)
-    MAX_WAITING = flags.DEFINE_integer("max_waiting", 256, "Requests that may wait; more are answered with 429.")
-    MAX_PROMPT_TOKENS = flags.DEFINE_integer("max_prompt_tokens", 512, "Longest prompt.")
-    MAX_TOKENS = flags.DEFINE_integer("max_tokens", 512, "Longest completion.")
-    TEMPERATURE = flags.DEFINE_float(
-        "temperature", 1.0, "Softmax temperature of requests that name none; 0 is greedy, for all."
-    )
+
+
+def define_flags() -> None:
+    """Define the flags of the command."""
+    flags.DEFINE_string("model", None, pretrained.SOME)
+    flags.DEFINE_multi_string("adapter", [], "NAME=FOLDER of adapters (PEFT) over it; may be given repeatedly.")
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; others reach it only with a token.")
+    flags.DEFINE_integer("port", 8000, "Port; 0 takes a free one.", lower_bound=0, upper_bound=65535)
+    flags.DEFINE_integer("slots", 32, "Completions decoded side by side.", upper_bound=2**31 - 1)
+    flags.DEFINE_integer("max_waiting", 256, "Requests that may wait; more are answered with 429.")
+    flags.DEFINE_integer("max_prompt_tokens", 512, "Longest prompt.")
+    flags.DEFINE_integer("max_tokens", 512, "Longest completion.")
+    flags.DEFINE_float("temperature", 1.0, "Softmax temperature of requests that name none; 0 is greedy, for all.")
     said = "Of the noise; by default requests without a seed of their own have another at every start."
-    SEED = flags.DEFINE_integer("seed", None, said, lower_bound=0, upper_bound=2**31 - 1)
-    COMPUTE_DTYPE = flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Arithmetic.")
+    flags.DEFINE_integer("seed", None, said, lower_bound=0, upper_bound=2**31 - 1)
+    flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Arithmetic.")
     flags.mark_flag_as_required("model")
-    cli.run(main, alone=True)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__, alone=True)

@@ -48,6 +48,8 @@ from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 from jaxrl_llm.runtime.sharding import leading, put, replicated
 from jaxrl_llm.types import Example, PromptBatch
 
+FLAGS = flags.FLAGS
+
 Rows = tuple[jax.Array, jax.Array, jax.Array]  # tokens [B,S], prompt_length [B], length [B], all i32
 
 
@@ -152,7 +154,11 @@ class Supervised:
 
 
 def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
-    """Train and write the folder ``out``; see the module's text.
+    """Train on the answers of a task and write the folder ``out``.
+
+    Args:
+        out: folder of the trained model; it is made if it does not exist.
+        until: stop when the held-out answers have at least this mean probability.
 
     Returns:
         Mean probability of the held-out answers at the end.
@@ -160,6 +166,24 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
     Raises:
         ConfigError: bad input, before anything is compiled.
     """
+    if not 0.0 < until <= 1.0:
+        raise ConfigError(f"--until={until} must be more than 0 and at most 1")
+    is_new = not os.path.exists(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise ConfigError(f"--out={out} cannot be a folder to write in: {error.strerror}") from error
+    try:
+        return _sft(config, out, until)
+    except ConfigError:
+        if is_new:
+            with contextlib.suppress(OSError):  # the folder has files
+                out.rmdir()
+        raise
+
+
+def _sft(config: Config, out: pathlib.Path, until: float) -> float:
     if config.eval.num_prompts == 0:
         raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions tell how far training is")
     if config.update.load_balance:
@@ -229,27 +253,21 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
 
 
 def main() -> None:
-    if not 0.0 < UNTIL.value <= 1.0:
-        raise ConfigError(f"--until={UNTIL.value} must be more than 0 and at most 1")
-    out, is_new = pathlib.Path(OUT.value), not os.path.exists(OUT.value)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=out).close()
-    except OSError as error:
-        raise ConfigError(f"--out={out} cannot be a folder to write in: {error.strerror}") from error
-    try:
-        sft(freeze(CONFIG.value), out, until=UNTIL.value)
-    except ConfigError:
-        if is_new:
-            with contextlib.suppress(OSError):  # there is something in it
-                out.rmdir()
-        raise
+    """Run the command with the values of its flags."""
+    out = pathlib.Path(FLAGS.out)
+    sft(freeze(FLAGS.config), out, until=FLAGS.until)
     print(f"model  {out}  (Hugging Face folder, for model.path)")
 
 
-if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
-    OUT = flags.DEFINE_string("out", None, "Folder to write.")
-    UNTIL = flags.DEFINE_float("until", 1.0, "Stop where held-out answers have this probability.")
+def define_flags() -> None:
+    """Define the flags of the command."""
+    config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
+    flags.DEFINE_string("out", None, "Folder to write.")
+    flags.DEFINE_float("until", 1.0, "Stop where held-out answers have this probability.")
     flags.mark_flags_as_required(["config", "out"])
-    cli.run(main)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__)

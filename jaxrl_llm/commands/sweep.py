@@ -55,6 +55,8 @@ from jaxrl_llm.sweeps import table
 from jaxrl_llm.sweeps.points import AFTER, Point, Sweep, freeze_points, plain, point_name
 from jaxrl_llm.sweeps.table import FIRST, THEN, Run
 
+FLAGS = flags.FLAGS
+
 Points = dict[str, tuple[Point, Config]]
 
 LAST_LINES = 6  # of a failed point's log
@@ -241,7 +243,7 @@ def train_command(config_file: str, base: Config, config: Config, workdir: pathl
     return shlex.join(words)
 
 
-def launch(template: str, commands: dict[str, str], folder: pathlib.Path) -> int:
+def launch_commands(template: str, commands: dict[str, str], folder: pathlib.Path) -> int:
     """Print each command, or run the template with it; how many of those runs failed."""
     failures = 0
     for name, command in commands.items():
@@ -474,44 +476,95 @@ def exit_status(failed: Mapping[str, str], stopped: str | None) -> int:
     return 128 + signal.Signals[stopped] if stopped else 1 if failed else 0
 
 
-def main() -> None:
-    if not flags.FLAGS["config"].present:  # its settings are a record's
-        raise ConfigError("--config must be a Python file with get_config() and get_sweep(): a record has no points")
-    config_file, folder = flags.FLAGS["config"].config_filename, pathlib.Path(WORKDIR.value)
-    if WORKERS.value < 0:
-        raise ConfigError(f"--workers={WORKERS.value} must be at least 0")
-    sweep = read_sweep(config_file)
+def sweep(
+    config_file: str,
+    workdir: pathlib.Path,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    overrides: Collection[str] = (),
+    num_workers: int = 1,
+    launch: str = "",
+) -> int:
+    """Run the points of a sweep file that are not finished, and write table and page.
+
+    Args:
+        config_file: Python file with ``get_config()`` and ``get_sweep()``.
+        workdir: folder of the sweep. Each point has a folder of its own in it.
+        settings: settings that all points share; None = the result of ``get_config()``.
+        overrides: dotted names of the settings in which ``settings`` differs from ``get_config()``.
+        num_workers: points that run at the same time; 0 = run nothing, and write table and page.
+        launch: "print", or a shell command for each point; "" = run the points here.
+
+    Returns:
+        Exit status: 0 if all points have finished or were launched, 1 if a point failed, 128 and its number if a signal
+        stopped the sweep.
+
+    Raises:
+        ConfigError: bad input, before any point runs.
+    """
+    if num_workers < 0:
+        raise ConfigError(f"--workers={num_workers} must be at least 0")
+    definition = read_sweep(config_file)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        workdir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--workdir={folder} cannot be a folder: {error.strerror}") from error
-    overrides = [path for path, _ in cli.apart(sys.argv)[1]]
-    known = functools.partial(points_of, config_file, CONFIG.value, sweep, folder, overrides)
-    check_folders(folder, points := known())
-    if LAUNCH.value:
-        trained = dataclasses.replace(sweep, after="")  # the commands train, and that is all
-        base = freeze(runpy.run_path(config_file)["get_config"]())
-        commands = {
-            name: train_command(config_file, base, config, folder / name)
-            for name, (_, config) in points.items()
-            if not is_finished(folder / name, config, trained)
-        }
-        sys.exit(launch(LAUNCH.value, commands, folder) > 0)
-    points, failed, stopped = run_stages(folder, known, sweep, num_workers=WORKERS.value)
-    print(f"table  {folder / 'table.csv'}\npage   {folder / 'sweep.html'}")
+        raise ConfigError(f"--workdir={workdir} cannot be a folder: {error.strerror}") from error
+    if settings is None:
+        settings = runpy.run_path(config_file)["get_config"]()
+    known = functools.partial(points_of, config_file, settings, definition, workdir, overrides)
+    points = known()
+    check_folders(workdir, points)
+    if launch:
+        return launch_unfinished(launch, config_file, points, definition, workdir)
+    points, failed, stopped = run_stages(workdir, known, definition, num_workers=num_workers)
+    print(f"table  {workdir / 'table.csv'}\npage   {workdir / 'sweep.html'}")
     if stopped:
         print(f"stopped by {stopped}; run the same command again to continue")
     if failed:
         print(f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}", file=sys.stderr)
-        if sweep.then:
+        if definition.then:
             print("what `then` makes of the points waits until all of them are finished", file=sys.stderr)
-    sys.exit(exit_status(failed, stopped))
+    return exit_status(failed, stopped)
 
 
-if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config() and get_sweep().")
-    WORKDIR = flags.DEFINE_string("workdir", None, "Where the runs live, each in a folder of its own.")
-    WORKERS = flags.DEFINE_integer("workers", 1, "Points run at a time; 0 writes table and page alone.")
-    LAUNCH = flags.DEFINE_string("launch", "", "'print', or a command to run for each point; see the module's text.")
+def launch_unfinished(template: str, config_file: str, points: Points, definition: Sweep, folder: pathlib.Path) -> int:
+    """Launch the commands of the points whose training is not finished, and return 1 if a launch failed, else 0."""
+    base = freeze(runpy.run_path(config_file)["get_config"]())
+    trained = dataclasses.replace(definition, after="")  # the commands train, and do nothing after that
+    commands = {
+        name: train_command(config_file, base, config, folder / name)
+        for name, (_, config) in points.items()
+        if not is_finished(folder / name, config, trained)
+    }
+    return 1 if launch_commands(template, commands, folder) else 0
+
+
+def main() -> None:
+    """Run the command with the values of its flags."""
+    flag = FLAGS["config"]
+    if not flag.present:  # its settings are a record's
+        raise ConfigError("--config must be a Python file with get_config() and get_sweep(): a record has no points")
+    status = sweep(
+        flag.config_filename,
+        pathlib.Path(FLAGS.workdir),
+        settings=FLAGS.config,
+        overrides=[path for path, _ in cli.apart(sys.argv)[1]],
+        num_workers=FLAGS.workers,
+        launch=FLAGS.launch,
+    )
+    sys.exit(status)
+
+
+def define_flags() -> None:
+    """Define the flags of the command."""
+    config_flags.DEFINE_config_file("config", None, "Python file with get_config() and get_sweep().")
+    flags.DEFINE_string("workdir", None, "Where the runs live, each in a folder of its own.")
+    flags.DEFINE_integer("workers", 1, "Points run at a time; 0 writes table and page alone.")
+    flags.DEFINE_string("launch", "", "'print', or a command to run for each point; see the module's text.")
     flags.mark_flags_as_required(["config", "workdir"])
-    cli.run(main, alone=True)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__, alone=True)

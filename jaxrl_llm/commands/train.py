@@ -189,13 +189,23 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     return 0
 
 
+FLAGS = flags.FLAGS
+
+
 def main() -> None:
-    sys.exit(train(freeze(CONFIG.value), pathlib.Path(WORKDIR.value), allow_config_changes=ALLOW_CONFIG_CHANGES.value))
+    """Run the command with the values of its flags."""
+    sys.exit(train(freeze(FLAGS.config), pathlib.Path(FLAGS.workdir), allow_config_changes=FLAGS.allow_config_changes))
 
 
-if __name__ == "__main__":
-    CONFIG = config_flags.DEFINE_config_file("config", None, "Python file with get_config(), or a run to run again.")
-    WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.")
-    ALLOW_CONFIG_CHANGES = flags.DEFINE_bool("allow_config_changes", False, "Resume although settings differ.")
+def define_flags() -> None:
+    """Define the flags of the command."""
+    config_flags.DEFINE_config_file("config", None, "Python file with get_config(), or a run to run again.")
+    flags.DEFINE_string("workdir", None, "Where the run lives; an existing one is resumed.")
+    flags.DEFINE_bool("allow_config_changes", False, "Resume although settings differ.")
     flags.mark_flags_as_required(["config", "workdir"])
-    cli.run(main, stops=True)
+
+
+def start() -> None:
+    """Read the command line and run the command. This function does not return."""
+    define_flags()
+    cli.run(main, text=__doc__, stops=True)

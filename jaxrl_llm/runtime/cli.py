@@ -29,13 +29,14 @@ from jaxrl_llm.settings.schema import Text, build, override, visible
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 
 
-def run(main: Callable[[], None], *, stops: bool = False, alone: bool = False) -> None:
+def run(main: Callable[[], None], *, text: str | None = None, stops: bool = False, alone: bool = False) -> None:
     """Parse the flags, call ``main()`` and end the process. This function never returns.
 
     Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with status 2. A
     ``MachineError`` prints one line and exits with status 1. Any other exception is a bug and keeps its traceback.
 
     Args:
+        text: what ``--help`` prints above the flags; None for the docstring of the main module.
         stops: ``main`` handles SIGTERM itself.
         alone: the command must run on one host.
     """
@@ -53,8 +54,25 @@ def run(main: Callable[[], None], *, stops: bool = False, alone: bool = False) -
         with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):
             main()
 
-    with distributed.ending_at_once(), one_line_errors():
+    with distributed.ending_at_once(), one_line_errors(), _help_text(main, text):
         app.run(command, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def _help_text(main: Callable[[], None], text: str | None) -> Iterator[None]:
+    """Let ``--help`` print ``text`` and the flags of the module of ``main``.
+
+    Otherwise absl prints the docstring and the flags of the main module, which is a thin runner.
+    """
+    main_module = sys.modules["__main__"]
+    before = main_module.__doc__
+    main_module.__doc__ = before if text is None else text
+    for flag in flags.FLAGS.get_flags_for_module(main.__module__):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
+    try:
+        yield
+    finally:
+        main_module.__doc__ = before
 
 
 class DiskError(distributed.MachineError):

@@ -226,10 +226,10 @@ def test_a_policy_that_was_trained_in_a_dream_alone_comes_out_of_the_real_maze(m
     }
     made = lambda **own: freeze(building.settings_of(ROOT / "configs" / "maze.py", settings | own))
     real = made(**{"eval.num_prompts": 6})
-    before = evaluate_module.command(real, "random:debug", "", 4)["pass_rate"]
+    before = evaluate_module.evaluate(real, "random:debug", "", 4)["pass_rate"]
     dreamt = {"environments.factory": "jaxrl_llm.examples.dream:play", "rewards.functions": ("environment",)}
     assert train_module.train(made(**dreamt, **{"eval.num_prompts": 0}), tmp_path / "run") == 0
     lines = read_metrics(tmp_path / "run")
     assert sum(line["reward/error_count"] + line["reward/timeout_count"] for line in lines) == 0
-    after = evaluate_module.command(real, "", str(tmp_path / "run"), 4)["pass_rate"]
+    after = evaluate_module.evaluate(real, "", str(tmp_path / "run"), 4)["pass_rate"]
     assert after > before + 0.15, (before, after)  # measured, seeds 0 to 2: 0.04, 0.33; 0.08, 0.67; 0.00, 0.29

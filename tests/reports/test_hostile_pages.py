@@ -229,7 +229,7 @@ def test_a_shell_runs_exactly_the_command_of_each_point(template, stand_ins, tmp
         name: sweep_module.train_command(str(file), freeze(base), config, folder / name)
         for name, (_, config) in frozen.items()
     }
-    assert sweep_module.launch(template, commands, folder) == 0
+    assert sweep_module.launch_commands(template, commands, folder) == 0
     if template == "print":
         subprocess.run(["sh", "-c", capfd.readouterr().out], check=True)
     ran = stand_ins()
@@ -258,4 +258,4 @@ def test_what_a_command_line_cannot_say_is_refused_and_not_changed(arguments, me
 @pytest.mark.parametrize("template", ["{command.x}", "{0}", "{", "{command[x]}"])
 def test_a_template_that_names_something_else_is_one_line(template, tmp_path):
     with pytest.raises(ConfigError, match="it may name"):
-        sweep_module.launch(template, {"a": "true"}, tmp_path)
+        sweep_module.launch_commands(template, {"a": "true"}, tmp_path)

@@ -251,14 +251,14 @@ def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
         train_module.train(config, workdir, allow_config_changes=True)
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=message):
-        evaluate.command(config, "", str(workdir), 1)
+        evaluate.evaluate(config, "", str(workdir), 1)
     with pytest.raises(ConfigError, match=message):  # as a model
         load = trained_model.source(str(workdir), lambda path: pretrained.resolve(str(other)), "--model")[3]
         load(Model(PRESETS["debug"]), mesh_of(ONE), seed=0)
     with pytest.raises(ConfigError, match="must be as in the checkpoint, which has adapters"):
-        evaluate.command(freeze(settings_of(CONFIG, {"model.path": str(base)})), "", str(workdir), 1)
+        evaluate.evaluate(freeze(settings_of(CONFIG, {"model.path": str(base)})), "", str(workdir), 1)
     with pytest.raises(ConfigError, match=r"model.lora=.*alpha=8.0.* must be as in '.*run': .*alpha=32.0"):
-        evaluate.command(config_of(base, **{"model.lora.alpha": 8.0}), "", str(workdir), 1)
+        evaluate.evaluate(config_of(base, **{"model.lora.alpha": 8.0}), "", str(workdir), 1)
     # The same weights elsewhere are the same base.
     assert train_module.train(config_of(moved, num_iterations=4), workdir, allow_config_changes=True) == 0
 
@@ -266,11 +266,11 @@ def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
 def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trained, tmp_path):
     workdir, *_ = trained
     measured = json.loads((workdir / "eval_after.json").read_text())
-    assert evaluate.command(config_of(base), "", str(workdir), 4) == measured | {"skipped_count": 0}
+    assert evaluate.evaluate(config_of(base), "", str(workdir), 4) == measured | {"skipped_count": 0}
     with pytest.raises(ConfigError, match=r"--adapter='x' goes with --model=BASE: a checkpoint has its own adapters"):
-        evaluate.command(config_of(base), "", str(workdir), 4, "x")
+        evaluate.evaluate(config_of(base), "", str(workdir), 4, "x")
     with pytest.raises(ConfigError, match=r"nowhere/adapter_config.json: no such file"):
-        evaluate.command(config_of(base), str(base), "", 4, "nowhere")
+        evaluate.evaluate(config_of(base), str(base), "", 4, "nowhere")
 
     export.export(str(workdir), "", str(tmp_path / "merged"), merge=True)
     export.export("", str(workdir), str(tmp_path / "adapters"))

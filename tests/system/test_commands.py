@@ -128,7 +128,7 @@ def test_how_many_are_decoded_side_by_side_changes_no_evaluation(slots):
     def evaluated(slots):
         settings = {"eval.num_prompts": 5, "eval.num_samples": 4, "eval.slots": slots}
         settings["sampling.max_completion_tokens"] = 6
-        return evaluate.command(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", None)
+        return evaluate.evaluate(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", None)
 
     one = evaluated(0)
     assert len(one["samples"]) == 20 and len({sample["completion"] for sample in one["samples"]}) > 10
@@ -140,7 +140,7 @@ def test_rows_that_an_evaluation_skips_are_told_and_counted(tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {"prompts.source": "jsonl", "prompts.name": str(tmp_path / "rows.jsonl"), "prompts.bad_row": "skip"}
     settings |= {"eval.num_prompts": 2, "sampling.max_completion_tokens": 2, "rewards.functions": ("math",)}
-    result = evaluate.command(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", 1)
+    result = evaluate.evaluate(freeze(settings_of(DEBUG_CONFIG, settings)), "random:debug", "", 1)
     assert (result["num_prompts"], result["skipped_count"]) == (2, 12)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 11 and said[1].startswith(f"skipped {tmp_path}/rows.jsonl:4: ")
@@ -157,7 +157,7 @@ def test_questions_that_a_checkpoint_was_trained_on_are_warned_of(monkeypatch, c
             return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype)), params), config(saved)
 
         monkeypatch.setattr(evaluate, "restore_params", restored)
-        evaluate.command(config(given or {}), "", "runs/mine", 1)
+        evaluate.evaluate(config(given or {}), "", "runs/mine", 1)
         return capsys.readouterr().err
 
     assert warned({}) == ""
@@ -177,7 +177,7 @@ def test_a_run_s_folder_is_evaluated_as_a_model_like_its_checkpoint(tmp_path, ca
     draw = lambda x: random.normal(scale=0.3, size=x.shape).astype(np.float32)
     shapes = Model(PRESETS["debug"]).abstract_params(mesh_of(ONE))
     save_run(tmp_path / "run", "random:debug", jax.tree.map(draw, shapes), **settings)
-    results = [evaluate.command(config(seed=1), *which, 2) for which in ((run, ""), ("", run), ("random:debug", ""))]
+    results = [evaluate.evaluate(config(seed=1), *which, 2) for which in ((run, ""), ("", run), ("random:debug", ""))]
     assert results[0] == results[1] != results[2]
     said = capsys.readouterr().err
     assert said.count(f"warning: {run} may have been trained on some of these questions") == 2
@@ -192,9 +192,9 @@ def test_a_checkpoint_is_evaluated_without_the_weights_that_it_was_trained_from(
     (tmp_path / "model/model.safetensors").unlink()
     fixed = {"model.path": str(tmp_path / "model"), "eval.num_prompts": 2, "sampling.max_completion_tokens": 4}
     config = freeze(settings_of(DEBUG_CONFIG, fixed))
-    assert evaluate.command(config, "", str(run), 1)["num_samples"] == 1
+    assert evaluate.evaluate(config, "", str(run), 1)["num_samples"] == 1
     with pytest.raises(ConfigError, match="safetensors"):
-        evaluate.command(config, str(tmp_path / "model"), "", 1)
+        evaluate.evaluate(config, str(tmp_path / "model"), "", 1)
 
 
 def test_other_sources_and_files_hold_out_what_no_run_was_trained_on():

@@ -100,7 +100,7 @@ def test_turns_are_played_trained_on_and_evaluated(run, tmp_path, is_evaluated):
         return
     evaluated = json.loads((tmp_path / "run" / "eval_after.json").read_text())
     assert evaluated["reward_mean"] > 1.0
-    again = evaluate_module.command(config, "", str(tmp_path / "run"), 2)
+    again = evaluate_module.evaluate(config, "", str(tmp_path / "run"), 2)
     assert [row["completion"] for row in again["samples"]] == [row["completion"] for row in evaluated["samples"]]
 
 
