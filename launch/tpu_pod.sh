@@ -59,7 +59,8 @@ done
 [[ -n $zone ]] || fail "--zone is missing"
 if [[ -z $command && -z $only ]]; then
     [[ -n $config ]] || fail "--config is missing"
-    [[ -f $config && $config != /* && $config != ../* ]] || fail "--config=$config: no such file in this checkout"
+    [[ $config == recipe:* || (-f $config && $config != /* && $config != ../*) ]] \
+        || fail "--config=$config: no such file in this checkout"
     [[ ${config#./} != runs/* && ${config#./} != .venv* && ${config#./} != .git/* ]] \
         || fail "--config=$config: files of this folder are not copied"
 fi

@@ -28,7 +28,7 @@ import pytest
 from jaxrl_llm.algorithms.use import keywords
 from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten, freeze
 from jaxrl_llm.reports.metrics import METRICS
-from jaxrl_llm.runtime import cli
+from jaxrl_llm.runtime import cli, package_files
 from jaxrl_llm.settings.schema import Text, override
 from jaxrl_llm.sweeps import points
 from jaxrl_llm.sweeps.table import Run
@@ -231,7 +231,7 @@ def frozen(command):
     """The config of a command, of its file and its overrides."""
     rest, overrides = cli.apart(shlex.split(command, comments=True))
     path = next(word.removeprefix("--config=") for word in rest if word.startswith("--config="))
-    settings = runpy.run_path(path)["get_config"]().to_dict()
+    settings = runpy.run_path(package_files.config_file(path))["get_config"]().to_dict()
     for name, value in sorted(overrides, key=lambda given: given[0].count(".")):
         settings = override(settings, name, Text(value))
     return freeze(settings)
@@ -258,7 +258,7 @@ def test_commands_of_methods_by_turn_keep_nothing_of_the_maze(folder, monkeypatc
         assert not {name for name in of_maze if settings[name] == maze[name]}
     recipes = {path.stem: path.read_text() for path in REPOSITORY.glob("jaxrl_llm/recipes/[!_]*.py")}
     named = {name for name in re.findall(r"`(\w+)`", section) if name in recipes}
-    assert named == {name for name, text in recipes.items() if "configs/maze.py" in text}
+    assert named == {name for name, text in recipes.items() if "maze.get_config()" in text}
 
 
 def test_metrics_that_are_named_exist():

@@ -390,7 +390,7 @@ def test_both_tasks_are_asked_after_a_reported_run_and_its_checkpoint_goes(tmp_p
         asked.append(config)
         return {"pass_at_k": {"1": 0.1 * len(asked)}}
 
-    monkeypatch.setattr(transfer, "command", command)
+    monkeypatch.setattr(transfer, "evaluate", command)
     sweep = read_sweep("configs/sweeps/smollm2.py")
     assert sweep.after == "studies.transfer:measure"
     trained = freeze_points(runpy.run_path("configs/sweeps/smollm2.py")["get_config"](), [sweep.points[0]])

@@ -7,10 +7,10 @@ and generated, and the forward passes of its references), and the best of four l
 studies/replay_study.md has the results.
 """
 
-import pathlib
 import runpy
 
 from jaxrl_llm.config import defaults, freeze
+from jaxrl_llm.runtime import package_files
 from jaxrl_llm.settings.schema import differences, plain
 from studies.costs import FORWARD, forwards
 from studies.design import COST_RATIO, RATE, SUMS, sweep_of
@@ -21,9 +21,9 @@ WHOLE_GROUPS = ("agro", "spo", "vcpo")
 # Without those that need something beside them, another run or a teacher, or are another reward: votes, key steps.
 LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo", "step_coder")
 RECIPES = {
-    path.stem: freeze(runpy.run_path(str(path))["get_config"]())
-    for path in sorted(pathlib.Path("jaxrl_llm/recipes").glob("[!_]*.py"))
-    if path.stem not in LEFT_OUT
+    name: freeze(runpy.run_path(str(package_files.recipe_file(name)))["get_config"]())
+    for name in package_files.recipe_names()
+    if name not in LEFT_OUT
 }
 
 

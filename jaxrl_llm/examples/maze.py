@@ -1,31 +1,118 @@
-"""Maze game, as an environment (``environments.factory``) in three forms:
+"""Mazes: questions, an environment in three forms, rewards by turn, and the settings of a job.
 
-    jaxrl_llm.examples.maze:Maze    a tool, ``go(direction)``
-    jaxrl_llm.examples.maze:plain   moves by the last of the letters n, e, s, w in a turn and replies with the field
-                                        and its exits, " 12es". For models that cannot call tools.
+    python -m jaxrl_llm.train --config=configs/maze.py --workdir=runs/maze
 
-    jaxrl_llm.examples.maze:patched like plain, along an expert's shortest path. After a wrong step the reply is the
-                                        expert's step and its field, " e:10ns", and the episode continues from there.
-                                        The third wrong step ends the episode.
+This example shows how one module can be a whole task of several turns:
 
-``:steps`` is the reward for ``plain``: each turn scores 1.0 if it reaches the goal and -0.1 if it does not move.
-``:matched`` is the reward for ``patched``: each turn scores 1.0 if it is the expert's step. The questions are from
-``prompts.source="maze"``. Different paths lead to the same field, and the reply for a field is always the same.
-Methods that compare turns in the same state need this (algorithm.advantage="gigpo").
+- ``load`` makes the questions of ``prompts.source="maze"``.
+- ``Maze``, ``plain`` and ``patched`` are environments (``environments.factory``).
+- ``steps`` and ``matched`` are rewards that give every turn its own number (``rewards.functions``).
+- ``get_config`` puts them together. The recipes for methods by turn begin with it.
 
-Owns: moves and their rewards. Does not know: how mazes are made (examples.maze_questions).
+The environments are:
+
+    jaxrl_llm.examples.maze:Maze      a tool, ``go(direction)``
+    jaxrl_llm.examples.maze:plain     moves by the last of the letters n, e, s, w in a turn and replies with the field
+                                      and its exits, " 12es". For models that cannot call tools.
+    jaxrl_llm.examples.maze:patched   like plain, along an expert's shortest path. After a wrong step the reply is the
+                                      expert's step and its field, " e:10ns", and the episode continues from there.
+                                      The third wrong step ends the episode.
+
+``steps`` is the reward for ``plain``: each turn scores 1.0 if it reaches the goal and -0.1 if it does not move.
+``matched`` is the reward for ``patched``: each turn scores 1.0 if it is the expert's step. Different paths lead to the
+same field, and the reply for a field is always the same. Methods that compare turns in the same state need this
+(algorithm.advantage="gigpo").
+
+``prompts.arguments``:
+
+    width, height    3; size of the maze in fields, 2 to 9
+    loops            1; number of walls removed beyond those that connect all fields
+    plain            False; True makes prompts of a few letters, for small models
+
+This module depends on no other package than NumPy.
+
+Owns: the questions, moves and their rewards, the settings of the job. Does not know: tokenizers, models.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxrl_llm.questions.tasks import Loaded
+from jaxrl_llm.questions.tasks.arguments import checked
+
+if TYPE_CHECKING:
+    import ml_collections
+
+    from jaxrl_llm.config import PromptsConfig
+
+SCORER = ""  # set rewards.functions to a reward of this module or to "environment"
+
+# argument -> (default, least, most)
+ARGUMENTS = {"width": (3, 2, 9), "height": (3, 2, 9), "loops": (1, 0, 200), "plain": (False, False, True)}
 
 MOVES = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
 NAMES = {"n": "north", "e": "east", "s": "south", "w": "west"}
 NOWHERE = -0.1
 PATCHES = 2
+
+
+# ---- questions -------------------------------------------------------------------------------------------------
+
+
+def load(config: PromptsConfig, *, seed: int) -> Loaded:
+    """Return ``config.size`` mazes drawn from ``seed``: the start is in the left column, the goal in the right one.
+
+    Host; ``columns`` are ``maze`` (the exits of each field by row, such as "nes"), ``start`` and ``goal`` (x, y; the
+    origin is the upper left field).
+
+    Raises:
+        ConfigError: an argument that is not in ``ARGUMENTS``, or a value that is not allowed.
+    """
+    from jaxrl_llm.types import Example  # imported here because reward workers import task modules without jax
+
+    given = checked(config.arguments, ARGUMENTS)
+    rng, examples = np.random.default_rng(seed), []
+    for i in range(1, config.size + 1):
+        maze = drawn(rng, given["width"], given["height"], given["loops"])
+        start, goal = [0, int(rng.integers(given["height"]))], [given["width"] - 1, int(rng.integers(given["height"]))]
+        prompt = f"Find the way out of the maze, which is at {goal[0]}, {goal[1]}. Call go."
+        if given["plain"]:
+            prompt = f"{field(maze, *start)} to {goal[0]}{goal[1]}:"
+        examples.append(Example(prompt, {"maze": maze, "start": start, "goal": goal}, f"maze:{i}"))
+    return Loaded(tuple(examples))
+
+
+def drawn(rng: np.random.Generator, width: int, height: int, loops: int) -> list[list[str]]:
+    """Draw a maze in which every field is connected to every other, and return the exits of each field.
+
+    Walls are visited in random order. A wall is removed if it separates two unconnected parts. ``loops`` further walls
+    are removed.
+    """
+    inside = lambda x, y: 0 <= x < width and 0 <= y < height
+    walls = [(x, y, way) for x in range(width) for y in range(height) for way in "es" if inside(*_next(x, y, way))]
+    part = {(x, y): (x, y) for x in range(width) for y in range(height)}
+    exits = {place: "" for place in part}
+    for x, y, way in (walls[i] for i in rng.permutation(len(walls))):
+        here, there = part[x, y], part[_next(x, y, way)]
+        if here == there and loops <= 0:
+            continue
+        loops -= here == there
+        part = {place: here if own == there else own for place, own in part.items()}
+        exits[x, y] += way
+        exits[_next(x, y, way)] += {"e": "w", "s": "n"}[way]
+    return [["".join(way for way in MOVES if way in exits[x, y]) for x in range(width)] for y in range(height)]
+
+
+def _next(x: int, y: int, way: str) -> tuple[int, int]:
+    return x + MOVES[way][0], y + MOVES[way][1]
+
+
+# ---- environments and rewards ----------------------------------------------------------------------------------
 
 
 class Maze:
@@ -147,3 +234,23 @@ def steps(
         pairs = itertools.pairwise(places)
         worth.append([float(after == out != before) if after != before else NOWHERE for before, after in pairs])
     return worth
+
+
+# ---- the job ---------------------------------------------------------------------------------------------------
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Return the settings of a job with plain GRPO. The maze has 3 x 2 fields, and a turn ends with its letter."""
+    from jaxrl_llm.config import defaults  # imported here because environments run in processes without jax
+
+    config = defaults()
+    config.prompts.source = "maze"
+    config.prompts.arguments = {"width": 3, "height": 2, "plain": True}
+    config.prompts.chat_template = False
+    config.sampling.max_completion_tokens = 48
+    config.sampling.stop_tokens = ("n", "e", "s", "w")
+    config.environments.factory = "jaxrl_llm.examples.maze:plain"
+    config.environments.max_answer_tokens = 8
+    config.environments.max_turns = 6
+    config.rewards.functions = ("jaxrl_llm.examples.maze:steps",)
+    return config

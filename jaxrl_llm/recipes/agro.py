@@ -1,6 +1,6 @@
 """AGRO with replay.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/agro.py --workdir=runs/agro
+    python -m jaxrl_llm.train --config=recipe:agro --workdir=runs/agro
 
 The variance over a group of reward minus log-ratio, zero at the optimum on any data.
 Source: Tang et al. 2025, arXiv:2503.19612. Differs: its loss was not found; ours follows from its theorem.

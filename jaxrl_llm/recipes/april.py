@@ -1,6 +1,6 @@
 """GRPO with active partial rollouts (APRIL).
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/april.py --workdir=runs/april
+    python -m jaxrl_llm.train --config=recipe:april --workdir=runs/april
 
 Twice as many questions are open as an iteration trains on, and all of their answers are written side by side. When the
 answers to half of the questions are complete, the iteration trains on them. The other answers keep their tokens with

@@ -1,6 +1,6 @@
 """AsymRE with replay.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/asymre.py --workdir=runs/asymre
+    python -m jaxrl_llm.train --config=recipe:asymre --workdir=runs/asymre
 
 REINFORCE of whole sequences without ratio or clip on replayed data, its baseline lowered so that successes weigh more
 than failures.

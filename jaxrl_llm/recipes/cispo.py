@@ -1,6 +1,6 @@
 """CISPO, as in ScaleRL.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/cispo.py --workdir=runs/cispo
+    python -m jaxrl_llm.train --config=recipe:cispo --workdir=runs/cispo
 
 Weights with an upper bound instead of clipped gradients, a mean over prompts, the batch's standard deviation, no tied
 groups, solved questions asked no more; answers are begun ahead, go on under newer weights with the keys and values of

@@ -1,6 +1,6 @@
 """DAPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/dapo.py --workdir=runs/dapo
+    python -m jaxrl_llm.train --config=recipe:dapo --workdir=runs/dapo
 
 A higher upper clip, a mean over tokens, a soft penalty for overlong answers, no tied groups: an iteration samples until
 it is full of mixed ones, or ten times as many as it needs have been asked; those left then whose rewards are tied are

@@ -1,6 +1,6 @@
 """Decoupled PPO, as in AReaL.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/decoupled_ppo.py --workdir=runs/decoupled_ppo
+    python -m jaxrl_llm.train --config=recipe:decoupled_ppo --workdir=runs/decoupled_ppo
 
 Clipped against the weights before the iteration's updates; what those would have drawn more or less often than the
 policy that did is weighed, and left out where it is more than five times as likely. Two batches of prompts are sampled

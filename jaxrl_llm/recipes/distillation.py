@@ -1,6 +1,6 @@
 """On-policy distillation.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/distillation.py --workdir=runs/distillation \\
+    python -m jaxrl_llm.train --config=recipe:distillation --workdir=runs/distillation \\
         --config.model.path=STUDENT --config.model.reference_path=TEACHER
 
 The student samples, and at each of its tokens is pulled towards a teacher, which may be larger and must read the same

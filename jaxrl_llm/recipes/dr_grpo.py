@@ -1,6 +1,6 @@
 """Dr. GRPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/dr_grpo.py --workdir=runs/dr_grpo
+    python -m jaxrl_llm.train --config=recipe:dr_grpo --workdir=runs/dr_grpo
 
 No division by the group's standard deviation or by a sequence's own length. Each rollout is trained on once, in one of
 four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an iteration's rollouts.

@@ -1,6 +1,6 @@
 """ECHO, a model of the environment.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/echo.py --workdir=runs/echo
+    python -m jaxrl_llm.train --config=recipe:echo --workdir=runs/echo
 
 GRPO's loss of what the policy wrote, and in the same forward pass a little cross-entropy of what the environment wrote:
 here the prompts; both a mean over each row's tokens. So a group that all failed still teaches something.

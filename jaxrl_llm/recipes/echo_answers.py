@@ -1,6 +1,6 @@
 """ECHO, a model of the environment's answers.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/echo_answers.py --workdir=runs/echo_answers
+    python -m jaxrl_llm.train --config=recipe:echo_answers --workdir=runs/echo_answers
 
 GRPO's loss of what the policy wrote, and in the same forward pass a little cross-entropy of what the environment
 answered, both a mean over each row's. So a group that all failed still teaches something. The questions are a maze for
@@ -9,13 +9,12 @@ Source: arXiv:2605.24517. Differs: warnings of the harness are not left out, nor
 answer.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.algorithm.aggregation = use("sequence_mean")
     config.algorithm.cross_entropies = [use("answers", coefficient=0.05)]
     return config

@@ -1,6 +1,6 @@
 """GDPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/gdpo.py --workdir=runs/gdpo
+    python -m jaxrl_llm.train --config=recipe:gdpo --workdir=runs/gdpo
 
 Each reward function normalised in the group by itself, then the batch: set rewards.functions and rewards.weights. Each
 rollout is trained on once, in one of four minibatches as in released scripts (512 prompts in steps of 128), and the

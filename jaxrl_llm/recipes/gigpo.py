@@ -1,6 +1,6 @@
 """GiGPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/gigpo.py --workdir=runs/gigpo
+    python -m jaxrl_llm.train --config=recipe:gigpo --workdir=runs/gigpo
 
 The row's advantage, and that of a turn among all turns of the group that answer the same state. Each rollout is trained
 on once, in one of four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an
@@ -10,13 +10,12 @@ Source: Feng et al. 2025, arXiv:2505.10978. Differs: the state is what the envir
 standard deviation; no KL; four minibatches of whole episodes instead of one for every 256 turns (released scripts).
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.algorithm.advantage = use("gigpo", discount=0.95, weight=1.0)
     config.algorithm.aggregation = use("token_mean")
     config.replay.unit = "rollout"

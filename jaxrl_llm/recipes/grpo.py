@@ -1,6 +1,6 @@
 """GRPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/grpo.py --workdir=runs/grpo
+    python -m jaxrl_llm.train --config=recipe:grpo --workdir=runs/grpo
 
 The mean and the standard deviation of the group, a mean over each sequence, a pull to the starting model.
 Source: Shao et al. 2024, arXiv:2402.03300.

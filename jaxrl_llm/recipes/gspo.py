@@ -1,6 +1,6 @@
 """GSPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/gspo.py --workdir=runs/gspo
+    python -m jaxrl_llm.train --config=recipe:gspo --workdir=runs/gspo
 
 The ratio of the whole sequence, length-normalised, and its narrow clip; the old log-probs are the learner's own, for
 what sampler and learner differ by in bfloat16 is as wide as the clip. Each rollout is trained on once, in one of four

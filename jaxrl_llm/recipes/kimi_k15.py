@@ -1,6 +1,6 @@
 """Kimi k1.5 mirror descent.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/kimi_k15.py --workdir=runs/kimi_k15
+    python -m jaxrl_llm.train --config=recipe:kimi_k15 --workdir=runs/kimi_k15
 
 Reward minus group mean, a squared log-ratio to the weights before the iteration's updates, a reward for shorter
 answers among the group's, an optimizer that starts anew in every iteration.

@@ -1,6 +1,6 @@
 """LOOP.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/loop.py --workdir=runs/loop
+    python -m jaxrl_llm.train --config=recipe:loop --workdir=runs/loop
 
 Leave-one-out advantages under a narrow clip, a mean over rollouts of means over tokens, two passes over the data, small
 gradients, no tied groups.

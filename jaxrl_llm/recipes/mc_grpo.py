@@ -1,6 +1,6 @@
 """MC-GRPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/mc_grpo.py --workdir=runs/mc_grpo
+    python -m jaxrl_llm.train --config=recipe:mc_grpo --workdir=runs/mc_grpo
 
 Rewards against the group's median, for small groups: four answers and one more, so that the median is an answer's own.
 Two updates of the whole batch, as in released configs: the clip can act in the second.

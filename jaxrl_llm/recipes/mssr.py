@@ -1,6 +1,6 @@
 """Single rollouts with a running baseline.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/mssr.py --workdir=runs/mssr
+    python -m jaxrl_llm.train --config=recipe:mssr --workdir=runs/mssr
 
 One answer a prompt against the question's running mean, which forgets faster while the policy moves, whitened over the
 batch, with a bonus for tokens that were drawn from uncertain distributions, by their entropy. The mean says something

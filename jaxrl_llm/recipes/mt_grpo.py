@@ -1,6 +1,6 @@
 """MT-GRPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/mt_grpo.py --workdir=runs/mt_grpo
+    python -m jaxrl_llm.train --config=recipe:mt_grpo --workdir=runs/mt_grpo
 
 The outcome's advantage for every turn, and that of a turn's own reward besides for all but the last. Two updates of the
 whole batch, as in released scripts: the clip can act in the second. The questions are a maze for small models: "Methods
@@ -8,13 +8,12 @@ by turn" in docs/methods.md says what to set for your own.
 Source: Zeng et al. 2025, arXiv:2505.11821. Differs: it has two turns; the same for each turn before the last is ours.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.algorithm.advantage = use("mt_grpo", coefficient=1.0)
     config.algorithm.aggregation = use("token_mean")
     config.update.updates_per_iteration = 2

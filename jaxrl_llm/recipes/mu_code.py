@@ -1,6 +1,6 @@
 """The single-step rewards of muCode.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/mu_code.py --workdir=runs/mu_code
+    python -m jaxrl_llm.train --config=recipe:mu_code --workdir=runs/mu_code
 
 A turn is judged by its own reward alone, as if no other followed: from any state one turn can set things right. The
 questions are a maze for small models: "Methods by turn" in docs/methods.md says what to set for your own.
@@ -8,13 +8,12 @@ Source: Jain et al. 2025, arXiv:2502.20380. Differs: it learns a verifier and im
 the reward of a turn is the environment's, and the gradient GRPO's.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.algorithm.advantage = use("turn_returns", discount=0.0)
     config.algorithm.aggregation = use("token_mean")
     return config

@@ -1,6 +1,6 @@
 """POISE.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/poise.py --workdir=runs/poise
+    python -m jaxrl_llm.train --config=recipe:poise --workdir=runs/poise
 
 Two answers a prompt, each against what the other's features predict: its length, the surprise and the entropies of its
 tokens, its mean hidden state.

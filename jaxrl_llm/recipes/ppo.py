@@ -1,6 +1,6 @@
 """PPO with a critic.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/ppo.py --workdir=runs/ppo
+    python -m jaxrl_llm.train --config=recipe:ppo --workdir=runs/ppo
 
 Generalised advantage estimation against a value head on the policy's own hidden states, whitened over all tokens of an
 iteration. Each rollout is trained on once, in one of four minibatches, and both clips can act from the second on:

@@ -1,6 +1,6 @@
 """PPO-EWMA.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/ppo_ewma.py --workdir=runs/ppo_ewma
+    python -m jaxrl_llm.train --config=recipe:ppo_ewma --workdir=runs/ppo_ewma
 
 Clipped against averaged weights, so that the trust region does not depend on how old the data are; rewards over the
 mean and the standard deviation of several iterations; rate and decays for a batch of 64, scaled to the one that is set.

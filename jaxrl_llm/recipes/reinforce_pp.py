@@ -1,6 +1,6 @@
 """REINFORCE++.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/reinforce_pp.py --workdir=runs/reinforce_pp
+    python -m jaxrl_llm.train --config=recipe:reinforce_pp --workdir=runs/reinforce_pp
 
 Advantages whitened over the whole batch, a clipped ratio, a small pull to the starting model. Each rollout is trained
 on once, in one of four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an

@@ -1,6 +1,6 @@
 """ReMix.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/remix.py --workdir=runs/remix
+    python -m jaxrl_llm.train --config=recipe:remix --workdir=runs/remix
 
 A clip window about the ratio of the weights that the iteration began with, a pull to the starting model and, by
 schedule, to the weights that the iteration before began with; two updates, each of which has a chance of four tenths to

@@ -1,6 +1,6 @@
 """Replay with a positive bias.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/replay_positive_bias.py --workdir=runs/replay_positive_bias
+    python -m jaxrl_llm.train --config=recipe:replay_positive_bias --workdir=runs/replay_positive_bias
 
 GRPO of the central paper, whose clipped ratio is the whole sequence's, on a ring of 32 batches that keeps correct
 answers longer; four uses of a rollout. The share for correct answers begins to fill in iteration 26; a run has 10

@@ -1,6 +1,6 @@
 """RLEF.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/rlef.py --workdir=runs/rlef
+    python -m jaxrl_llm.train --config=recipe:rlef --workdir=runs/rlef
 
 PPO whose actions are whole turns: a critic's value before each, clipped, one advantage for its tokens, KL to the start.
 Each rollout is trained on once, in one of four minibatches, and both clips can act from the second on:
@@ -14,13 +14,12 @@ the geometric mean over a turn; the ratio to the policy that drew the tokens is 
 one.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.algorithm.advantage = use("turn_gae")
     config.algorithm.aggregation = use("token_mean")
     config.algorithm.divergence = use("reference", coefficient=0.05)

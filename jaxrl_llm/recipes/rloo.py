@@ -1,6 +1,6 @@
 """RLOO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/rloo.py --workdir=runs/rloo
+    python -m jaxrl_llm.train --config=recipe:rloo --workdir=runs/rloo
 
 Each sample against the mean of the others, plain REINFORCE, a sum over the sequence.
 Source: Ahmadian et al. 2024, arXiv:2402.14740. Differs: a row's log-probability is its sum over

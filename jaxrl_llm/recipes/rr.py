@@ -1,6 +1,6 @@
 """Rollout replay of mixed groups.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/rr.py --workdir=runs/rr
+    python -m jaxrl_llm.train --config=recipe:rr --workdir=runs/rr
 
 Half of a batch is generated, and half comes from the latest mixed group of each question, as long as it is in the ring.
 A token's ratio to the policy that drew it is clipped about that of the weights before the iteration's two updates,

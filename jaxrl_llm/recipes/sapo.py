@@ -1,8 +1,8 @@
 """SAPO: rollouts shared by a swarm.
 
     mkdir -p runs/sapo_a runs/sapo_b
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/sapo.py --workdir=runs/sapo_a
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/sapo.py --workdir=runs/sapo_b \\
+    python -m jaxrl_llm.train --config=recipe:sapo --workdir=runs/sapo_a
+    python -m jaxrl_llm.train --config=recipe:sapo --workdir=runs/sapo_b \\
         --config.seed=1 --config.external.paths='("runs/sapo_a",)'
 
 Two or more runs side by side, each with half its groups its own and half those of others, under its own log-probs; no

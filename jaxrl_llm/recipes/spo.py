@@ -1,6 +1,6 @@
 """Soft policy optimisation with replay.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/spo.py --workdir=runs/spo
+    python -m jaxrl_llm.train --config=recipe:spo --workdir=runs/spo
 
 The sum of log-ratios and a prompt's soft value must be the reward: no ratio, no value network, any data. The square of
 what is left; their cross-entropy ("spo_cross_entropy") wants rewards that are log-probabilities.

@@ -1,6 +1,6 @@
 """StepGRPO of R1-VL: partial credit by key steps.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/step_grpo.py --workdir=runs/step_grpo
+    python -m jaxrl_llm.train --config=recipe:step_grpo --workdir=runs/step_grpo
 
 GRPO whose reward tells two wrong answers apart by how far they came (column key_steps), and pays for the form of an
 answer that thinks before it speaks. The questions are sums of four digits, whose key steps are the sums on the way; set

@@ -1,6 +1,6 @@
 """The partial masks of STeP.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/step_masks.py --workdir=runs/step_masks
+    python -m jaxrl_llm.train --config=recipe:step_masks --workdir=runs/step_masks
 
 Turns that were given less than nothing are seen and not learned: what followed on them is. The questions are a maze for
 small models: "Methods by turn" in docs/methods.md says what to set for your own.
@@ -8,13 +8,12 @@ Source: STeP, arXiv:2505.20023. Differs: there a teacher marks the wrong steps o
 turn's reward does, and the rest is the policy gradient of rewards to go.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.algorithm.advantage = use("turn_returns")
     config.algorithm.aggregation = use("token_mean")
     config.algorithm.reshaping = [use("without_wrong_turns", below=0.0)]

@@ -1,6 +1,6 @@
 """The step-wise PPO of StepSearch.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/step_search.py --workdir=runs/step_search
+    python -m jaxrl_llm.train --config=recipe:step_search --workdir=runs/step_search
 
 PPO whose rewards come at the end of each turn, as what a search found that was new, less what had been found before.
 Each rollout is trained on once, in one of two minibatches as in released scripts, and the clip can act in the second:
@@ -10,13 +10,12 @@ Source: Wang et al. 2025, arXiv:2505.15107. Differs: what a turn is worth is the
 say; no KL to the starting model, where it has 0.001.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.algorithm.advantage = use("step_gae")
     config.algorithm.aggregation = use("token_mean")
     config.replay.unit = "rollout"

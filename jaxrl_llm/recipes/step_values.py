@@ -1,6 +1,6 @@
 """The step values of IPR.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/step_values.py --workdir=runs/step_values
+    python -m jaxrl_llm.train --config=recipe:step_values --workdir=runs/step_values
 
 Four rows of sixteen share their first turns, one or two of them, and go on each by itself: what these come to is the
 value of the state where they part. Shared turns have that value less the group's mean, later ones what they add to it.
@@ -9,13 +9,12 @@ Source: Xiong et al. 2024, arXiv:2406.11176. Differs: it rolls out from each ste
 steps by the values; here they are the policy's own steps, one of each episode, and the values its advantage.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.rollout.prompts_per_iteration = 4
     config.rollout.group_size = 16
     config.algorithm.advantage = use("step_values", branch_rows=4, branch_turns=2)

@@ -1,6 +1,6 @@
 """T1.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/t1.py --workdir=runs/t1
+    python -m jaxrl_llm.train --config=recipe:t1 --workdir=runs/t1
 
 Many answers to each question at a high temperature, a bonus for entropy, and a pull to the policy's own moving average
 instead of the starting model.

@@ -1,6 +1,6 @@
 """TTRL: the label is the answer of most.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/ttrl.py --workdir=runs/ttrl
+    python -m jaxrl_llm.train --config=recipe:ttrl --workdir=runs/ttrl
 
 GRPO without labels: what most of 64 answers to a question say is taken for right, and half of them are trained on, with
 the KL to the starting model that released scripts have. There are as many minibatches as questions, 32 rollouts each,

@@ -1,6 +1,6 @@
 """UI-S1, semi-online.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/ui_s1.py --workdir=runs/ui_s1
+    python -m jaxrl_llm.train --config=recipe:ui_s1 --workdir=runs/ui_s1
 
 The row's advantage, and that of a turn among the group's turns of its number by its discounted future rewards. Turns go
 along an expert's way, and one that leaves it is patched, twice at most. Each rollout is trained on once, in one of four
@@ -12,13 +12,12 @@ replaced by another; the step that was wrong stays in the row, and the patch fol
 the expert's, without parts for its form and the kind of its action.
 """
 
-import runpy
-
 from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.examples import maze
 
 
 def get_config():
-    config = runpy.run_path("configs/maze.py")["get_config"]()
+    config = maze.get_config()
     config.environments.factory = "jaxrl_llm.examples.maze:patched"
     config.rewards.functions = ("jaxrl_llm.examples.maze:matched",)
     config.algorithm.advantage = use("ui_s1", discount=0.5, weight=1.0)

@@ -1,6 +1,6 @@
 """VCPO.
 
-    python -m jaxrl_llm.train --config=jaxrl_llm/recipes/vcpo.py --workdir=runs/vcpo
+    python -m jaxrl_llm.train --config=recipe:vcpo --workdir=runs/vcpo
 
 REINFORCE of whole sequences under truncated weights, less the baseline that leaves their gradients the least variance;
 steps scaled by the effective sample size.

@@ -23,6 +23,7 @@ from absl import app, flags
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import hosts as distributed
+from jaxrl_llm.runtime import package_files
 from jaxrl_llm.settings.schema import Text, build, override, visible
 
 # Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
@@ -109,6 +110,7 @@ def _parse(argv: list[str]) -> list[str]:
     argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
     given = sys.argv
     argv, overrides = apart(argv)
+    argv = _with_config_files(argv)
     argv, made_with = _take_record(argv)
     try:
         sys.argv = argv  # config_flags looks here for overrides, and does not know all of ours
@@ -131,6 +133,24 @@ def _parse(argv: list[str]) -> list[str]:
     if made_with is not None:
         check_files_of(made_with.get("files", {}), flags.FLAGS["config"].value)
     return rest
+
+
+def _with_config_files(argv: list[str]) -> list[str]:
+    """Replace the name of a recipe after ``--config`` by the path of its file.
+
+    The name must be replaced here, because ml_collections reads ``recipe:dapo`` as the file "recipe" and an argument of
+    its ``get_config``.
+    """
+    words = list(argv)
+    for i, word in enumerate(words):
+        name, equals, text = word.partition("=")
+        if name not in ("--config", "-config") or "config" not in flags.FLAGS:
+            continue
+        if equals:
+            words[i] = f"{name}={package_files.config_file(text)}"
+        elif i + 1 < len(words):
+            words[i + 1] = package_files.config_file(words[i + 1])
+    return words
 
 
 def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:

@@ -447,7 +447,7 @@ def test_half_of_the_rollouts_of_rollout_replay_are_fresh_in_two_steps():
 
 def test_codeit_imitates_every_right_program_and_draws_no_other():
     """Expert iteration: cross-entropy of programs that solve a question, also where all of a group do."""
-    config = freeze(runpy.run_path(str(RECIPES.parent / "codeit.py"))["get_config"]())
+    config = freeze(runpy.run_path(str(RECIPES.parents[1] / "configs" / "codeit.py"))["get_config"]())
     algorithm, group = config.algorithm, np.array([0, 0, 1, 1, 2, 2])
     reward = np.float32([1, 1, 1, 0, 0, 0])
     rows = make_rows(

@@ -33,7 +33,7 @@ MODULES = {
     "parquet": f"{__name__}.files",
     "kolmogorov": f"{EXAMPLES}.kolmogorov",
     "grids": f"{EXAMPLES}.grids",
-    "maze": f"{EXAMPLES}.maze_questions",
+    "maze": f"{EXAMPLES}.maze",
     "text": f"{EXAMPLES}.text",
 }
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.runtime.json_lines import BadRowError, lines, opened, parse
+from jaxrl_llm.runtime.package_files import data_file
 from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def files_of(name: str) -> list[Path]:
     Raises:
         OSError: no file matches, or the name is a folder.
     """
-    path = Path(os.path.expanduser(name))
+    path = data_file(name)
     if path.is_dir():
         raise IsADirectoryError(f"Is a directory: its files are {name.rstrip('/')}/*")
     if path.exists() or not glob.has_magic(name):
