@@ -24,11 +24,13 @@ import subprocess
 import sys
 
 import pytest
+from support.building import ONE, mesh_of
+from support.command_line import run_command
 
 from jaxrl_llm.algorithms.use import keywords
 from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten, freeze
 from jaxrl_llm.reports.metrics import METRICS
-from jaxrl_llm.runtime import cli, package_files
+from jaxrl_llm.runtime import cli, package_files, sharding
 from jaxrl_llm.settings.schema import Text, override
 from jaxrl_llm.sweeps import points
 from jaxrl_llm.sweeps.table import Run
@@ -146,8 +148,6 @@ def run(command, folder):
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(REPOSITORY),
         "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     return subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
@@ -285,11 +285,31 @@ def marked(index, command):
     return pytest.param(index, id=command, marks=[pytest.mark.slow] if any(name in command for name in SLOW) else [])
 
 
+@pytest.fixture
+def run_here(folder, monkeypatch, capfd):
+    """Run a command of the package in this process on one device: a Python of its own takes longer to start."""
+
+    def call(command):
+        monkeypatch.chdir(folder)
+        one = mesh_of(ONE)
+        monkeypatch.setattr(sharding, "make_mesh", lambda *_: one)
+        words = shlex.split(command, comments=True)
+        name = words[2].removeprefix("jaxrl_llm.")
+        return run_command(name, *words[3:], monkeypatch=monkeypatch, capfd=capfd)
+
+    return call
+
+
 @pytest.mark.parametrize("index", [marked(i, command) for i, command in enumerate(commands())])
-def test_command_runs(index, folder):
+def test_command_runs(index, folder, run_here, request):
     """In the order of the pages: later commands read what earlier ones wrote."""
     command = shortened(commands()[index])
     if not command:
+        return
+    if command.startswith("python -m jaxrl_llm.") and not request.node.get_closest_marker("slow"):
+        done = run_here(command)
+        assert done.status == 0, f"{command}\n{done.out}\n{done.err}"
+        assert str(folder) not in done.out  # paths are shown as they were given
         return
     if "jaxrl_llm.plan" in command and importlib.util.find_spec("libtpu") is None:
         pytest.skip("the TPU compiler libtpu (extra [plan]) is not installed")

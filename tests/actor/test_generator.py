@@ -65,9 +65,9 @@ SETTINGS = {
 }
 
 
-# The others' filters against the same model: the next test.
+# The filters against the same model: the next tests.
 @pytest.mark.parametrize(
-    "name", [name if name in ("plain", "all") else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+    "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
 )
 def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again. No support is too small.
@@ -96,8 +96,11 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
 @pytest.mark.parametrize(
     ("name", "at_most"),
     [
-        *(("all", 40), ("all", 64), ("min_p", 7)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("top_k", 64), ("top_p", 24))),  # parts of all
+        ("all", 40),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)  # parts of all
+            for case in (("all", 64), ("min_p", 7), ("top_k", 64), ("top_p", 24))
+        ),
     ],
 )
 def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it_among_the_same(name, at_most):

@@ -43,7 +43,10 @@ def sampling_of(stale_cache, model=None, **settings):
 
 
 @pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["attention", *(pytest.param(name, marks=pytest.mark.tier("slow")) for name in MODELS if name != "attention")],
+)
 def test_tokens_have_the_probabilities_of_the_weights_that_their_version_names(name, stale_cache):
     sampling = sampling_of(stale_cache, arch=MODELS[name])
     rollout = generated(sampling, CALLS)
@@ -59,6 +62,7 @@ def test_tokens_have_the_probabilities_of_the_weights_that_their_version_names(n
         assert np.median(gap[~is_one].max(axis=1)) > 0.01
 
 
+@pytest.mark.tier("slow")  # plain: on one device, above
 def test_the_same_holds_over_a_mesh_and_with_adapters():
     model = dataclasses.replace(make_sampler().model, lora=LoraConfig(rank=2, targets=("q", "down")))
     sampling = sampling_of("recompute", model, mesh=MeshConfig(data=2, tensor=2), slack=1)
@@ -69,7 +73,7 @@ def test_the_same_holds_over_a_mesh_and_with_adapters():
     assert gaps(sampling.sampler, rollout).max() <= 1e-4
 
 
-@pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
+@pytest.mark.parametrize("stale_cache", ["keep", pytest.param("recompute", marks=pytest.mark.tier("slow"))])
 def test_experts_that_the_learner_replays_are_those_of_the_weights_that_read_the_tokens(stale_cache):
     """A prompt's are of the last weights that read it, and so are a half-written answer's if it is read again."""
     sampling = sampling_of(stale_cache, arch=EXPERTS, keeps_experts=True)
@@ -124,7 +128,7 @@ def test_an_answer_that_goes_on_keeps_its_tokens_their_log_probs_and_their_versi
     assert went_on > 12
 
 
-@pytest.mark.parametrize("chunk", [1, 2])
+@pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.tier("slow"))])
 def test_a_call_that_stops_inside_goes_on_bit_by_bit_and_reads_nothing_again(chunk):
     def at_version_2(sampling):
         generated(sampling, 2)

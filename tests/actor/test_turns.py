@@ -321,6 +321,7 @@ def test_rows_do_not_depend_on_slots_chunks_or_the_mesh(settings):
     np.testing.assert_allclose(rollout.behaviour_logp, base()[0].behaviour_logp[: len(rollout.tokens)], atol=1e-5)
 
 
+@pytest.mark.tier("slow")  # plain: test_log_probs_of_drawn_tokens_are_the_learners_...
 def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
     """What a slot keeps of tokens is of another kind in each; longer answers are read in two parts."""
     monkeypatch.setattr(turns_of_rows, "READ_TOKENS", 3)
@@ -355,7 +356,13 @@ def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
 
 
 @pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
-@pytest.mark.parametrize("arch", [building.TINY, building.TINY_DELTA], ids=["attention", "delta rule"])
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(building.TINY, id="attention"),
+        pytest.param(building.TINY_DELTA, id="delta rule", marks=pytest.mark.slow),
+    ],
+)
 def test_turns_under_new_weights_have_the_probabilities_of_those_weights(arch, stale_cache, monkeypatch):
     """Rows wait for their environment when the weights change, and go on with answers of either side."""
     monkeypatch.setattr(turns_of_rows, "REREAD_TOKENS", 5)

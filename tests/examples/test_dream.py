@@ -198,7 +198,7 @@ def test_the_model_is_told_the_nearest_transitions_and_a_bad_file_is_said_before
     assert f"{lines[2]}\n{lines[1]}\n\n" in model["told"][-1] and lines[0] not in model["told"][-1]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("learning")
 def test_a_policy_that_was_trained_in_a_dream_alone_comes_out_of_the_real_maze(model, tmp_path, monkeypatch):
     mesh = sharding.make_mesh(building.ONE, jax.devices()[:1])
     monkeypatch.setattr(sharding, "make_mesh", lambda _: mesh)

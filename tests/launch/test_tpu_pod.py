@@ -314,7 +314,7 @@ def test_from_nothing_to_a_model_through_two_preemptions(cloud):
     assert (target / "hf/config.json").read_text() == "{}"
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_train_itself_is_stopped_and_goes_on_to_its_end(workers, tmp_path):
     """Not the stand-in. Its second start goes on from what the first one saved."""

@@ -54,7 +54,7 @@ def temporary(tmp_path_factory):
 
 def most_are_slow():
     """The first isolation is among the quick tests."""
-    return [pytest.param(name, marks=pytest.mark.slow if i else ()) for i, name in enumerate(ISOLATIONS)]
+    return [pytest.param(name, marks=pytest.mark.tier("sandbox") if i else ()) for i, name in enumerate(ISOLATIONS)]
 
 
 @pytest.fixture(params=ISOLATIONS)
@@ -121,7 +121,7 @@ def test_a_program_leaves_no_file_anywhere(walled):
     assert "left" not in (listed := walled.run("import os\nos.listdir('/tmp')").value) and "'a'" not in listed
 
 
-@pytest.mark.slow
+@pytest.mark.tier("sandbox")
 def test_a_folder_too_deep_to_be_walked_is_removed(sandbox, temporary):
     assert sandbox.run("import os\nfor _ in range(1100):\n    os.mkdir('d')\n    os.chdir('d')").finished
     assert sandbox.run("import os\nos.listdir()").value == "[]"
@@ -367,8 +367,8 @@ def test_files_fill_no_disk_and_no_table(sandbox):
     [
         "while True: pass",
         "input() or 10 ** 10 ** 10",  # which no signal's handler interrupts
-        pytest.param("import time; time.sleep(60)", marks=pytest.mark.slow),
-        pytest.param("int.__pow__(7, 10**9)", marks=pytest.mark.slow),
+        pytest.param("import time; time.sleep(60)", marks=pytest.mark.tier("sandbox")),
+        pytest.param("int.__pow__(7, 10**9)", marks=pytest.mark.tier("sandbox")),
     ],
 )
 def test_what_does_not_end_is_ended(sandbox, code):

@@ -44,19 +44,28 @@ EOS_IDS = tuple(range(5, 264, 10))
 ONE, EIGHT, CUBE = MeshConfig(data=1), MeshConfig(data=8), MeshConfig(data=2, fsdp=2, tensor=2)
 
 
-def needs(module, tier, reason):
-    """Return a decorator: the test is in ``tier``, and is skipped where ``module`` is not installed."""
-
-    def decorate(test):
-        is_missing = importlib.util.find_spec(module) is None
-        return pytest.mark.tier(tier)(pytest.mark.skipif(is_missing, reason=reason)(test))
-
-    return decorate
+def is_missing(module, extra):
+    """Return a mark that skips a test if ``module`` is not installed."""
+    reason = f"{module} (extra [{extra}]) is not installed"
+    return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=reason)
 
 
-needs_libtpu = needs("libtpu", "compiler", "the TPU compiler libtpu (extra [plan]) is not installed")
-needs_cuda_compiler = needs("jax_cuda13_plugin", "compiler", "the compiler for GPUs (extra [plan-gpu]) is missing")
-needs_qwix = needs("qwix", "extras", "qwix (extra [quant]) is missing")
+libtpu_is_missing = is_missing("libtpu", "plan")
+
+
+def needs_libtpu(test):
+    """Put a test that runs the TPU compiler into its tier."""
+    return pytest.mark.tier("compiler")(libtpu_is_missing(test))
+
+
+def needs_cuda_compiler(test):
+    """Put a test that runs XLA's compiler for GPUs into the tier of the compilers."""
+    return pytest.mark.tier("compiler")(is_missing("jax_cuda13_plugin", "plan-gpu")(test))
+
+
+def needs_qwix(test):
+    """Put a test of quantised weights into the tier of optional packages."""
+    return pytest.mark.tier("extras")(is_missing("qwix", "quant")(test))
 
 
 def needs_reasoning_gym():

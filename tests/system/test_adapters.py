@@ -61,7 +61,9 @@ def assert_same(actual, expected, most=1e-5):
     assert np.linalg.norm(flat(actual[0]) - flat(expected[0])) <= most * np.linalg.norm(flat(expected[0]))
 
 
-@pytest.mark.parametrize("config", [ADAPTERS, dataclasses.replace(ADAPTERS, dora=True)])
+@pytest.mark.parametrize(
+    "config", [pytest.param(ADAPTERS, marks=pytest.mark.tier("slow")), dataclasses.replace(ADAPTERS, dora=True)]
+)
 def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor(config):
     """y = c (W + s B A) x, so dL/dB = s c G A^T and dL/dA = s B^T c G with G = dL/dW at the merged weights; c is 1, or
     m / |W + s B A| whose norm stays: then dL/dm is of G the part along the merged row."""
@@ -90,6 +92,7 @@ def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor(
     assert_same((found, sums), ({"blocks": expected}, {"loss_sum": plain_sums["loss_sum"]}))
 
 
+@pytest.mark.tier("slow")  # plain: test_invariance.py, without adapters
 def test_micro_batches_packing_and_devices_change_nothing():
     settings, rows = building.LOSSES["token mean, k3"], building.random_experience()
     expected = gradient(make_update(settings), rows)
@@ -176,6 +179,7 @@ def trained(base, tmp_path_factory):
     return workdir, learners[0], compiled
 
 
+@pytest.mark.tier("slow")  # plain: test_what_is_published_again_is_adapters_alone
 def test_the_base_stays_and_the_reference_is_the_same_arrays(base, trained):
     workdir, learner, _ = trained
     loaded = hf.load_params(base, Model(PRESETS["debug"]), mesh_of(ONE))
@@ -224,6 +228,7 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path,
     assert without_eval(metrics) == without_eval(metrics_2)
 
 
+@pytest.mark.tier("slow")  # plain: test_a_run_that_was_resumed_is_the_run_that_was_not
 def test_a_run_goes_on_with_a_teacher_of_merged_adapters_whose_bits_are_others(base, trained, tmp_path, monkeypatch):
     """As on another mesh, where the same files are merged with other roundings."""
     export.export(str(trained[0]), "", str(tmp_path / "adapters"))

@@ -79,7 +79,7 @@ def train(folder, compiled, monkeypatch):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.tier("kills")
 def test_demonstrations_teach_what_is_not_found_by_chance_and_resuming_is_bitwise(train, folder, tmp_path):
     shown = train(tmp_path / "whole", folder / "shown.jsonl", 10, export=True)
     # Measured: 0 for four iterations, 0.9 in the seventh.
@@ -107,6 +107,7 @@ class Killed(Exception):
     pass
 
 
+@pytest.mark.tier("kills")  # plain: tests/actor/test_external.py
 def test_hindsight_of_a_run_that_was_killed_and_resumed_is_that_of_one_that_was_not(
     train, folder, tmp_path, monkeypatch
 ):
@@ -129,7 +130,7 @@ def test_hindsight_of_a_run_that_was_killed_and_resumed_is_that_of_one_that_was_
     assert left(tmp_path / "pieces", "samples.jsonl") == left(tmp_path / "whole", "samples.jsonl")
 
 
-@pytest.mark.slow  # what is taken is in tests/actor/test_external.py
+@pytest.mark.tier("kills")  # what is taken is in tests/actor/test_external.py
 def test_a_run_alone_learns_nothing_and_another_takes_what_it_has_shared_since_the_last_time(train, folder, tmp_path):
     for until in (2, 4):
         alone = train(tmp_path / "one", folder / "nobody", until)

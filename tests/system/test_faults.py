@@ -49,6 +49,7 @@ def mesh(request, monkeypatch):
     return made
 
 
+@pytest.mark.tier("slow")  # plain: tests/learner/test_update.py skips updates that are not finite
 def test_too_many_updates_that_are_not_finite_end_a_run_with_their_batch(mesh, tmp_path, capfd, monkeypatch):
     """Two updates an iteration and three allowed: the second iteration's last is the fourth."""
     monkeypatch.setattr(train_module, "compile_all", compile_once({}))

@@ -175,6 +175,7 @@ def assert_of_two(two, one):
         np.testing.assert_allclose(array, models[1][name], atol=3e-5, err_msg=name)
 
 
+@pytest.mark.tier("hosts")  # plain: the file that one host alone reads, below; test_launch joins two processes
 def test_two_hosts_are_one(tmp_path):
     """Through lookahead, stop strings, shared rollouts, and groups that move from a host to the other."""
     rows = {"rollout.group_size": 2, "replay.capacity": 32, "update.batch_size": 16, "update.micro_batch_size": 8}
@@ -187,7 +188,7 @@ def test_two_hosts_are_one(tmp_path):
     assert {group_id < 8 for group_id in first[:8]} == {True, False} or {x < 8 for x in first[8:]} == {True, False}
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 def test_two_hosts_of_which_one_was_stopped_are_one(one_host):
     """Through resampling and evaluation as well."""
     run_through_a_stop(one_host, "two", SETTINGS)
@@ -195,7 +196,7 @@ def test_two_hosts_of_which_one_was_stopped_are_one(one_host):
     assert (one_host / "two" / "eval_after.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 def test_ctrl_c_on_one_of_two_hosts_stops_both(one_host):
     job = Job(2, one_host, SETTINGS, flags=(f"--workdir={one_host / 'interrupted'}",))
     job.until("iteration 1/")
@@ -206,7 +207,7 @@ def test_ctrl_c_on_one_of_two_hosts_stops_both(one_host):
     assert_same_run(one_host / "interrupted", one_host / "one", same_steps=False)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 @pytest.mark.parametrize(
     ("count", "changes"),
     [(1, {}), (2, {}), (4, {}), (2, {"algorithm.advantage": "poise", "rollout.max_resample_rounds": 0})],
@@ -224,7 +225,7 @@ def test_any_number_of_hosts_of_four_devices_is_the_same_run_bit_by_bit(tmp_path
     assert_same_run(tmp_path / "several", tmp_path / "one")
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 def test_gone_on_with_on_another_mesh_and_number_of_hosts_is_nearly_the_same_run(tmp_path):
     """Of data 2 x fsdp 2 on two hosts, then of fsdp 2 on one, then of data 2 x tensor 2 on four; the ring in four."""
     settings = SETTINGS | {"replay.shards": 4, "eval.every_iterations": 1, "rollout.lookahead_prompts": 0}
@@ -236,7 +237,7 @@ def test_gone_on_with_on_another_mesh_and_number_of_hosts_is_nearly_the_same_run
     assert_nearly_same_run(tmp_path / "moved", tmp_path / "one")
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 def test_stopped_on_one_of_four_hosts_again_and_again_is_bitwise_the_run_that_was_not(tmp_path):
     settings = SETTINGS | {"num_iterations": 8}
     whole = run_to_end(4, tmp_path, "whole", settings)
@@ -256,7 +257,7 @@ def test_stopped_on_one_of_four_hosts_again_and_again_is_bitwise_the_run_that_wa
     assert_same_run(tmp_path / "pieces", whole, same_steps=False)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 def test_sigterm_to_one_of_two_hosts_ends_a_command_that_saves_nothing(tmp_path):
     settings = {"prompts.source": "arithmetic", "num_iterations": 100_000, "eval.every_iterations": 20}
     job = Job(2, tmp_path, settings, command="sft", flags=(f"--out={tmp_path / 'model'}",))
@@ -280,7 +281,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_on_two_hosts_gives_what_it_gives_on_one(one_host, command):
     settings, flags = COMMANDS[command]
@@ -329,7 +330,7 @@ def assert_nearly_equal(one, other):
         assert one == (pytest.approx(other, abs=1e-5, nan_ok=True) if isinstance(one, float) else other)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 @pytest.mark.parametrize(("dead", "of_it"), [(2, r"has not been heard of for \d+ s"), (0, r"is gone \(.*\)")])
 def test_the_death_of_a_host_ends_the_others_with_its_name_and_what_it_was_doing(tmp_path, dead, of_it):
     """Host 0 too, where what the hosts say to each other goes through."""
@@ -355,14 +356,14 @@ def test_the_death_of_a_host_ends_the_others_with_its_name_and_what_it_was_doing
     assert statuses == [0] and "resumed at iteration" in outputs[0], outputs
 
 
-@pytest.mark.slow  # in the plain suite by one process, below
+@pytest.mark.tier("hosts")  # in the plain suite by one process, below
 def test_hosts_with_folders_of_their_own_are_all_refused(tmp_path):
     job = Job(2, tmp_path, {}, of_host={0: [f"--workdir={tmp_path / 'a'}"], 1: [f"--workdir={tmp_path / 'b'}"]})
     statuses, outputs = job.end()
     assert statuses == [1, 1] and all("must be a folder that all hosts share" in text for text in outputs), outputs
 
 
-@pytest.mark.slow  # likewise
+@pytest.mark.tier("hosts")  # likewise
 def test_hosts_that_differ_are_all_refused_with_what_differs(tmp_path):
     job = Job(2, tmp_path, {}, flags=(f"--workdir={tmp_path / 'run'}",), of_host={1: ["--config.seed=5"]})
     statuses, outputs = job.end()
@@ -751,7 +752,7 @@ def test_a_run_of_one_host_asks_nobody(tmp_path, monkeypatch):
     assert train_module.train(freeze(mapping), tmp_path / "run") == 0
 
 
-@pytest.mark.slow
+@pytest.mark.tier("hosts")
 @pytest.mark.parametrize("mesh", [{}, {"mesh.tensor": 2}], ids=["rows of each", "rows of both"])
 def test_two_hosts_are_one_with_an_environment_and_go_on_with_episodes_in_flight(tmp_path, mesh):
     """One of them asks for a row; what a checkpoint has of their turns is of both."""

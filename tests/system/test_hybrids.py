@@ -48,6 +48,7 @@ def test_micro_batches_and_rematerialisation_change_nothing(rows, expected):
     assert_same(building.gradient(micro, rows), expected)
 
 
+@pytest.mark.tier("slow")  # plain: test_invariance.py, with attention alone
 def test_packing_changes_nothing(rows, expected):
     width = 2 * rows.rollout.tokens.shape[1]
     packed = SETTINGS | {"pack_width": width, "micro_batch_tokens": 2 * width, "logp_chunk_tokens": 8}
@@ -67,7 +68,7 @@ def test_devices_change_nothing(rows, expected, mesh):
 @pytest.mark.parametrize(
     ("mesh", "is_packed"),
     [
-        (MeshConfig(data=1, context=2), False),
+        pytest.param(MeshConfig(data=1, context=2), False, marks=pytest.mark.slow),  # plain: test_context.py
         pytest.param(MeshConfig(data=1, context=4), True, marks=pytest.mark.slow),
         pytest.param(MeshConfig(data=1, context=2, tensor=2), True, marks=pytest.mark.slow),
         pytest.param(MeshConfig(data=1, fsdp=2, context=2), False, marks=pytest.mark.slow),

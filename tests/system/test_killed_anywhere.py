@@ -9,7 +9,7 @@ from test_resume import ENVIRONMENTS, SETTINGS, Process, assert_same_run
 
 from jaxrl_llm.reports.metrics import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.tier("kills")
 EXPORTING = SETTINGS | {"checkpoint.export": True}
 
 

@@ -142,6 +142,7 @@ def test_a_run_of_own_functions_is_the_run_of_ours_that_say_the_same(run, method
     assert "algorithm.advantage.source" in refused
 
 
+@pytest.mark.tier("slow")  # plain: test_reward_terms_and_columns_of_own_functions
 @pytest.mark.parametrize("width", ["update.micro_batch_tokens=0", "update.micro_batch_tokens=192"])
 def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_group(run, methods, tmp_path, width):
     """AsymRE's, whose delta_v then is a setting of the loss: changed in a later run, it changes old rollouts' too."""

@@ -5,14 +5,14 @@ import re
 import time
 
 import pytest
-from support.building import needs_libtpu
+from support.building import libtpu_is_missing
 
 from benchmarks import pod, pod_decode
 from jaxrl_llm.planning import chips
 from jaxrl_llm.planning.compiled import compile_one
 from jaxrl_llm.runtime.programs import in_use_bytes
 
-pytestmark = [needs_libtpu, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.tier("compiler"), libtpu_is_missing, pytest.mark.timeout(3600)]
 # CPU seconds of one program: all on one core it takes no longer.
 MOST_SECONDS = 180
 

@@ -133,6 +133,7 @@ def rollouts_of(**mesh):
     return params, rollout, run
 
 
+@pytest.mark.tier("slow")  # plain: test_generator.test_samples_do_not_depend_on_the_mesh
 def test_a_sampler_with_more_tensor_parallelism_draws_the_same_for_the_same_learner():
     params, rollout, run = rollouts_of(fsdp=8, sampler_tensor=2)
     _, expected, _ = rollouts_of(fsdp=8)

@@ -178,7 +178,8 @@ def interrupt(workdir, cache):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("is_interrupted", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.tier("kills")  # plain: test_adapters.test_a_run_that_was_resumed_is_the_run_that_was_not
+@pytest.mark.parametrize("is_interrupted", [False, True])
 def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undisturbed, is_interrupted):
     # Kill -9 with a checkpoint half-written: by then the next iteration has begun.
     half_written = Process(tmp_path, cache, SETTINGS).kill_during_checkpoint_write()
@@ -195,7 +196,7 @@ def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undis
     assert in_flight.any() and len(host["open_prompts"]) == SETTINGS["rollout.lookahead_prompts"]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("kills")
 def test_so_it_is_with_an_environment_whose_episodes_are_in_flight(tmp_path, cache):
     """Stopped inside a generation again and again."""
     settings = SETTINGS | {"sampling.max_completion_tokens": 24, "replay.capacity_tokens": 0}
@@ -220,7 +221,7 @@ def test_so_it_is_with_an_environment_whose_episodes_are_in_flight(tmp_path, cac
     assert min(turns) > 1.2
 
 
-@pytest.mark.slow
+@pytest.mark.tier("kills")
 def test_after_a_damaged_checkpoint_and_a_full_disk_it_is_the_run_that_never_was(tmp_path, cache, undisturbed):
     workdir = tmp_path / "copy"
     shutil.copytree(undisturbed, workdir)
@@ -455,7 +456,7 @@ def test_a_run_that_has_ended_on_another_machine_ends_here_too(num_prompts, tmp_
     assert "lost lines" not in "".join(capfd.readouterr())
 
 
-@pytest.mark.slow  # in the plain suite one is killed, above
+@pytest.mark.tier("kills")  # in the plain suite one is killed, above
 @pytest.mark.parametrize(
     ("chance", "changes"),
     [
@@ -520,7 +521,7 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
     assert_same_run(tmp_path / "pieces", tmp_path / "whole", same_steps=False)  # stops have left some of their own
 
 
-@pytest.mark.slow  # its parts in tests/actor/test_redistribution.py
+@pytest.mark.tier("kills")  # its parts in tests/actor/test_redistribution.py
 def test_a_run_stopped_inside_generations_goes_on_on_other_numbers_of_devices(tmp_path, monkeypatch, capfd):
     """The ring and the samples are those of four devices, whoever had the rollouts in flight: floats nearly."""
     changes = {"rollout.lookahead_prompts": 0, "rollout.max_resample_rounds": 2, "replay.capacity_tokens": 0}
@@ -558,7 +559,7 @@ def refuse_to_compile(*_):
     raise CompiledError
 
 
-@pytest.mark.slow
+@pytest.mark.tier("kills")
 def test_a_finished_run_is_left_as_it_is(finished_copy, cache, undisturbed):
     workdir, _ = finished_copy
     status, out, err = Process(workdir, cache, SETTINGS).finish()
@@ -567,7 +568,7 @@ def test_a_finished_run_is_left_as_it_is(finished_copy, cache, undisturbed):
     assert_same_run(workdir, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.tier("kills")
 @pytest.mark.parametrize(
     ("devices", "changes"),
     [
