@@ -25,7 +25,7 @@ import ml_collections
 
 from jaxrl_llm import limits
 from jaxrl_llm.method_config import AlgorithmConfig, EnvironmentsConfig, LoraConfig, MethodFacts, ReplayConfig
-from jaxrl_llm.settings import functions, schema
+from jaxrl_llm.settings import functions, moved, schema
 from jaxrl_llm.settings.schema import (
     Bounds,
     ConfigError,
@@ -422,7 +422,7 @@ def recorded(mapping: Any) -> Config:
     """
     if hasattr(mapping, "to_dict"):
         mapping = mapping.to_dict()
-    return schema.build(Config, mapping)
+    return schema.build(Config, moved.with_new_names(mapping))
 
 
 def to_json(config: Config) -> str:

@@ -15,9 +15,6 @@ PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 RECIPES = PACKAGE / "recipes"
 RECIPE = "recipe:"  # begins the name of a recipe on the command line
 
-# Data files that have moved into the package: old name -> new name.
-MOVED = {"configs/programs.jsonl": "jaxrl_llm/recipes/programs.jsonl"}
-
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes in alphabetical order."""
@@ -61,9 +58,7 @@ def data_file(name: str) -> pathlib.Path:
     A name of the package's file begins with ``jaxrl_llm/``, so that it is the same in every installation.
     """
     path = pathlib.Path(name).expanduser()
-    if path.exists():
-        return path
-    shipped = MOVED.get(name, name)
-    if shipped.startswith(f"{PACKAGE.name}/") and (PACKAGE.parent / shipped).is_file():
-        return PACKAGE.parent / shipped
+    shipped = PACKAGE.parent / name
+    if not path.exists() and name.startswith(f"{PACKAGE.name}/") and shipped.is_file():
+        return shipped
     return path

@@ -71,11 +71,12 @@ def test_data_of_a_recipe_is_found_from_any_folder_and_under_its_old_name(tmp_pa
     there = [example.prompt for example in tasks.load(config, seed=0).examples]
     monkeypatch.chdir(tmp_path)
     assert [example.prompt for example in tasks.load(config, seed=0).examples] == there
-    assert data_file("configs/programs.jsonl") == data_file(config.name)
     assert data_file("mine.jsonl") == pathlib.Path("mine.jsonl")
+    assert freeze({"prompts": {"name": "configs/programs.jsonl", "source": "code"}}).prompts.name == config.name
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "programs.jsonl").touch()
-    assert data_file("configs/programs.jsonl") == pathlib.Path("configs/programs.jsonl")
+    own = freeze({"prompts": {"name": "configs/programs.jsonl", "source": "code"}}).prompts.name
+    assert data_file(own) == pathlib.Path("configs/programs.jsonl")
 
 
 def test_a_wheel_has_the_recipes_and_their_data():
