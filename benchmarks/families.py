@@ -24,8 +24,7 @@ from benchmarks import machine, results
 from benchmarks.iteration import Iteration, random_params, random_prompts
 from benchmarks.results import Figure
 from jaxrl_llm.config import Config, freeze
-from jaxrl_llm.models.architecture import Architecture, Layer
-from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.architecture import Architecture, Delta, Layer
 from jaxrl_llm.runtime.programs import memory
 
 
@@ -76,7 +75,7 @@ def family(name: str, size: Size) -> Architecture:
         "qwen3_5": {
             **dict(qk_norm="head", norm_offset=1.0, output_gate=True),
             "delta": Delta(heads // 2, heads, head_size, head_size, 4, is_grouped=False),
-            "layers": tuple(Layer(is_delta=i % 4 != 3) for i in range(n)),
+            "layers": tuple(Layer(mixer="attention" if i % 4 == 3 else "delta_rule") for i in range(n)),
         },
     }[name]
     sizes = {"num_heads": heads, "num_kv_heads": heads // 2, "head_size": head_size}

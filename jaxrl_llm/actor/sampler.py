@@ -38,9 +38,10 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.actor import quotas, stop_strings, turns
 from jaxrl_llm.config import SamplingConfig
-from jaxrl_llm.models import delta_rule, moe
+from jaxrl_llm.models import mixers, moe
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.attention import Cache, Prompt
+from jaxrl_llm.models.blocks import CacheSizes
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support, support_of
 from jaxrl_llm.ops.logp import project
@@ -58,9 +59,9 @@ SUPPORT_TOKENS = 64
 class SamplerState(WithColumns):
     """State of the sampler that persists between chunks and between iterations."""
 
-    # Each layer has its own arrays, because some compilers copy a layer's slice of a shared array before reading it. A
-    # gated delta rule layer has its two states (Delta.empty) in place of keys and values. The state of a prompt is the
-    # state before the last prompt token.
+    # Each layer has its own arrays, because some compilers copy a layer's slice of a shared array before reading it.
+    # A gated delta rule layer has its two states (delta_rule.empty_states) in place of keys and values. The state of a
+    # prompt is the state before the last prompt token.
     cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
@@ -166,12 +167,18 @@ class Sampler:
     def _empty(self) -> SamplerState:
         arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
         S, most = self.row_tokens, self.sampling.max_completion_tokens
-        sizes = {"slots": self.num_slots, "prompts": M * E, "prompt_width": self.max_prompt_tokens, "completion": most}
-        how = {"implementation": self.model.attention, "dtype": self.model.compute_dtype}
         talks = self.answer_tokens > 0
-        how["spare"] = turns.idle_room(self.chunk_steps) if talks else 0
+        sizes = CacheSizes(
+            slots=self.num_slots,
+            prompts=M * E,
+            prompt_width=self.max_prompt_tokens,
+            completion=most,
+            implementation=self.model.attention,
+            dtype=self.model.compute_dtype,
+            spare=turns.idle_room(self.chunk_steps) if talks else 0,
+        )
         return SamplerState(
-            **delta_rule.empty_caches(arch, **sizes, **how),
+            **mixers.empty_caches(arch, sizes),
             cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
@@ -393,7 +400,7 @@ class Sampler:
         started = jax.vmap(lambda s, r, t: s.at[jnp.where(t, r, Q)].set(True, mode="drop"))(
             state.started.reshape(M, Q), slot_row, takes
         ).reshape(M, E, G)
-        begin = functools.partial(delta_rule.begin, self.model.arch, entry_MZ=jnp.maximum(slot_row, 0) // G)
+        begin = functools.partial(mixers.begin, self.model.arch, entry_MZ=jnp.maximum(slot_row, 0) // G)
         return state.replace(
             slot_row=slot_row,
             started=started,

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models import delta_rule, moe
+from jaxrl_llm.models import mixers, moe
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention import Prompt
 from jaxrl_llm.models.transformer import Model
@@ -158,7 +158,7 @@ def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array
     begins = is_stale[:, :, None] & state.started & (state.stop_reason == STOP_NONE)  # all these rows have slots
     slot_begins = by_slot(state, begins) & (state.slot_row >= 0)
     entry = jnp.maximum(state.slot_row, 0) // state.tokens.shape[2]
-    begin = functools.partial(delta_rule.begin, model.arch, entry_MZ=entry, takes_MZ=slot_begins)
+    begin = functools.partial(mixers.begin, model.arch, entry_MZ=entry, takes_MZ=slot_begins)
     idle_steps = waiting["idle_steps"] if waiting else jnp.zeros_like(state.slot_row)
     state = state.replace(
         cache_k=begin(state.cache_k, state.prompt_k),
@@ -198,7 +198,7 @@ def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
         def one(axis, layer, first, *others):
             split = ("batch", "kv_heads")[: first.ndim - 2]
             axes = (*(split for _ in (first, *others)), ("batch",))
-            call = functools.partial(function, None if layer.is_delta else axis)
+            call = functools.partial(function, None if layer.is_recurrent else axis)
             return sharding.by_device(call, first, *others, at, axes=axes, shared=len(split))
 
         both = zip((2 if model.attention == "splash" else 3, 2), *arrays, strict=True)
@@ -269,7 +269,7 @@ def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architectu
     """Return the new caches ``made``, but keep the old delta rule states of the slots that a step skips."""
 
     def kept(layer, old, new):
-        if not layer.is_delta:
+        if not layer.is_recurrent:
             return new
         mask = lambda x: is_active_MZ.reshape(-1, *(1,) * (x.ndim - 1))
         return tuple(jnp.where(mask(x), y, x) for x, y in zip(old, new, strict=True))

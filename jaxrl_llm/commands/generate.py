@@ -24,6 +24,7 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, PromptsConfig, SamplingConfig, freeze
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files.source import Source
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.questions.stream import EncodedExample, batch_of
 from jaxrl_llm.questions.tasks.files import prompt_of
@@ -35,7 +36,7 @@ FLAGS = flags.FLAGS
 
 
 def generate(
-    source: pretrained.Source,
+    source: Source,
     path: str,
     *,
     sampling: SamplingConfig,

@@ -68,7 +68,7 @@ def layers_have(arch: Architecture) -> list[str]:
         f"{arch.num_experts} experts, {arch.experts_per_token} a token": arch.num_experts,
         "layers without rope": any(layer.rope < 0 for layer in arch.by_layer),
         "post-norms": arch.post_norm,
-        f"a gated delta rule in {sum(layer.is_delta for layer in arch.by_layer)} layers": arch.delta,
+        f"a gated delta rule in {sum(layer.mixer == 'delta_rule' for layer in arch.by_layer)} layers": arch.delta,
         "sinks": arch.sinks,
     }
     return [what for what, is_there in there.items() if is_there]

@@ -20,6 +20,7 @@ from absl import flags
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files.source import Source
 from jaxrl_llm.models.row_logp import PLAIN, row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, json_lines, row_files, sharding
@@ -30,7 +31,7 @@ FLAGS = flags.FLAGS
 CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once
 
 
-def score(source: pretrained.Source, path: str, *, batch_size: int, compute_dtype: str) -> list[dict[str, Any]]:
+def score(source: Source, path: str, *, batch_size: int, compute_dtype: str) -> list[dict[str, Any]]:
     """The input rows of ``path`` with ``logp``, in their order.
 
     Raises:

@@ -130,7 +130,8 @@ def _engines(
     programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
     if adapters:
-        own = {name: lora.fit(*each, model, mesh, base) for name, each in apart.items()}
+        shapes = model.abstract_params(mesh)
+        own = {name: lora.fit(*each, shapes, model.lora, base) for name, each in apart.items()}
         shared = compiled["publish_base"](base)
         params = {name: lora.join(compiled["publish"](each, base), shared) for name, each in own.items()}
     else:

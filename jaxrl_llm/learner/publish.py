@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.models import lora, quantised
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.block_parts import turn, turned
+from jaxrl_llm.models.blocks import transpose, transposed
 from jaxrl_llm.models.files.layout import stored_dims, stored_shape
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import sharding
@@ -40,7 +40,7 @@ def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
 
 
 def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    return _stored(name, x, i) if i is None else turn(_stored(name, x, i))
+    return _stored(name, x, i) if i is None else transpose(_stored(name, x, i))
 
 
 def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
@@ -69,10 +69,10 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
             return x
         path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
         stored = [spec[first] for first, *_ in stored_dims(path, len(spec))]
-        lies = layout = NamedSharding(mesh, PartitionSpec(*turned(stored)))
+        lies = layout = NamedSharding(mesh, PartitionSpec(*transposed(stored)))
         if is_tpu and name in ("q", "k", "v"):  # XLA would transpose these back in every chunk of steps
             layout = Format(Layout((1, 0)), lies)
-        shape = jax.ShapeDtypeStruct(turned(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
+        shape = jax.ShapeDtypeStruct(transposed(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
         return quantised.shape(name, shape, lies, model.published)
 
     stacked = model.abstract_params(mesh, rules=rules, dtype=model.compute_dtype)
@@ -106,7 +106,7 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
         def put(turns: bool, x: jax.Array, lies: jax.ShapeDtypeStruct, to: jax.ShapeDtypeStruct) -> jax.Array:
             """Cast, reshard and lay out an array of a file's shape for the sampler; transpose it if ``turns``."""
             nonlocal always
-            turn_of, spec_of = (turn, turned) if turns else (lambda x: x, tuple)
+            turn_of, spec_of = (transpose, transposed) if turns else (lambda x: x, tuple)
             x = x.astype(to.dtype)
             if lies.sharding == to.sharding:
                 return turn_of(x)

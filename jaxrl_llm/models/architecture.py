@@ -1,14 +1,15 @@
 """Shapes of models, as read from a file's header or a preset, without any arrays.
 
-Owns: ``Architecture`` and its allowed numbers, the presets of random models. Does not know: parameters, files, devices.
+Letters: D width, N heads or value heads, H and V sizes of keys and values, C channels of a convolution.
+Owns: ``Architecture`` and its allowed numbers, the kinds of layers, the presets of random models.
+Does not know: parameters, files, devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxrl_llm.models.delta import Delta
 from jaxrl_llm.settings.schema import ConfigError
 
 
@@ -21,21 +22,81 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Delta:
+    """Sizes of a gated delta rule, which has one state per value head.
+
+    Each key head serves value_heads / key_heads consecutive value heads.
+
+    Attributes:
+        taps: width of the causal convolution before the rule: the token itself and the taps - 1 tokens before it.
+        is_grouped: layout of the input projections. True: all rows of one key head are contiguous, as in Qwen3-Next.
+            False: queries of all heads, then keys, then values; gates have separate projections, as in Qwen3.5.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+    is_grouped: bool
+
+    def __post_init__(self):
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"a gated delta rule: value_heads={self.value_heads} must be a multiple of key_heads={self.key_heads}"
+            )
+        if self.taps < 2:
+            raise ConfigError(f"a gated delta rule: taps={self.taps} must be at least 2")
+
+    @property
+    def channels(self) -> int:
+        """Return C, the number of channels of queries, keys and values together."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    def num_params(self, width: int) -> int:
+        """Return the number of parameters of the rule in one layer."""
+        values = self.value_heads * self.value_size
+        inputs = (self.channels + values + 2 * self.value_heads) * width  # queries, keys, values; output gates; b and a
+        convolution = self.channels * self.taps
+        vectors = 2 * self.value_heads + self.value_size  # rates and biases of the decay; scales of the norm
+        return inputs + convolution + vectors + values * width
+
+
+class MixerKind(NamedTuple):
+    """Static properties of a mixer, the part of a block in which tokens read earlier tokens of their row."""
+
+    names: frozenset[str]  # first words of the names of its parameters, up to the first "_"
+    is_recurrent: bool  # True: a row has states of fixed size. False: every token of a row has keys and values.
+
+
+# Kinds of mixers; ``mixers.MIXERS`` has the computation of each kind.
+MIXER_KINDS = {
+    "attention": MixerKind(frozenset({"q", "k", "v", "o", "sinks"}), is_recurrent=False),
+    "delta_rule": MixerKind(frozenset({"delta"}), is_recurrent=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """The kind of one layer: the properties in which layers of a model can differ."""
 
     window: int = 0  # a token attends to itself and the window - 1 tokens before it; 0 = to all tokens before it
     rope: int = 0  # 0 = rope with rope_theta, 1 = rope with local_rope_theta, -1 = no rope
-    is_delta: bool = False  # a gated delta rule (models.delta) replaces attention
+    mixer: str = "attention"  # a key of ``MIXER_KINDS``
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Return whether the layer has states of fixed size in place of keys and values of tokens."""
+        return MIXER_KINDS[self.mixer].is_recurrent
 
     def has(self, name: str) -> bool:
         """Return whether the layer has this parameter of a block.
 
-        Parameters of attention are in layers with attention. Parameters of the gated delta rule are in layers with the
-        rule. Other parameters are in all layers.
+        A parameter of a mixer is in the layers with this mixer. Other parameters are in all layers.
         """
-        kind = name.partition("_")[0]
-        return self.is_delta if kind == "delta" else not (self.is_delta and kind in ("q", "k", "v", "o", "sinks"))
+        first_word = name.partition("_")[0]
+        owners = [mixer for mixer, kind in MIXER_KINDS.items() if first_word in kind.names]
+        return not owners or self.mixer in owners
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +122,20 @@ class Architecture:
     pre_norm: bool = True  # RMSNorm of the inputs of attention and MLP
     post_norm: bool = False  # RMSNorm of the outputs of attention and MLP
     norm_offset: float = 0.0  # added to the stored scale of every norm
-    activation: str = "silu"  # a key of variants.ACTIVATIONS
+    activation: str = "silu"  # a key of dense_mlp.ACTIVATIONS
     embedding_scale: float = 1.0  # factor of the embeddings before the first block
     score_width: float = 0.0  # attention scores are divided by the root of this number; 0 = the head size
     local_rope_theta: float = 10000.0
     rotary_size: int = 0  # number of dimensions of a head that rope rotates, from the first on; 0 = all
     sinks: bool = False  # the softmax of each head has one more learned score, without a value
     output_gate: bool = False  # a head's output is multiplied by the sigmoid of a second projection of the input
-    delta: Delta | None = None  # sizes of the gated delta rule, for layers with ``is_delta``
+    delta: Delta | None = None  # sizes of the gated delta rule, for layers with this mixer
     num_experts: int = 0  # 0 = one MLP for all tokens
     experts_per_token: int = 0
     norm_topk: bool = False  # normalise the chosen experts' probabilities to a sum of 1
     shared_ffn: int = 0  # hidden size of the shared expert, which has its own sigmoid gate; 0 = no shared expert
     experts_bias: bool = False  # biases of the router and of the experts' matrices
-    glu_limit: float = 0.0  # limit of the experts' gates and ups, as in GPT-OSS (variants.gated); 0 = no limit
+    glu_limit: float = 0.0  # limit of the experts' gates and ups, as in GPT-OSS (dense_mlp.gated); 0 = no limit
     layers: tuple[Layer, ...] = ()  # the kind of each layer; () = all layers have the kind Layer()
     family: str = "llama"  # model_type in config.json; the computation does not depend on it
 
@@ -86,6 +147,11 @@ class Architecture:
     @property
     def by_layer(self) -> tuple[Layer, ...]:
         return self.layers or (Layer(),) * self.num_layers
+
+    @property
+    def mlp(self) -> str:
+        """Return the kind of the blocks' MLP, a key of ``mlps.MLPS``."""
+        return "experts" if self.num_experts else "dense"
 
     def layers_with(self, name: str) -> tuple[int, ...]:
         """Return the indices of the layers that have this parameter, in the order in which they are stacked."""
@@ -134,6 +200,6 @@ PRESETS = {
         **dict(vocab_size=260, width=64, num_layers=4, num_heads=4, num_kv_heads=2, head_size=16, rotary_size=4),
         **dict(num_experts=6, experts_per_token=2, norm_topk=True, ffn=48, shared_ffn=48),
         **dict(qk_norm="head", norm_offset=1.0, output_gate=True, delta=Delta(2, 4, 16, 16, 4, is_grouped=True)),
-        **dict(layers=(*(Layer(is_delta=True),) * 3, Layer()), family="qwen3_next"),
+        **dict(layers=(*(Layer(mixer="delta_rule"),) * 3, Layer()), family="qwen3_next"),
     ),
 }

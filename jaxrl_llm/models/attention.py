@@ -25,12 +25,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models import block_parts
 from jaxrl_llm.models.kernels import learner as kernels
 
 # Replaces minus infinity, because all keys of a piece may be hidden and inf - inf is nan.
 HIDDEN = -1e30
 BLOCK_PLACES = 64  # the smallest cache block for which the branch that skips it pays off on a CPU
+
+# Sum of e^(score - max) * value, sum of e^(score - max), and max, over the keys of a piece.
+Piece = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @flax.struct.dataclass
@@ -116,7 +118,7 @@ def attend(
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt, window, positions))
-    pieces += block_parts.attend_sinks(q, sinks)
+    pieces += _attend_sinks(q, sinks)
     out = _merge(pieces).astype(q_BTNH.dtype)
     return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
@@ -141,7 +143,7 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=No
     if implementation == "splash":
         out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
-    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *block_parts.attend_sinks(q, sinks)]
+    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *_attend_sinks(q, sinks)]
     out = _merge(pieces).astype(q.dtype)
 
     # All rows write to the same position, so no scatter is needed. The written values depend on the attention output.
@@ -279,6 +281,16 @@ def _attend_cache(q_BKXH, cache: Cache):
         return [read(0)]
     nothing = (jnp.zeros_like(q_BKXH), *(jnp.full(q_BKXH.shape[:3], x) for x in (0.0, HIDDEN)))
     return [jax.lax.cond(jnp.any(visible[:, :, :, i]), lambda i=i: read(i), lambda: nothing) for i in range(count)]
+
+
+def _attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> list[Piece]:
+    """Return one piece (see ``_merge``) with one score per head and no value, or no piece without sinks."""
+    if sinks_N is None:
+        return []
+    B, K, X, _ = q_BKXH.shape
+    score_BKX = jnp.repeat(sinks_N.astype(jnp.float32).reshape(1, K, -1), X * K // sinks_N.size, axis=2)
+    score_BKX = jnp.broadcast_to(score_BKX, (B, K, X))
+    return [(jnp.zeros_like(q_BKXH), jnp.ones_like(score_BKX), score_BKX)]
 
 
 def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int, tuple[int, int], tuple[int, int]]:

@@ -18,21 +18,21 @@ the group starts from this state.
 
 Letters: B rows, T tokens, D width, N value heads, K key heads, H and V their sizes, C channels of the convolution,
 n chunks of W tokens, G rows of a group, L prompt width.
-Owns: the rule, and the caches of a sampler's layers. Does not know: slots, shapes of parameters (delta).
+Owns: the parameters of the rule, its computation, its states. Does not know: attention, when slots start rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, block_shapes
-from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.architecture import Architecture, Delta, Layer
+from jaxrl_llm.models.attention import Groups
+from jaxrl_llm.models.blocks import CacheSizes, LayerParameters, MixerInputs, Parameter, States
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.ops.packing import Line
@@ -42,129 +42,148 @@ CHUNK = 64  # tokens: the smallest size that fills a matrix unit, and small enou
 # All sums of the rule are float32 with the highest precision, because errors in a state persist.
 einsum = functools.partial(jnp.einsum, precision="highest")
 
+Channels = tuple[jax.Array, jax.Array, jax.Array]  # channels [B,T,C], g and b [B,T,N]
 
-def empty_caches(
-    arch: Architecture,
-    *,
-    slots: int,
-    prompts: int,
-    prompt_width: int,
-    completion: int,
-    implementation: str,
-    dtype: Any,
-    spare: int = 0,
-) -> dict[str, tuple[Any, ...]]:
-    """Return empty caches by layer: ``cache_k`` and ``cache_v`` of slots, ``prompt_k`` and ``prompt_v`` of prompts.
 
-    Layers with attention store keys and values, as in ``attention.Cache`` and ``Prompt``. Layers with the gated delta
-    rule store their two states.
+def parameters(arch: Architecture) -> Iterator[Parameter]:
+    """Yield the parameters of the rule; none if the architecture has no such rule."""
+    if arch.delta is None:
+        return
+    d, width = arch.delta, arch.width
+    share = d.value_heads // d.key_heads
+    if d.is_grouped:  # rows of a key head: query, key, values and output gates; then b and a
+        head_size = 2 * d.key_size + 2 * share * d.value_size
+        yield Parameter("delta_in", (d.key_heads, head_size, width), ("kv_heads", "head_size", "embed"))
+        yield Parameter("delta_gates", (d.key_heads, 2 * share, width), ("kv_heads", "head_size", "embed"))
+    else:
+        yield Parameter("delta_qkv", (d.channels, width), ("head_size", "embed"))
+        yield Parameter("delta_z", (d.value_heads, d.value_size, width), ("heads", "head_size", "embed"))
+        yield Parameter("delta_b", (d.value_heads, width), ("heads", "embed"))
+        yield Parameter("delta_a", (d.value_heads, width), ("heads", "embed"))
+    yield Parameter("delta_conv", (d.channels, 1, d.taps), ("head_size",) * 3, 0.5)
+    yield Parameter("delta_rate", (d.value_heads,), ("heads",), 0.0)  # with this bias, a state's half-life is 14 tokens
+    yield Parameter("delta_bias", (d.value_heads,), ("heads",), -3.0)
+    yield Parameter("delta_norm", (d.value_size,), ("head_size",), 1.0)
+    yield Parameter("delta_out", (width, d.value_heads, d.value_size), ("embed", "heads", "head_size"))
 
-    Args:
-        completion: most tokens of a completion.
-        spare: further cache positions per slot.
+
+def empty_states(d: Delta, rows: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return the states before a row's first token.
+
+    These are the rule's state [rows,N,H,V] float32, and the convolution's last inputs [rows,taps-1,C] in ``dtype``.
     """
-    zeros = lambda rows, size: jnp.zeros((rows, arch.num_kv_heads, *size), dtype)
-
-    def of_slots(layer):  # the cache of a layer with a window holds only the window and the spare positions
-        if layer.is_delta:
-            return tuple((x,) for x in arch.delta.empty(slots, dtype))
-        tokens = spare + min(completion, layer.window or completion)
-        count, *sizes = block_shapes(tokens, arch.head_size, implementation)
-        return tuple(tuple(zeros(slots, size) for _ in range(count)) for size in sizes)
-
-    def of_prompts(layer):
-        if layer.is_delta:
-            return arch.delta.empty(prompts, dtype)
-        return tuple(zeros(prompts, (prompt_width, arch.head_size)) for _ in range(2))
-
-    cache_k, cache_v = zip(*map(of_slots, arch.by_layer), strict=True)
-    prompt_k, prompt_v = zip(*map(of_prompts, arch.by_layer), strict=True)
-    return {"cache_k": cache_k, "cache_v": cache_v, "prompt_k": prompt_k, "prompt_v": prompt_v}
+    state = jnp.zeros((rows, d.value_heads, d.key_size, d.value_size), jnp.float32)
+    return state, jnp.zeros((rows, d.taps - 1, d.channels), dtype)
 
 
-def begin(arch: Architecture, caches: Any, prompts: Any, entry_MZ: jax.Array, takes_MZ: jax.Array) -> Any:
-    """Copy the prompts' states of the gated delta rule to the slots that start a new row.
-
-    Args:
-        caches: ``cache_k`` or ``cache_v``, by layer.
-        prompts: ``prompt_k`` or ``prompt_v``, by layer.
-        entry_MZ: index of each slot's prompt in its shard.
-        takes_MZ: whether the slot starts a new row.
-    """
-
-    def one(layer, cache, of_prompts):
-        if not layer.is_delta:
-            return cache
-        (M, _), (slots,) = entry_MZ.shape, cache
-        new = jax.vmap(lambda x, entry: x[entry])(of_prompts.reshape(M, -1, *of_prompts.shape[1:]), entry_MZ)
-        return (jnp.where(takes_MZ.reshape(-1, *(1,) * (slots.ndim - 1)), new.reshape(slots.shape), slots),)
-
-    return tuple(map(one, arch.by_layer, caches, prompts))
+def empty_cache(arch: Architecture, layer: Layer, sizes: CacheSizes) -> States:
+    """Return the states of all decode slots, each in a tuple of one, as a cache has blocks."""
+    state, inputs = empty_states(_sizes_of(arch), sizes.slots, sizes.dtype)
+    return (state,), (inputs,)
 
 
-def mix(
-    h_BTD: jax.Array,
-    project: Callable[[jax.Array, str], jax.Array],
-    own: Callable[[str], jax.Array],
-    arch: Architecture,
-    *,
-    visible: Groups | Units | Line | None = None,
-    positions: jax.Array | None = None,
-    length: jax.Array | None = None,
-    prompt: Prompt | None = None,
-    cache: Cache | None = None,
-) -> tuple[jax.Array, Any]:
-    """Run the gated delta rule layer, which replaces attention.
+def empty_prompts(arch: Architecture, layer: Layer, sizes: CacheSizes) -> States:
+    """Return the states of all prompts."""
+    return empty_states(_sizes_of(arch), sizes.prompts, sizes.dtype)
 
-    Args:
-        project: (x [B,T,I], name of a matrix) -> [B,T,O].
-        own: name of another parameter -> parameter.
-        visible: rule that defines the past of each token; None = all tokens before it.
-        positions: [B,T] i32 in the row; required by packed lines.
-        length: [B] i32 number of tokens after which the states are returned; None = all.
-        prompt: the rows' states before the tokens (``Delta.empty``) as keys and values. Ignored if there is a cache.
-        cache: the rows' states likewise, each in a tuple of one; requires T = 1.
+
+def begin(cache: tuple[jax.Array], prompts: jax.Array, entry_MZ: jax.Array, takes_MZ: jax.Array) -> tuple[jax.Array]:
+    """Copy the prompts' states to the slots that start a new row (``mixers.begin``)."""
+    num_shards, _ = entry_MZ.shape
+    (slots,) = cache
+    by_shard = prompts.reshape(num_shards, -1, *prompts.shape[1:])
+    new = jax.vmap(lambda x, entry: x[entry])(by_shard, entry_MZ)
+    takes = takes_MZ.reshape(-1, *(1,) * (slots.ndim - 1))
+    return (jnp.where(takes, new.reshape(slots.shape), slots),)
+
+
+def apply(x_BTD: jax.Array, parameters: LayerParameters, inputs: MixerInputs) -> tuple[jax.Array, States]:
+    """Apply the rule to whole rows or prompts.
+
+    The states before the first token are those of ``inputs.prompt``, or empty states.
 
     Returns:
-        [B,T,D], and the states after the tokens in the same form as the input. For whole groups, (None, None).
+        [B,T,D], and the two states after ``inputs.length`` tokens. For whole groups, (None, None).
     """
-    d, (B, T, _) = arch.delta, h_BTD.shape
-    mixed_BTC, z_BTNV, b_BTN, a_BTN = _inputs(h_BTD, project, d)
-    rate = -jnp.exp(own("delta_rate").astype(jnp.float32))
-    g_BTN = rate[None, None] * jax.nn.softplus(a_BTN + own("delta_bias").astype(jnp.float32)[None, None])
-    of_tokens = (mixed_BTC, g_BTN, jax.nn.sigmoid(b_BTN))
+    d = _sizes_of(parameters.arch)
+    channels, z_BTNV = _inputs(x_BTD, parameters, d)
+    weight = parameters.weight("delta_conv")[:, 0]
+    if isinstance(inputs.visible, Groups):
+        out_BTNV = _groups(*channels, inputs.visible, weight=weight, d=d)
+        return _output(out_BTNV, z_BTNV, parameters), (None, None)
+    prompt = inputs.prompt
+    out_BTNV, state, last_inputs = _rows(
+        *channels,
+        weight=weight,
+        d=d,
+        before=None if prompt is None else (prompt.keys, prompt.values),
+        line=inputs.visible,
+        positions=inputs.positions,
+        length=inputs.length,
+    )
+    return _output(out_BTNV, z_BTNV, parameters), (state, last_inputs)
+
+
+def apply_next(x_B1D: jax.Array, parameters: LayerParameters, inputs: MixerInputs) -> tuple[jax.Array, States]:
+    """Apply the rule to one new token per row. Return [B,1,D], and the new states, each in a tuple of one."""
+    assert inputs.cache is not None, "a decode step has a cache"
+    d = _sizes_of(parameters.arch)
+    channels, z_B1NV = _inputs(x_B1D, parameters, d)
+    weight = parameters.weight("delta_conv")[:, 0]
+    (state,) = inputs.cache.keys
+    (last_inputs,) = inputs.cache.values
+    out_B1NV, state, last_inputs = _step(*channels, state, last_inputs, weight=weight, d=d)
+    return _output(out_B1NV, z_B1NV, parameters), ((state,), (last_inputs,))
+
+
+def _sizes_of(arch: Architecture) -> Delta:
+    assert arch.delta is not None, "only models with sizes of the rule have layers with it"
+    return arch.delta
+
+
+def _inputs(x_BTD: jax.Array, parameters: LayerParameters, d: Delta) -> tuple[Channels, jax.Array]:
+    """Return the inputs of the rule: channels [B,T,C], and g and b [B,T,N] float32; and the output gates [B,T,N,V]."""
+    mixed_BTC, z_BTNV, b_BTN, a_BTN = _projections(x_BTD, parameters, d)
+    rate = -jnp.exp(parameters.weight("delta_rate").astype(jnp.float32))
+    bias = parameters.weight("delta_bias").astype(jnp.float32)
+    g_BTN = rate[None, None] * jax.nn.softplus(a_BTN + bias[None, None])
+    b_BTN = jax.nn.sigmoid(b_BTN)
     if context.is_split():  # whole rows of fewer channels and heads, as in attention
-        of_tokens = tuple(sharding.constrain(x, "batch", None, "attended") for x in of_tokens)
-    how = {"weight": own("delta_conv")[:, 0], "d": d}
-    if cache is not None:
-        (state,), (inputs,) = cache.keys, cache.values
-        out_BTNV, state, inputs = _step(*of_tokens, state, inputs, **how)
-        new = ((state,), (inputs,))
-    elif isinstance(visible, Groups):
-        out_BTNV, new = _groups(*of_tokens, visible, **how), (None, None)
-    else:
-        before = None if prompt is None else (prompt.keys, prompt.values)
-        out_BTNV, *new = _rows(*of_tokens, before=before, line=visible, positions=positions, length=length, **how)
+        mixed_BTC, g_BTN, b_BTN = (sharding.constrain(x, "batch", None, "attended") for x in (mixed_BTC, g_BTN, b_BTN))
+    return (mixed_BTC, g_BTN, b_BTN), z_BTNV
+
+
+def _output(out_BTNV: jax.Array, z_BTNV: jax.Array, parameters: LayerParameters) -> jax.Array:
+    """Return the projection of the rule's outputs after a norm and the output gates, [B,T,D]."""
+    dtype = z_BTNV.dtype
+    B, T = z_BTNV.shape[:2]
     out_BTNV = context.to_tokens(out_BTNV)
-    out = out_BTNV * jax.lax.rsqrt(jnp.mean(jnp.square(out_BTNV), axis=-1, keepdims=True) + arch.norm_eps)
-    out = own("delta_norm").astype(h_BTD.dtype)[None, None, None] * out.astype(h_BTD.dtype)
-    out = (out * jax.nn.silu(z_BTNV.astype(jnp.float32))).astype(h_BTD.dtype)
-    return project(out.reshape(B, T, -1), "delta_out"), tuple(new)
+    mean_square = jnp.mean(jnp.square(out_BTNV), axis=-1, keepdims=True)
+    out = out_BTNV * jax.lax.rsqrt(mean_square + parameters.arch.norm_eps)
+    out = parameters.weight("delta_norm").astype(dtype)[None, None, None] * out.astype(dtype)
+    out = (out * jax.nn.silu(z_BTNV.astype(jnp.float32))).astype(dtype)
+    return parameters.project(out.reshape(B, T, -1), "delta_out")
 
 
-def _inputs(h_BTD, project, d: Delta):
+def _projections(x_BTD: jax.Array, parameters: LayerParameters, d: Delta) -> tuple[jax.Array, ...]:
     """Return channels [B,T,C], output gates [B,T,N,V], and b and a [B,T,N] float32, before activations."""
-    B, T, _ = h_BTD.shape
-    keys, values = d.key_size, d.value_heads // d.key_heads * d.value_size
-    by_head = lambda x, count: x.reshape(B, T, count, -1)
-    flat = lambda x: x.reshape(B, T, -1)
+    B, T, _ = x_BTD.shape
+    key_size = d.key_size
+    value_size = d.value_heads // d.key_heads * d.value_size  # values of one key head
+
+    def by_head(x: jax.Array) -> jax.Array:
+        return x.reshape(B, T, d.key_heads, -1)
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(B, T, -1)
+
     if d.is_grouped:
-        x_BTKX = by_head(project(h_BTD, "delta_in"), d.key_heads)
-        q, k, v, z = jnp.split(x_BTKX, (keys, 2 * keys, 2 * keys + values), axis=-1)
-        b, a = jnp.split(by_head(project(h_BTD, "delta_gates"), d.key_heads), 2, axis=-1)
+        x_BTKX = by_head(parameters.project(x_BTD, "delta_in"))
+        q, k, v, z = jnp.split(x_BTKX, (key_size, 2 * key_size, 2 * key_size + value_size), axis=-1)
+        b, a = jnp.split(by_head(parameters.project(x_BTD, "delta_gates")), 2, axis=-1)
         mixed_BTC = jnp.concatenate([flat(q), flat(k), flat(v)], axis=-1)
     else:
-        mixed_BTC, z, b, a = (project(h_BTD, f"delta_{name}") for name in ("qkv", "z", "b", "a"))
+        mixed_BTC, z, b, a = (parameters.project(x_BTD, f"delta_{name}") for name in ("qkv", "z", "b", "a"))
     z_BTNV = flat(z).reshape(B, T, d.value_heads, d.value_size)
     return mixed_BTC, z_BTNV, flat(b).astype(jnp.float32), flat(a).astype(jnp.float32)
 

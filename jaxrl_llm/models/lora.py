@@ -22,19 +22,16 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError, LoraConfig, ModelConfig
 from jaxrl_llm.method_config import LORA_TARGETS
+from jaxrl_llm.models.blocks import Parameter
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import rng, sharding
-
-if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Model
 
 A, B, M = "_lora_a", "_lora_b", "_lora_m"
 
@@ -44,19 +41,27 @@ def scale(config: LoraConfig) -> float:
     return config.alpha / (math.sqrt(config.rank) if config.rank_stabilised else config.rank)
 
 
-def matrices(config: LoraConfig, table: tuple) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Yield name, shape and logical axes of a block's adapters.
+def matrices(config: LoraConfig, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
+    """Yield the adapters of a block.
 
     Args:
-        table: name, shape and logical axes of the block's matrices.
+        parameters: the block's parameters. Only those that ``config.targets`` names have adapters.
     """
-    for name, size, axes in table if config.rank else ():
-        if _target(name) in config.targets:
-            outer, each = len(size) - _inputs(name), _stacked(name)
-            yield name + A, (*size[:each], config.rank, *size[outer:]), (*axes[:each], "rank", *axes[outer:])
-            yield name + B, (*size[:outer], config.rank), (*axes[:outer], "rank")
-            if config.dora and not each:  # experts have no m
-                yield name + M, (*size[:outer], 1), (*axes[:outer], "rank")
+    if not config.rank:
+        return
+    for name, shape, axes, _ in parameters:
+        if _target(name) not in config.targets:
+            continue
+        num_outer = len(shape) - _inputs(name)
+        num_stacked = _stacked(name)
+        stacked_shape, stacked_axes = shape[:num_stacked], axes[:num_stacked]
+        outer_shape, outer_axes = shape[:num_outer], axes[:num_outer]
+        yield Parameter(
+            name + A, (*stacked_shape, config.rank, *shape[num_outer:]), (*stacked_axes, "rank", *axes[num_outer:])
+        )
+        yield Parameter(name + B, (*outer_shape, config.rank), (*outer_axes, "rank"))
+        if config.dora and not num_stacked:  # experts have no m
+            yield Parameter(name + M, (*outer_shape, 1), (*outer_axes, "rank"))
 
 
 def layout(of_matrices: dict[str, tuple]) -> dict[str, tuple]:
@@ -224,6 +229,15 @@ def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Arra
     return {name: whole(name) for name in blocks if name.endswith(M)}
 
 
+def _row_norms(blocks: Any, config: LoraConfig) -> dict[str, jax.Array]:
+    """Return |W + s B A| as the new value of every m in ``blocks``."""
+
+    def norm(_: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return _norm(w, a, b, config)
+
+    return _by_layer(norm, blocks)
+
+
 def published(params: Any, config: LoraConfig) -> Any:
     """Return parameters with m / |W + s B A| - 1 in place of each m, so that decode steps compute no norm."""
     excesses = _by_layer(lambda m, *of: _factor(m, _norm(*of, config)) - 1, params["blocks"])
@@ -252,24 +266,29 @@ def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, block: Any, linear: Cal
     return out_BTO + out_BTO * excess.astype(out_BTO.dtype).reshape(1, 1, -1)
 
 
-def init(model: Model, mesh: Mesh, base: Any = None, *, seed: int) -> Any:
+def init(shapes: Any, config: LoraConfig, base: Any = None, *, seed: int) -> Any:
     """Return initial adapters, which leave the output unchanged.
 
     A is random and the same on every mesh. B is zero. m is |W| of the ``base``, which only DoRA needs.
+
+    Args:
+        shapes: abstract parameters of the model with adapters (``Model.abstract_params``).
+        config: configuration of the adapters.
     """
-    shapes, *_ = split(model.abstract_params(mesh))
+    adapter_shapes = split(shapes)[0]
 
     def make(key: jax.Array, base: Any) -> Any:
-        made = {}
-        for place, (name, x) in enumerate(sorted(shapes["blocks"].items())):
-            bound = math.prod(x.shape[2 + _stacked(name) :]) ** -0.5
-            own = jax.random.fold_in(key, place)
-            is_a = name.endswith(A)
-            made[name] = jax.random.uniform(own, x.shape, x.dtype, -bound, bound) if is_a else jnp.zeros_like(x)
-        whole = {**(base["blocks"] if base else {}), **made}
-        return {"blocks": made | _by_layer(lambda _, *of: _norm(*of, model.lora), whole)}
+        adapters = {}
+        for place, (name, x) in enumerate(sorted(adapter_shapes["blocks"].items())):
+            if name.endswith(A):
+                bound = math.prod(x.shape[2 + _stacked(name) :]) ** -0.5
+                adapters[name] = jax.random.uniform(jax.random.fold_in(key, place), x.shape, x.dtype, -bound, bound)
+            else:
+                adapters[name] = jnp.zeros_like(x)
+        base_blocks = base["blocks"] if base else {}
+        return {"blocks": adapters | _row_norms({**base_blocks, **adapters}, config)}
 
-    return jax.jit(make, out_shardings=sharding.of(shapes))(rng.stream(seed, "lora"), base)
+    return jax.jit(make, out_shardings=sharding.of(adapter_shapes))(rng.stream(seed, "lora"), base)
 
 
 def common(configs: Iterable[LoraConfig]) -> LoraConfig:
@@ -283,27 +302,30 @@ def common(configs: Iterable[LoraConfig]) -> LoraConfig:
     return LoraConfig(rank=rank, alpha=float(rank), dora=any(config.dora for config in configs), targets=targets)
 
 
-def fit(learned: Any, config: LoraConfig, model: Model, mesh: Mesh, base: Any) -> Any:
-    """Convert adapters of ``config`` to adapters of ``model`` that compute the same outputs.
+def fit(learned: Any, config: LoraConfig, shapes: Any, new_config: LoraConfig, base: Any) -> Any:
+    """Convert adapters of ``config`` to adapters of ``new_config`` that compute the same outputs.
 
     Adapters that are missing, and additional ranks, are filled with zeros. A missing m is |W + B A|, so that DoRA does
     not change the output.
 
     Args:
         learned: the adapters of ``config``; their blocks may be empty.
-        model: has a LoRA configuration from ``common``.
+        shapes: abstract parameters of the model with adapters of ``new_config`` (``Model.abstract_params``).
+        new_config: a result of ``common``.
+        base: frozen weights under the adapters.
     """
-    shapes, *_ = split(model.abstract_params(mesh))
+    adapter_shapes = split(shapes)[0]
 
-    def make(own: dict[str, jax.Array], base: Any) -> Any:
-        made = {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes["blocks"].items()}
-        for name, x in own.items():
+    def make(old: dict[str, jax.Array], base: Any) -> Any:
+        new = {name: jnp.zeros(x.shape, x.dtype) for name, x in adapter_shapes["blocks"].items()}
+        for name, x in old.items():
             x = x * scale(config) if name.endswith(B) else x
-            made[name] = jnp.pad(x, [(0, to - size) for to, size in zip(made[name].shape, x.shape, strict=True)])
-        norms = _by_layer(lambda _, *of: _norm(*of, model.lora), {**base["blocks"], **made})
-        return {"blocks": made | {name: x for name, x in norms.items() if name not in own}}
+            padding = [(0, new_size - size) for new_size, size in zip(new[name].shape, x.shape, strict=True)]
+            new[name] = jnp.pad(x, padding)
+        norms = _row_norms({**base["blocks"], **new}, new_config)
+        return {"blocks": new | {name: x for name, x in norms.items() if name not in old}}
 
-    return jax.jit(make, out_shardings=sharding.of(shapes))(learned["blocks"], base)
+    return jax.jit(make, out_shardings=sharding.of(adapter_shapes))(learned["blocks"], base)
 
 
 def merge(learned: Any, base: Any, config: LoraConfig) -> Any:

@@ -23,38 +23,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
 
 from jaxrl_llm.config import Config, ConfigError, LoraConfig
-from jaxrl_llm.models import block_parts, quantised
+from jaxrl_llm.models import dense_mlp, quantised
 from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.blocks import LayerParameters, Parameter, Routing
 from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import completion_window
 from jaxrl_llm.runtime import sharding
-
-if TYPE_CHECKING:
-    from jaxrl_llm.models.transformer import Model
 
 _AXES = {
     "experts_gate": ("expert", "mlp", "embed"),
     "experts_up": ("expert", "mlp", "embed"),
     "experts_down": ("expert", "embed", "mlp"),
 }
-
-
-@flax.struct.dataclass
-class Routing:
-    """Expert choices to replay, and the batch's expert counts for the balance cost."""
-
-    chosen: jax.Array | None = None  # [B,T,layers*k] experts to use, or [B,T,k] of one layer; None = the k likeliest
-    counts: jax.Array | None = None  # [layers,E] f32 ``counts`` of the batch; None = compute no balance cost
 
 
 def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
@@ -75,7 +64,7 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
     rules = sharding.RULES | dict(sharding.rules_of(config.mesh)) | ({} if is_learner else sharding.OF_SAMPLER)
     lies = {
         name: sharding.axes_of(sharding.partition_spec(size, axes, mesh, rules)[axes.index("mlp")])
-        for name, size, axes in parameters(arch)
+        for name, size, axes, _ in (parameters(arch) if E else ())
         if name in _AXES
     }
     # The devices that share an expert's ffn sum their outputs. They must hold the same rows, and the same parts of the
@@ -97,27 +86,27 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
             raise ConfigError(f"{name}={value!r} must be {otherwise!r}: the model has no experts")
 
 
-def parameters(arch: Architecture) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Yield the parameters of a block's MLP, or of its router and experts.
-
-    Each item is (name, shape, logical axes), without the layer axis.
+def parameters(arch: Architecture) -> Iterator[Parameter]:
+    """Yield the parameters of a block's router, experts and shared expert: matrices, then biases.
 
     Raises:
         ConfigError: the number of experts per token is not between 1 and the number of experts.
     """
     E, D, F, k = arch.num_experts, arch.width, arch.ffn, arch.experts_per_token
-    if not E:
-        yield from (("gate", (F, D), ("mlp", "embed")), ("up", (F, D), ("mlp", "embed")))
-        yield "down", (D, F), ("embed", "mlp")
-        return
     if not 1 <= k <= E:
         raise ConfigError(f"a model of {E} experts, {k} for each token (num_experts_per_tok): must be from 1 to {E}")
-    yield "router", (E, D), ("activation", "embed")
-    for name, size in (("experts_gate", (E, F, D)), ("experts_up", (E, F, D)), ("experts_down", (E, D, F))):
-        yield name, size, _AXES[name]
-    if S := arch.shared_ffn:
-        yield from (("shared_gate", (S, D), ("mlp", "embed")), ("shared_up", (S, D), ("mlp", "embed")))
-        yield from (("shared_down", (D, S), ("embed", "mlp")), ("shared_router", (1, D), ("activation", "embed")))
+    yield Parameter("router", (E, D), ("activation", "embed"))
+    yield Parameter("experts_gate", (E, F, D), _AXES["experts_gate"])
+    yield Parameter("experts_up", (E, F, D), _AXES["experts_up"])
+    yield Parameter("experts_down", (E, D, F), _AXES["experts_down"])
+    if arch.shared_ffn:
+        yield from dense_mlp.matrices(D, arch.shared_ffn, prefix="shared_")
+        yield Parameter("shared_router", (1, D), ("activation", "embed"))
+    if arch.experts_bias:
+        yield Parameter("router_bias", (E,), ("activation",), 0.0)
+        yield Parameter("experts_gate_bias", (E, F), ("expert", "mlp"), 0.0)
+        yield Parameter("experts_up_bias", (E, F), ("expert", "mlp"), 0.0)
+        yield Parameter("experts_down_bias", (E, D), ("activation",) * 2, 0.0)
 
 
 def id_dtype(arch: Architecture) -> Any:
@@ -133,24 +122,29 @@ def by_layer(routing: Routing | None, num_layers: int) -> jax.Array | None:
     return jnp.moveaxis(routing.chosen.reshape(B, T, num_layers, -1), 2, 0)
 
 
-def of_layer(model: Model, routing: Routing | None, chosen: jax.Array | None, *, of_sampler: bool) -> Callable | None:
-    """Return the function ``mlp`` for one layer, or None if the model has no experts.
-
-    Args:
-        chosen: [B,T,k] experts to replay in this layer; None = the k likeliest.
-        of_sampler: the weights have the sampler's sharding and layout.
-    """
-    arch = model.arch
-    if not arch.num_experts:
-        return None
-    rules = sharding.RULES | dict(model.rules) | (sharding.OF_SAMPLER if of_sampler else {})
-    if model.attention == "splash":  # on a TPU, with kernels enabled
-        grouped = functools.partial(grouped_by_kernel, turned=of_sampler)
+def apply(x_BTD: jax.Array, parameters: LayerParameters, routing: Routing) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Return the output of one layer's experts, and the routing results of ``mlp``."""
+    arch = parameters.arch
+    if parameters.implementation == "splash":  # on a TPU, with kernels enabled
+        grouped = functools.partial(grouped_by_kernel, turned=parameters.is_published)
     else:
-        grouped = lambda rows, w, sizes: jax.lax.ragged_dot(rows, w.mT, sizes)
-    load = None if routing is None or routing.counts is None else _load(routing.counts, arch)
-    how = {"lora": model.lora, "rules": rules, "grouped": grouped, "rounded": model.weights}
-    return functools.partial(mlp, chosen=chosen, load=load, arch=arch, **how)
+        grouped = _grouped_by_xla
+    return mlp(
+        x_BTD,
+        parameters.weight,
+        functools.partial(dense_mlp.compute, parameters=parameters),
+        chosen=routing.chosen,
+        load=None if routing.counts is None else _load(routing.counts, arch),
+        arch=arch,
+        lora=parameters.lora,
+        rules=parameters.rules,
+        grouped=grouped,
+        rounded=parameters.rounding,
+    )
+
+
+def _grouped_by_xla(rows_AI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array) -> jax.Array:
+    return jax.lax.ragged_dot(rows_AI, w_EOI.mT, sizes_E)
 
 
 def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
@@ -294,7 +288,7 @@ def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architectur
 def mlp(
     x_BTD: jax.Array,
     weight: Callable[[str], jax.Array],
-    dense: Callable[[jax.Array, str], jax.Array],
+    dense: Callable[..., jax.Array],
     *,
     chosen: jax.Array | None,
     load: jax.Array | None,
@@ -307,8 +301,8 @@ def mlp(
     """Return the weighted sum of the chosen experts' outputs in the dtype of x, and the routing.
 
     Args:
-        weight: name in ``parameters`` or ``variants.vectors`` -> parameter.
-        dense: (tokens, prefix of matrix names) -> output of that dense MLP; used for the shared expert.
+        weight: name in ``parameters`` -> parameter.
+        dense: (tokens, prefix=) -> output of the dense MLP whose matrices have this prefix; used for the shared expert.
         chosen: [B,T,k] experts to replay; None = the k likeliest.
         load: f_e [E] f32; None = compute no balance cost.
         lora: configuration of adapters, which experts may have.
@@ -357,7 +351,7 @@ def mlp(
     if arch.shared_ffn:
         row = weight("shared_router").astype(jnp.float32)
         share_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,ED->BTE", x_BTD.astype(jnp.float32), row, precision="highest"))
-        y_BTD += share_BT1.astype(y_BTD.dtype) * dense(x_BTD, "shared_")
+        y_BTD += share_BT1.astype(y_BTD.dtype) * dense(x_BTD, prefix="shared_")
     made = (chosen_BTk.astype(dtype),)
     if load is not None:
         made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load),)
@@ -369,9 +363,10 @@ def _of_experts(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, ..
 
     The output bias is not included, because ``mlp`` adds it outside the experts.
     """
-    matrices = [of for of in parameters(arch) if of[0] in _AXES]
-    further = (*adapters.matrices(lora, matrices), *block_parts.vectors(arch))
-    return _AXES | {name: axes for name, _, axes, *_ in further if "expert" in axes}
+    own = list(parameters(arch))
+    matrices = [parameter for parameter in own if parameter.name in _AXES]
+    every = [*matrices, *adapters.matrices(lora, matrices), *own]
+    return {parameter.name: parameter.axes for parameter in every if "expert" in parameter.axes}
 
 
 def grouped_by_kernel(
@@ -432,7 +427,7 @@ def _by_experts(x_BTD, chosen_BTk, share_BTk, *weights, axes, split, arch, scale
     here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
     with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # ``plan`` reads this name
-        hidden_AF = block_parts.gated(by_matrix(rows_AD, "experts_gate"), by_matrix(rows_AD, "experts_up"), arch)
+        hidden_AF = dense_mlp.gated(by_matrix(rows_AD, "experts_gate"), by_matrix(rows_AD, "experts_up"), arch)
         said_AD = by_matrix(hidden_AF, "experts_down")
     said_AD = jnp.where(here_A[:, None], said_AD, 0)
     back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.models.architecture import Architecture, Layer, RopeScaling
-from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.architecture import Architecture, Delta, Layer, RopeScaling
 from jaxrl_llm.models.files import pretrained
 
 _LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -60,7 +59,7 @@ def _hybrid(width: int, layers: int, heads: int, kv_heads: int, ffn: int, values
     sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_size=256, ffn=ffn)
     ropes = dict(rope_theta=1e7, rotary_size=64, max_positions=262144)
     norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", output_gate=True)
-    kinds = tuple(Layer(is_delta=i % 4 != 3) for i in range(layers))
+    kinds = tuple(Layer(mixer="attention" if i % 4 == 3 else "delta_rule") for i in range(layers))
     delta = Delta(16, values, 128, 128, 4, is_grouped=how["family"] == "qwen3_next")
     return Architecture(**sizes, **ropes, **norms, layers=kinds, delta=delta, tied=False, **how)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +24,24 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import LoraConfig
-from jaxrl_llm.models import block_parts, delta_rule, moe, quantised
 from jaxrl_llm.models import lora as adapters
+from jaxrl_llm.models import mixers, mlps, moe, quantised
 from jaxrl_llm.models import rope as ropes
 from jaxrl_llm.models.architecture import Architecture, Layer
-from jaxrl_llm.models.attention import Cache, Groups, Prompt, attend, attend_next, rotate
+from jaxrl_llm.models.attention import Cache, Prompt
+from jaxrl_llm.models.blocks import (
+    Block,
+    LayerParameters,
+    MixerInputs,
+    Parameter,
+    Routing,
+    Visible,
+    norms,
+    scan,
+    transpose,
+)
 from jaxrl_llm.models.kernels import context
 from jaxrl_llm.models.kernels import learner as kernels
-from jaxrl_llm.ops.packing import Line
 from jaxrl_llm.runtime import sharding
 
 Params = dict[str, Any]
@@ -102,99 +112,90 @@ def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Ar
     return jax.lax.all_to_all(part, axes, split_axis=0, concat_axis=2, tiled=True)
 
 
+def block_parameters(arch: Architecture) -> Iterator[Parameter]:
+    """Yield all parameters of the blocks, without adapters.
+
+    The order decides the random initial values, because each parameter takes the next random numbers.
+    """
+    first, *other_mixers = mixers.MIXERS.values()
+    yield from first.parameters(arch)
+    yield from mlps.MLPS[arch.mlp].parameters(arch)
+    for mixer in other_mixers:
+        yield from mixer.parameters(arch)
+    yield from norms(arch)
+
+
 class Blocks(nnx.Module):
-    """All transformer blocks. Parameters are stacked [layers, ...]; a call uses the slice of one layer."""
+    """Parameters of all transformer blocks, stacked [layers, ...]. Each is stacked over the layers that have it."""
 
     def __init__(self, arch: Architecture, lora: LoraConfig, *, rngs: nnx.Rngs):
-        D, H, N, K = arch.width, arch.head_size, arch.num_heads, arch.num_kv_heads
-        self.arch, self.lora = arch, lora
-        matrices = (
-            ("q", (N, H * (1 + arch.output_gate), D), ("heads", "head_size", "embed")),
-            ("k", (K, H, D), ("kv_heads", "head_size", "embed")),
-            ("v", (K, H, D), ("kv_heads", "head_size", "embed")),
-            ("o", (D, N, H), ("embed", "heads", "head_size")),
-            *moe.parameters(arch),
-        )
-        further = (*block_parts.vectors(arch), *(arch.delta.parameters(D) if arch.delta else ()))
-        for name, size, axes, *constant in (*matrices, *further, *adapters.matrices(lora, matrices)):
-            if count := len(arch.layers_with(name)):
-                setattr(self, name, _param(rngs, (count, *size), ("layers", *axes), *constant))
+        self.arch = arch
+        self.lora = lora
+        parameters = list(block_parameters(arch))
+        for name, shape, axes, constant in (*parameters, *adapters.matrices(lora, parameters)):
+            count = len(arch.layers_with(name))
+            if count:
+                setattr(self, name, _param(rngs, (count, *shape), ("layers", *axes), constant))
 
-    def __call__(self, x_BTD, rope, layer, *, past, kv, visible, positions, implementation, weights, experts, rematted):
-        """Run one layer.
 
-        Args:
-            rope: cosines and sines of this layer's rope; None = the layer has no rope.
-            layer: the kind of this layer.
-            past: "visible" and "length", as in ``Model.forward``.
-            kv: "prompt" and "cache" of this layer, if present.
-            experts: the mixture of experts (``moe.of_layer``); None = a dense MLP.
-            rematted: the backward pass computes this block again.
+@dataclasses.dataclass(frozen=True)
+class _LayerParameters:
+    """One layer of ``Blocks``, with the settings of a forward pass: the interface ``blocks.LayerParameters``."""
 
-        Returns:
-            The activations, and a tuple. The tuple begins with keys and values: of the new tokens [B,K,T,H], or the
-            updated caches if ``kv`` has a cache. A gated delta rule has its two states in their place. With experts,
-            the results of ``moe.mlp`` about routing follow.
-        """
-        arch = self.arch
-        act = block_parts.ACTIVATIONS[arch.activation]
-        is_merged = implementation == "xla" and not context.is_split()
+    blocks: Blocks
+    implementation: str
+    rounding: str
+    rules: dict[str, Any]
+    is_published: bool
+    is_rematted: bool  # the backward pass computes this block again
 
-        def norm(x, name):
-            return rms_norm(x, getattr(self, name)[...], arch) if hasattr(self, name) else x
+    @property
+    def arch(self) -> Architecture:
+        return self.blocks.arch
 
-        def project(x_BTI, name):
-            multiply = functools.partial(linear, merged=is_merged)
-            once = functools.partial(multiply, axes=AXES_OF_HEADS.get(name, ()) if rematted else ())
-            out_BTO = quantised.multiply(once, x_BTI, name, getattr(self, name)[...], weights)
-            out_BTO = adapters.add(out_BTO, x_BTI, name, self, multiply)
-            bias = getattr(self, f"{name}_bias", None)
-            return out_BTO if bias is None else out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
+    @property
+    def lora(self) -> LoraConfig:
+        return self.blocks.lora
 
-        def heads(x_BTO, name):
-            normed = f"{name}_norm"
-            x_BTO = norm(x_BTO, normed) if arch.qk_norm == "all" else x_BTO
-            x_BTNH = x_BTO.reshape(*x_BTO.shape[:2], -1, arch.head_size)
-            return norm(x_BTNH, normed) if arch.qk_norm == "head" else x_BTNH
+    def weight(self, name: str) -> jax.Array:
+        return getattr(self.blocks, name)[...]
 
-        def attention(h):
-            q, k, v = (project(h, name) for name in ("q", "k", "v"))
-            if arch.output_gate:
-                q, gate = block_parts.queries_and_gates(q, arch)
-            rotated = (lambda x_BTNH: x_BTNH) if rope is None else lambda x_BTNH: rotate(x_BTNH, *rope)
-            q_BTNH, k_BTKH, v_BTKH = rotated(heads(q, "q")), rotated(heads(k, "k")), heads(v, "v")
-            if arch.score_width not in (0.0, arch.head_size):  # attention divides scores by the root of the head size
-                q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
-            q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
-            new = (k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
-            how = {"window": layer.window, "positions": positions, "implementation": implementation}
-            how |= {"sinks": self.sinks[...]} if arch.sinks else {}
-            if "cache" in kv:
-                out_BTNH, new = attend_next(q_BTNH, *new, **kv, **how)
-            else:
-                out_BTNH = context.to_tokens(attend(*context.to_heads(q_BTNH, *new), visible=visible, **kv, **how))
-            out_BTO = out_BTNH.reshape(*out_BTNH.shape[:2], -1)
-            return project(out_BTO * jax.nn.sigmoid(gate) if arch.output_gate else out_BTO, "o"), new
+    def norm(self, x: jax.Array, name: str) -> jax.Array:
+        if not hasattr(self.blocks, name):
+            return x
+        return rms_norm(x, self.weight(name), self.arch)
 
-        def mlp(h, begin=""):
-            gate_BTF, up_BTF = (checkpoint_name(project(h, begin + name), "mlp") for name in ("gate", "up"))
-            return project(sharding.constrain(act(gate_BTF) * up_BTF, "batch", "length", "mlp"), begin + "down")
+    def project(self, x_BTI: jax.Array, name: str) -> jax.Array:
+        is_merged = self.implementation == "xla" and not context.is_split()
+        multiply = functools.partial(linear, merged=is_merged)
+        axes = AXES_OF_HEADS.get(name, ()) if self.is_rematted else ()
+        multiply_base = functools.partial(multiply, axes=axes)
+        out_BTO = quantised.multiply(multiply_base, x_BTI, name, self.weight(name), self.rounding)
+        out_BTO = adapters.add(out_BTO, x_BTI, name, self.blocks, multiply)
+        bias = getattr(self.blocks, f"{name}_bias", None)
+        if bias is None:
+            return out_BTO
+        return out_BTO + bias[...].astype(out_BTO.dtype).reshape(1, 1, -1)
 
-        h = norm(x_BTD, "attention_norm")
-        if layer.is_delta:
-            own = lambda name: getattr(self, name)[...]
-            out_BTD, new = delta_rule.mix(h, project, own, arch, positions=positions, **past, **kv)
-        else:
-            out_BTD, new = attention(h)
-        x_BTD = x_BTD + norm(out_BTD, "attention_post_norm")
-        x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
-        h = norm(x_BTD, "mlp_norm")
-        if experts is None:
-            out_BTD, chosen = mlp(h), ()
-        else:
-            out_BTD, chosen = experts(h, lambda name: getattr(self, name)[...], mlp)
-        x_BTD = x_BTD + norm(out_BTD, "mlp_post_norm")
-        return sharding.constrain(x_BTD, "batch", "length", "activation"), (*new, *chosen)
+
+def run_block(
+    x_BTD: jax.Array, parameters: LayerParameters, inputs: MixerInputs, routing: Routing
+) -> tuple[jax.Array, tuple[Any, ...]]:
+    """Run one layer.
+
+    Returns:
+        The activations, and a tuple: two entries of the mixer (keys and values of the new tokens [B,K,T,H], the
+        updated caches, or recurrent states), then the further results of the MLP.
+    """
+    mixer = mixers.MIXERS[inputs.layer.mixer]
+    mlp = mlps.MLPS[parameters.arch.mlp]
+    mix = mixer.apply if inputs.cache is None else mixer.apply_next
+    out_BTD, states = mix(parameters.norm(x_BTD, "attention_norm"), parameters, inputs)
+    x_BTD = x_BTD + parameters.norm(out_BTD, "attention_post_norm")
+    x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
+    out_BTD, mlp_results = mlp.apply(parameters.norm(x_BTD, "mlp_norm"), parameters, routing)
+    x_BTD = x_BTD + parameters.norm(out_BTD, "mlp_post_norm")
+    return sharding.constrain(x_BTD, "batch", "length", "activation"), (*states, *mlp_results)
 
 
 class Transformer(nnx.Module):
@@ -209,64 +210,141 @@ class Transformer(nnx.Module):
             self.head = _param(rngs, (arch.vocab_size, arch.width), EMBEDDING)
 
     def __call__(
-        self, model: Model, tokens_BT, positions_BT, *, prompt, cache, visible, length, remat, layers, rope, routing
-    ):
+        self,
+        model: Model,
+        tokens_BT: jax.Array,
+        positions_BT: jax.Array,
+        *,
+        prompt: Prompt | None,
+        cache: Cache | None,
+        visible: Visible,
+        length: jax.Array | None,
+        remat: bool,
+        layers: tuple[Any, ...] | None,
+        rope: ropes.Tables | None,
+        routing: Routing | None,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run the model as ``Model.forward`` describes.
 
         If ``layers`` is not None, these are the sampler's blocks (publish), and they replace this module's blocks.
         """
-        table_VD, dtype, attention = self.embedding[...], jnp.dtype(model.compute_dtype), model.attention
-        spec = sharding.on_rows(model.table_spec)  # the sampler's table is not split along the axes of rows
-        find = functools.partial(look_up, dtype, self.arch.width, spec[1])
-        if layers is None:
-            axes = (("batch", "length"), jax.P(None, spec[1]))
-            find = functools.partial(sharding.by_device, find, axes=axes, shared=2, over=sharding.TOKEN_AXES)
-            table_VD = sharding.constrain(table_VD, *EMBEDDING, rules=model.rules)
-        x_BTD = find(tokens_BT, table_VD)
-        x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
-        if self.arch.embedding_scale != 1.0:
-            x_BTD = x_BTD * jnp.asarray(self.arch.embedding_scale, dtype)
-        tables = ropes.tables(self.arch, positions_BT, rope)
+        x_BTD = self._embed(model, tokens_BT, is_published=layers is not None)
+        rope_tables = ropes.tables(self.arch, positions_BT, rope)
         graph, stacked = nnx.split(self.blocks)
-        before = {name: x for name, x in (("prompt", prompt), ("cache", cache)) if x is not None}
-        kv = {name: (x.keys, x.values) for name, x in before.items()}
-        past, windows = {"visible": visible, "length": length}, {layer.window for layer in self.arch.by_layer}
-        seen = kernels.by_window(visible, windows, positions_BT, attention)
-
+        windows = {layer.window for layer in self.arch.by_layer}
+        visible_by_window = kernels.by_window(visible, windows, positions_BT, model.attention)
+        routing = Routing() if routing is None else routing
         is_rematted = remat and model.remat != "none"
+        # A scan cannot stack the results of mixers of several kinds.
+        drops_states = layers is None and len({layer.mixer for layer in self.arch.by_layer}) > 1
+        rules = sharding.RULES | dict(model.rules)
+        if layers is not None:
+            rules = rules | sharding.OF_SAMPLER
 
-        def make_block(layer: Layer):
-            def block(x, of_layer):
-                layer_params, layer_kv, chosen = of_layer
-                own = {name: before[name].replace(keys=k, values=v) for name, (k, v) in layer_kv.items()}
-                how = {"visible": seen[layer.window], "positions": positions_BT, "implementation": attention}
-                how |= {"weights": model.weights, "rematted": is_rematted}
-                how["experts"] = moe.of_layer(model, routing, chosen, of_sampler=layers is not None)
-                rope = None if layer.rope < 0 else tables[layer.rope]
-                x, new = nnx.merge(graph, layer_params)(x, rope, layer, past=past, kv=own, **how)
-                unlike = self.arch.delta and layers is None  # a scan cannot stack keys and values with states
-                return x, (None, None, *new[2:]) if unlike else new
+        def make_block(layer: Layer) -> Block:
+            def block(x: jax.Array, layer_inputs: Any) -> tuple[jax.Array, Any]:
+                layer_params, layer_kv, chosen = layer_inputs
+                parameters = _LayerParameters(
+                    nnx.merge(graph, layer_params),
+                    implementation=model.attention,
+                    rounding=model.weights,
+                    rules=rules,
+                    is_published=layers is not None,
+                    is_rematted=is_rematted,
+                )
+                inputs = MixerInputs(
+                    layer,
+                    positions_BT,
+                    rope=None if layer.rope < 0 else rope_tables[layer.rope],
+                    visible=visible,
+                    visible_in_window=visible_by_window[layer.window],
+                    length=length,
+                    prompt=_of_layer(prompt, layer_kv.get("prompt")),
+                    cache=_of_layer(cache, layer_kv.get("cache")),
+                )
+                x, results = run_block(x, parameters, inputs, Routing(chosen, routing.counts))
+                if drops_states:
+                    results = (None, None, *results[2:])
+                return x, results
 
             if not is_rematted:
                 return block
-            kept = jax.checkpoint_policies.save_only_these_names(*{"dots": ("mlp",), "full": ()}[model.remat])
-            return jax.checkpoint(block, policy=kept, prevent_cse=False)
+            kept_names = {"dots": ("mlp",), "full": ()}[model.remat]
+            policy = jax.checkpoint_policies.save_only_these_names(*kept_names)
+            return jax.checkpoint(block, policy=policy, prevent_cse=False)
 
         blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
+        kv: dict[str, tuple[Any, Any]] = {}
+        if prompt is not None:
+            kv["prompt"] = (prompt.keys, prompt.values)
+        if cache is not None:
+            kv["cache"] = (cache.keys, cache.values)
         chosen = moe.by_layer(routing, self.arch.num_layers)
         if layers is None:
-            of_layers = (nnx.to_pure_dict(stacked), kv, chosen)
-            x_BTD, new_kv = block_parts.scan(blocks, self.arch.by_layer, x_BTD, of_layers)
+            x_BTD, results = scan(blocks, self.arch.by_layer, x_BTD, (nnx.to_pure_dict(stacked), kv, chosen))
         else:
-            made, blocks = [], {layer: jax.jit(block) for layer, block in blocks.items()}  # one trace per kind of layer
-            for i, (layer, turned) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
-                layer_params = jax.tree.map(block_parts.turn, turned)  # no copy: XLA's matmuls contract either way
-                layer_params = dict.fromkeys(stacked) | layer_params  # None: this layer has no such parameter
-                layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
-                x_BTD, new = blocks[layer](x_BTD, (layer_params, layer_kv, None if chosen is None else chosen[i]))
-                made.append(new)
-            new_kv = tuple(zip(*made, strict=True))
-        return rms_norm(x_BTD, self.final_norm[...], self.arch), new_kv
+            x_BTD, results = self._run_separately(blocks, x_BTD, layers, tuple(stacked), kv, chosen)
+        return rms_norm(x_BTD, self.final_norm[...], self.arch), results
+
+    def _embed(self, model: Model, tokens_BT: jax.Array, *, is_published: bool) -> jax.Array:
+        """Return the embeddings of the tokens, [B,T,D] in the compute dtype."""
+        table_VD = self.embedding[...]
+        dtype = jnp.dtype(model.compute_dtype)
+        spec = sharding.on_rows(model.table_spec)  # the sampler's table is not split along the axes of rows
+        look_up_here = functools.partial(look_up, dtype, self.arch.width, spec[1])
+        if is_published:
+            x_BTD = look_up_here(tokens_BT, table_VD)
+        else:
+            table_VD = sharding.constrain(table_VD, *EMBEDDING, rules=model.rules)
+            axes = (("batch", "length"), jax.P(None, spec[1]))
+            x_BTD = sharding.by_device(look_up_here, tokens_BT, table_VD, axes=axes, shared=2, over=sharding.TOKEN_AXES)
+        x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
+        if self.arch.embedding_scale != 1.0:
+            x_BTD = x_BTD * jnp.asarray(self.arch.embedding_scale, dtype)
+        return x_BTD
+
+    def _run_separately(
+        self,
+        blocks: dict[Layer, Block],
+        x_BTD: jax.Array,
+        layers: tuple[Any, ...],
+        names: tuple[str, ...],
+        kv: dict[str, tuple[Any, Any]],
+        chosen: jax.Array | None,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Run the sampler's layers one by one.
+
+        Args:
+            layers: transposed parameters of each layer.
+            names: names of all parameters of the blocks.
+            kv: keys and values of prompts and caches, by layer.
+            chosen: experts to replay, by layer.
+
+        Returns:
+            The activations, and the results of ``run_block``, each as a tuple with one entry per layer.
+        """
+        compiled = {layer: jax.jit(block) for layer, block in blocks.items()}  # one trace per kind of layer
+        results = []
+        for i, (layer, transposed_params) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
+            # The transposition copies nothing: XLA's matmuls contract either dimension.
+            params = jax.tree.map(transpose, transposed_params)
+            params = dict.fromkeys(names) | params  # None: this layer has no such parameter
+            layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
+            layer_chosen = None if chosen is None else chosen[i]
+            x_BTD, layer_results = compiled[layer](x_BTD, (params, layer_kv, layer_chosen))
+            results.append(layer_results)
+        return x_BTD, tuple(zip(*results, strict=True))
+
+
+Memory = TypeVar("Memory", Prompt, Cache)
+
+
+def _of_layer(memory: Memory | None, kv: tuple[Any, Any] | None) -> Memory | None:
+    """Return a ``Prompt`` or ``Cache`` with the keys and values of one layer; None if there are none."""
+    if memory is None or kv is None:
+        return None
+    keys, values = kv
+    return dataclasses.replace(memory, keys=keys, values=values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,12 +397,12 @@ class Model:
         *,
         prompt: Prompt | None = None,
         cache: Cache | None = None,
-        visible: jax.Array | Groups | kernels.Units | Line | None = None,
+        visible: Visible = None,
         length: jax.Array | None = None,
         remat: bool = False,
         rope: ropes.Tables | None = None,
-        routing: moe.Routing | None = None,
-    ):
+        routing: Routing | None = None,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Return the hidden states after the final norm, with keys, values and routing.
 
         Args:
@@ -335,7 +413,7 @@ class Model:
             prompt: keys and values of the group's prompt, by layer; the rows of a group share them.
             cache: keys and values of each row's earlier tokens, by layer; requires T = 1.
             visible: the tokens that each token attends to, [B,T,T] bool or a rule; None = causal attention.
-            length: [B] i32, number of tokens after which a gated delta rule's states are returned; None = all.
+            length: [B] i32, number of tokens after which recurrent states are returned; None = all.
             remat: apply the model's rematerialisation policy (for a backward pass).
             rope: ``rope.tables`` of all positions; None = computed here.
             routing: experts chosen earlier and their counts, if known.
@@ -344,18 +422,30 @@ class Model:
             hidden [B,T,D] in the compute dtype, and a tuple (keys, values, ...) by layer.
 
             - Without a cache: keys and values of the new tokens, [B,K,T,H]. With a cache: the updated caches.
-            - Layers with the gated delta rule: their states (``Delta.empty``).
-            - Stacked blocks: arrays with a leading layer axis. A model with the gated delta rule returns None here.
+            - Recurrent layers: their states, as ``delta_rule.empty_states``.
+            - Stacked blocks: arrays with a leading layer axis. A model with several kinds of mixers returns None here.
             - Separate layers: a tuple with one entry per layer.
             - With experts, routing results follow (``moe.by_token``).
         """
         graph, _ = _abstract(self.arch, self.lora)
         layers = params.get("layers")
         if layers is not None:  # nnx.merge needs a value for every block parameter, but ignores its shape
-            some = {name: x for layer in layers for name, x in layer.items()}
-            params = {k: v for k, v in params.items() if k != "layers"} | {"blocks": some}
-        how = {"prompt": prompt, "cache": cache, "visible": visible, "length": length, "routing": routing}
-        return nnx.merge(graph, params)(self, tokens, positions, **how, remat=remat, rope=rope, layers=layers)
+            placeholders = {name: x for layer in layers for name, x in layer.items()}
+            params = {name: x for name, x in params.items() if name != "layers"} | {"blocks": placeholders}
+        transformer = nnx.merge(graph, params)
+        return transformer(
+            self,
+            tokens,
+            positions,
+            prompt=prompt,
+            cache=cache,
+            visible=visible,
+            length=length,
+            remat=remat,
+            layers=layers,
+            rope=rope,
+            routing=routing,
+        )
 
     @property
     def table_spec(self) -> jax.P:

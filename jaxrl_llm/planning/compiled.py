@@ -157,7 +157,7 @@ def attended_share(run: Run, program: str, queries: int, keys: int, block: int) 
         return draws * (prompt + config.rows_per_draw * (row - prompt)) / (queries * keys)
 
     models = (run.model, run.learner.reference_model)
-    return min(statistics.fmean(of_layer(x.window) for x in m.arch.by_layer if not x.is_delta) for m in models)
+    return min(statistics.fmean(of_layer(x.window) for x in m.arch.by_layer if not x.is_recurrent) for m in models)
 
 
 def head_share(run: Run, program: str) -> float:

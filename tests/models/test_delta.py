@@ -9,7 +9,7 @@ import pytest
 from reference import delta as reference
 
 from jaxrl_llm.models import delta_rule
-from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.architecture import Delta
 from jaxrl_llm.planning.counting import count
 
 B, N, H, V = 2, 3, 6, 5
@@ -47,7 +47,11 @@ def test_a_step_convolves_as_rows_do_in_bfloat16():
     g, b = -rng.random((B, tokens, 4), np.float32), rng.random((B, tokens, 4), np.float32)
     how = {"weight": jnp.asarray(rng.normal(size=(d.channels, 4)), jnp.bfloat16), "d": d}
     rows, *_ = jax.jit(functools.partial(delta_rule._rows, **how))(mixed, g, b)
-    states, steps, step = d.empty(B, jnp.bfloat16), [], jax.jit(functools.partial(delta_rule._step, **how))
+    states, steps, step = (
+        delta_rule.empty_states(d, B, jnp.bfloat16),
+        [],
+        jax.jit(functools.partial(delta_rule._step, **how)),
+    )
     for t in range(tokens):
         out, *states = step(*(x[:, t : t + 1] for x in (mixed, g, b)), *states)
         steps.append(out)

@@ -19,12 +19,14 @@ from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampli
 from jaxrl_llm.commands.generate import generate
 from jaxrl_llm.config import ConfigError, SamplingConfig
 from jaxrl_llm.learner import publish
-from jaxrl_llm.models import block_parts, rope
+from jaxrl_llm.models import blocks as block_forms
+from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import Layer, RopeScaling
-from jaxrl_llm.models.files import hf, pretrained
+from jaxrl_llm.models.files import hf
 from jaxrl_llm.models.files import hybrids as hybrid_files
 from jaxrl_llm.models.files.families import FAMILIES, config_of
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
+from jaxrl_llm.models.files.source import Source
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime.programs import compile_all
@@ -152,7 +154,7 @@ def test_greedy_completions_are_those_that_transformers_stored(tmp_path, name):
     theirs = tmp_path / "theirs"
     load = lambda model, mesh, *, seed: hf.load_params(theirs, model, mesh)
     arch = lambda: hf.read_architecture(theirs)
-    source = pretrained.Source(arch, make_byte_tokenizer, lambda model, mesh: None, load)
+    source = Source(arch, make_byte_tokenizer, lambda model, mesh: None, load)
     expected = arrays()[f"{name}.greedy"].tolist()
     sampling = SamplingConfig(temperature=0.0, max_completion_tokens=len(expected))
     how = dict(sampling=sampling, ignore_eos=True, batch_size=1, seed=0, compute_dtype="float32")
@@ -273,7 +275,7 @@ def test_layers_of_several_kinds_are_run_one_after_the_other_and_their_gradient_
 
     def scanned(w):
         blocks = {layer: functools.partial(block, acts[layer]) for layer in dict.fromkeys(layers)}
-        x, made = block_parts.scan(blocks, layers, jnp.ones(3), w)
+        x, made = block_forms.scan(blocks, layers, jnp.ones(3), w)
         return jnp.sum(x) + jnp.sum(made * made), made
 
     def looped(w):
@@ -569,8 +571,8 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
             {"shared_expert_intermediate_size": 0},
             "shared_expert_intermediate_size=0 must be a whole",
         ),
-        ("qwen3_next", {"linear_num_value_heads": 3}, "value heads must be a multiple of key heads"),
-        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "taps at least 2"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "value_heads=3 must be a multiple of key_heads="),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "taps=1 must be at least 2"),
         ("qwen3_5", {"linear_key_head_dim": None}, "linear_key_head_dim=None must be a whole number above 0"),
         ("qwen3_5", {"layer_types": ["sliding_attention"] * 5}, "layer_types=.* must be a list of 5"),
         ("qwen3_5", {"rope_parameters": {"rope_theta": 10, "partial_rotary_factor": 0.2}}, "is 3; it must be even"),

@@ -113,7 +113,7 @@ def test_experts_adapters_are_served_beside_dora_of_other_matrices():
         alone = Model(arch, lora=config)
         params = building.host_params(alone)
         learned, base = lora.split(params)
-        fitted = lora.fit(learned, config, both, mesh, base)
+        fitted = lora.fit(learned, config, both.abstract_params(mesh), both.lora, base)
         assert [name for name in fitted["blocks"] if name.endswith("_m")] == ["k_lora_m"]
         expected = logits_of(alone, params, tokens)
         atol = 1e-5 * np.abs(expected).max()
@@ -127,7 +127,7 @@ def test_experts_adapters_are_served_beside_dora_of_other_matrices():
 def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh(dora):
     model = Model(TINY, lora=LoraConfig(rank=4, dora=dora))
     base = model.base.init(jax.random.key(0), mesh_of(ONE))
-    learned = lora.init(model, mesh_of(ONE), base, seed=3)
+    learned = lora.init(model.abstract_params(mesh_of(ONE)), model.lora, base, seed=3)
     tokens = np.arange(12, dtype=np.int32).reshape(2, 6)
     adapted, plain = ((model, lora.join(learned, base)), (model.base, base))
     # No bit of what each matrix makes of random activations; of two whole programs XLA may round one another way.
@@ -151,11 +151,13 @@ def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh(dora):
             bound = np.prod(x.shape[2:]) ** -0.5
             assert np.abs(x).max() <= bound
             assert np.std(x) == pytest.approx(bound / np.sqrt(3), rel=0.15)
-    other = lora.init(model, mesh_of(CUBE), model.base.init(jax.random.key(0), mesh_of(CUBE)), seed=3)
+    base_of_cube = model.base.init(jax.random.key(0), mesh_of(CUBE))
+    other = lora.init(model.abstract_params(mesh_of(CUBE)), model.lora, base_of_cube, seed=3)
     for name, x in learned["blocks"].items():  # a norm's sum is over devices
         np.testing.assert_allclose(other["blocks"][name], x, rtol=1e-6 if name.endswith("_m") else 0, err_msg=name)
     assert "tensor" in str(other["blocks"]["q_lora_b"].sharding.spec)
-    assert np.any(lora.init(model, mesh_of(ONE), base, seed=4)["blocks"]["q_lora_a"] != learned["blocks"]["q_lora_a"])
+    of_seed_4 = lora.init(model.abstract_params(mesh_of(ONE)), model.lora, base, seed=4)
+    assert np.any(of_seed_4["blocks"]["q_lora_a"] != learned["blocks"]["q_lora_a"])
 
 
 @pytest.mark.parametrize("mesh", [pytest.param(ONE, marks=pytest.mark.slow), CUBE])
@@ -290,7 +292,7 @@ def test_peft_computes_the_same_of_what_is_written(tmp_path, config):
 
 def test_a_hybrid_s_adapters_are_named_by_the_layers_that_attend(tmp_path):
     """They are stacked without the others; files number all layers."""
-    layers = (Layer(is_delta=True), Layer()) * 2
+    layers = (Layer(mixer="delta_rule"), Layer()) * 2
     arch = dataclasses.replace(PRESETS["debug_hybrid"], layers=layers)
     model = Model(arch, lora=LoraConfig(rank=2, targets=("q", "down")))
     learned, _ = lora.split(building.host_params(model))

@@ -16,8 +16,7 @@ from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models import quantised
-from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.architecture import PRESETS, Delta
 from jaxrl_llm.models.row_logp import row_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.reports.metrics import read_metrics

@@ -20,8 +20,7 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import AlgorithmConfig, MeshConfig, ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import publish
 from jaxrl_llm.learner.update import Update
-from jaxrl_llm.models.architecture import Architecture, Layer
-from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.architecture import Architecture, Delta, Layer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.runtime import sharding
@@ -34,7 +33,7 @@ TINY = Architecture(vocab_size=264, width=16, num_layers=2, num_heads=4, num_kv_
 # Its first layer is a gated delta rule.
 TINY_DELTA = dataclasses.replace(
     TINY,
-    layers=(Layer(is_delta=True), Layer()),
+    layers=(Layer(mixer="delta_rule"), Layer()),
     delta=Delta(key_heads=2, value_heads=2, key_size=4, value_size=4, taps=3, is_grouped=False),
 )
 PROMPT_TOKENS, COMPLETION_TOKENS = 6, 8

@@ -45,6 +45,6 @@ def tiny(arch):
     # What a state of one token gives may be all rounding, which the norm after it makes large: it is softened.
     return dataclasses.replace(
         arch,
-        **dict(num_layers=3, layers=(Layer(is_delta=True), Layer(is_delta=True), Layer()), norm_eps=1e-3),
+        **dict(num_layers=3, layers=(Layer(mixer="delta_rule"), Layer(mixer="delta_rule"), Layer()), norm_eps=1e-3),
         **dict(delta=Delta(2, 4, 8, 6, 4, is_grouped=True), output_gate=True, rotary_size=2, qk_norm="head"),
     )

@@ -354,18 +354,22 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
         types = [linear if (index + 1) % interval else full for index in range(count)]
     if "layer_types" in family.keys:
         types = listed("layer_types", (full, linear if is_hybrid else sliding), lambda index: types[index])
-    layers = tuple(
-        Layer((window or 0) * (kind == sliding), (kind == sliding) * family.local_rope if turns else -1, kind == linear)
-        for kind, turns in zip(types, turned, strict=True)
-    )
-    return () if set(layers) == {Layer()} else layers
+    layers = []
+    for kind, has_rope in zip(types, turned, strict=True):
+        is_sliding = kind == sliding
+        rope = -1
+        if has_rope:
+            rope = int(is_sliding and family.local_rope)
+        mixer = "delta_rule" if kind == linear else "attention"
+        layers.append(Layer(window=(window or 0) if is_sliding else 0, rope=rope, mixer=mixer))
+    return () if set(layers) == {Layer()} else tuple(layers)
 
 
 def config_of(arch: Architecture) -> dict[str, Any]:
     """Return the contents of a config.json that every version of transformers can read."""
     family = FAMILIES[arch.family]
     windows = [layer.window for layer in arch.by_layer]
-    kind = lambda layer: "linear" if layer.is_delta else "sliding" if layer.window else "full"
+    kind = lambda layer: "linear" if layer.is_recurrent else "sliding" if layer.window else "full"
     window = max(windows) or None
     act = next(key for key, value in ACTIVATIONS.items() if value == arch.activation)
     own = {

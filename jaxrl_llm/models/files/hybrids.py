@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.architecture import Architecture, positive
-from jaxrl_llm.models.delta import Delta
+from jaxrl_llm.models.architecture import Architecture, Delta, positive
 from jaxrl_llm.models.files import mixtures
 
 _OF_RULE = "model.layers.{layer}.linear_attn."

@@ -20,7 +20,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models import delta, lora
+from jaxrl_llm.models import lora
 from jaxrl_llm.models.transformer import Params
 
 # For each dimension of a stored tensor, our dimensions that are folded into it.
@@ -39,7 +39,11 @@ LAYOUT = {
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
     **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
     "blocks.sinks": _VECTOR,
-    **delta.LAYOUT,
+    **{f"blocks.delta_{name}": _VECTOR for name in ("rate", "bias", "norm")},
+    **{f"blocks.delta_{name}": ((0, 1), (2,)) for name in ("in", "gates", "z")},
+    **{f"blocks.delta_{name}": _MATRIX for name in ("qkv", "b", "a")},
+    "blocks.delta_conv": ((0,), (1,), (2,)),
+    "blocks.delta_out": ((0,), (1, 2)),
 }
 LAYOUT |= lora.layout(LAYOUT)
 

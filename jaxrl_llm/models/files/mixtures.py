@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.config import ConfigError
-from jaxrl_llm.models.block_parts import GLU_ALPHA
+from jaxrl_llm.models.dense_mlp import GLU_ALPHA
 
 _LAYER = "model.layers.{layer}."
 QWEN3_MOE_KEYS = {

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -17,15 +16,13 @@ from jaxrl_llm.config import ConfigError
 from jaxrl_llm.method_config import LORA_TARGETS, LoraConfig
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import families, hf, hybrids, layout
+from jaxrl_llm.models.files.source import Resolve, Source
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.json_lines import read_json
 from jaxrl_llm.runtime.weights import is_run
 from jaxrl_llm.settings.schema import build
-
-if TYPE_CHECKING:
-    from jaxrl_llm.models.files.pretrained import Source
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -153,17 +150,19 @@ def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
 
 def begin(model: Model, mesh: Mesh, base: Params | None = None, *, seed: int) -> Params:
     """Return the adapters at the start of training: from ``model.lora.path``, or new ones (``lora.init``)."""
-    return load(model.lora.path, model, mesh) if model.lora.path else lora.init(model, mesh, base, seed=seed)
+    if model.lora.path:
+        return load(model.lora.path, model, mesh)
+    return lora.init(model.abstract_params(mesh), model.lora, base, seed=seed)
 
 
-def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[Any, ...]:
-    """Return the fields of a ``Source`` for the adapters in the folder ``path``.
+def merged(path: str, resolve: Resolve, over: str = "") -> Source:
+    """Return the source of the base with the adapters of the folder ``path``.
 
     The adapters are merged into their base when weights are loaded. The source's ``folder`` is the base's folder,
     because exports copy its files.
 
     Args:
-        resolve: (path, *, setting) -> source of the base.
+        resolve: function that returns the source of the base.
         over: path or name of the base; "" = the base in adapter_config.json.
 
     Raises:
@@ -173,17 +172,19 @@ def merged(path: str, resolve: Callable[..., Source], over: str = "") -> tuple[A
     if is_adapter(named):
         raise ConfigError(f"{path}: the base {named!r:.200} is adapters itself; merge those first (export --merge)")
     base = resolve(named, setting="--model" if over else f"{path}: base_model_name_or_path")
-    of = lambda model: dataclasses.replace(model, lora=config)
 
     def check_both(model: Model, mesh: Mesh) -> None:
         base.check_weights(model, mesh)
-        layout.check(_tensors(path), names_of(model), *_expected(of(model), mesh))
+        adapted = dataclasses.replace(model, lora=config)
+        layout.check(_tensors(path), names_of(model), *_expected(adapted, mesh))
 
     def load_both(model: Model, mesh: Mesh, *, seed: int) -> Params:
-        adapted = of(model)
-        return lora.merge(load(path, adapted, mesh), base.load_params(model, mesh, seed=seed), adapted.lora)
+        adapted = dataclasses.replace(model, lora=config)
+        adapters = load(path, adapted, mesh)
+        base_params = base.load_params(model, mesh, seed=seed)
+        return lora.merge(adapters, base_params, config)
 
-    return base.architecture, base.tokenizer, check_both, load_both, base.folder, base.trained_by, True
+    return dataclasses.replace(base, check_weights=check_both, load_params=load_both, is_merged=True)
 
 
 def names_of(model: Model) -> dict[str, str]:

@@ -5,7 +5,6 @@ Owns: the kinds of paths. Does not know: file formats (hf, gguf), the use of the
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib.util
 import os
@@ -18,9 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import Config, ConfigError, ModelConfig
-from jaxrl_llm.models.architecture import PRESETS, Architecture
+from jaxrl_llm.config import ConfigError, ModelConfig
+from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import gguf, hf, peft, run_models
+from jaxrl_llm.models.files.source import Source
 from jaxrl_llm.models.files.tokenizer import Tokenizer, load_tokenizer
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime.weights import is_run
@@ -35,29 +35,6 @@ SOME = f"a Hugging Face folder, a .gguf file, the folder of a run, {SMOLLM2}, a 
 ALLOWED = f"{SOME}, or one of " + ", ".join(f"random:{name}" for name in PRESETS)
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A model's files, read on demand.
-
-    Attributes:
-        architecture: () -> architecture of the model, read from headers only.
-        tokenizer: () -> its tokenizer.
-        check_weights: (model, mesh) -> None. Raises the errors of ``load_params`` about missing tensors and shapes.
-        load_params: (model, mesh, *, seed) -> parameters on their shards. Only random weights use ``seed``.
-        folder: the Hugging Face folder whose files an export copies; None = the model has no such folder.
-        trained_by: settings of the run that trained the model, then of the runs that this run was started from.
-        is_merged: adapters are merged into the weights when they are loaded. The last bits then depend on the mesh.
-    """
-
-    architecture: Callable[[], Architecture]
-    tokenizer: Callable[[], Tokenizer]
-    check_weights: Callable[[Model, Mesh], None]
-    load_params: Callable[..., Params]
-    folder: str | None = None
-    trained_by: tuple[Config, ...] = ()
-    is_merged: bool = False
-
-
 def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Source:
     """Return the source of the model that a path names.
 
@@ -70,7 +47,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
         ConfigError: the path is not of an allowed kind, or it does not exist.
     """
     if adapter:
-        return Source(*peft.merged(adapter, resolve, path))
+        return peft.merged(adapter, resolve, path)
     if path.startswith("random:"):
         return _random(path, setting)
     path = _find_smollm2(setting) if path == SMOLLM2 else os.path.expanduser(path)
@@ -79,7 +56,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
     if is_run(path):
-        return Source(*run_models.source(path, resolve, setting))
+        return run_models.source(path, resolve, setting)
     if os.path.isdir(path):
         return _files(path, hf, load_tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
@@ -147,7 +124,7 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
         reader: the module hf or gguf.
     """
     if reader is hf and peft.is_adapter(path):
-        return Source(*peft.merged(path, resolve))
+        return peft.merged(path, resolve)
     load = lambda model, mesh, *, seed: reader.load_params(path, model, mesh)
 
     def tokenizer() -> Tokenizer:

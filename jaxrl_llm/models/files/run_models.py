@@ -1,6 +1,7 @@
-"""Models that a run has trained: weights from a checkpoint; architecture and tokenizer from the run's ``model.path``.
+"""Models that runs have trained. The weights are in a checkpoint; the run's ``model.path`` has the rest.
 
-Owns: how such a model is put together. Does not know: which folders are runs, the form of checkpoints (``weights``).
+Owns: the source of a run's model, the check of paths that name checkpoints of other runs.
+Does not know: which folders are runs, the form of checkpoints (``runtime.weights``).
 """
 
 from __future__ import annotations
@@ -9,20 +10,17 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.files.source import Resolve, Source
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime import bucket, weights
-
-if TYPE_CHECKING:
-    from jaxrl_llm.models.files.pretrained import Source
 
 
 def check(config: Config, workdir: Path) -> None:
@@ -37,26 +35,34 @@ def check(config: Config, workdir: Path) -> None:
     """
     weights.check_workdir(workdir)
     for name in ("path", "reference_path"):
-        if not weights.is_run(given := os.path.expanduser(getattr(config.model, name))):
+        path = os.path.expanduser(getattr(config.model, name))
+        if not weights.is_run(path):
             continue
-        with _told_of(f"model.{name}", given):
-            _, found = weights.config_of_run(given)
-            if found != str(bucket.absolute(bucket.place(given))):
-                raise ConfigError(f"a run's newest and best checkpoints may change; name one of them: {found!r}")
-            own = str(bucket.absolute(bucket.place(config.checkpoint.bucket or workdir)))
-            if found.startswith(f"{own}/"):
-                raise ConfigError(f"is of this run itself, whose folder is {own!r}; give the run another --workdir")
+        with _errors_name(f"model.{name}", path):
+            _, checkpoint = weights.config_of_run(path)
+            if checkpoint != str(bucket.absolute(bucket.place(path))):
+                raise ConfigError(
+                    f"the path names a run, whose newest and best checkpoints may change. Name one checkpoint, for "
+                    f"example the current one: {checkpoint!r}"
+                )
+            own_folder = str(bucket.absolute(bucket.place(config.checkpoint.bucket or workdir)))
+            if checkpoint.startswith(f"{own_folder}/"):
+                raise ConfigError(
+                    f"the path names a checkpoint of the new run itself, whose folder is {own_folder!r}. Give the new "
+                    "run another --workdir"
+                )
 
 
 @contextlib.contextmanager
-def _told_of(setting: str, path: str) -> Iterator[None]:
+def _errors_name(setting: str, path: str) -> Iterator[None]:
+    """Put a setting and its value before the message of every ``ConfigError`` in the block."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"{setting}={path!r:.200}: {error}") from error
 
 
-def base_of(run: str, config: Config, resolve: Callable[..., Source], over: str = "") -> Source:
+def base_of(run: str, config: Config, resolve: Resolve, over: str = "") -> Source:
     """Return the source of the model that a run was trained from.
 
     Args:
@@ -71,39 +77,53 @@ def base_of(run: str, config: Config, resolve: Callable[..., Source], over: str 
         return resolve(config.model.path)
     except ConfigError as error:
         raise ConfigError(
-            f"{run} was trained from model.path={config.model.path!r}, which is not to be had here now; `python -m "
-            f"jaxrl_llm.export` makes a folder of both, with --checkpoint={run} and --model=PATH where it is ({error})"
+            f"{run} was trained from model.path={config.model.path!r}, which cannot be read here: {error}. If the "
+            f"model has moved, write a folder of base and weights by `python -m jaxrl_llm.export --checkpoint={run} "
+            "--model=PATH`"
         ) from error
 
 
-def source(path: str, resolve: Callable[..., Source], setting: str) -> tuple[Any, ...]:
-    """Return the fields of a ``Source`` for the checkpoint of a run that ``path`` names (``weights.restore_params``).
+def source(path: str, resolve: Resolve, setting: str) -> Source:
+    """Return the source of the model in the checkpoint of a run that ``path`` names.
 
     Adapters are merged into their base when weights are loaded.
 
     Raises:
         ConfigError: no complete checkpoint exists, or the model that it was trained from does not exist.
     """
-    with _told_of(setting, path):
+    with _errors_name(setting, path):
         config, _ = weights.config_of_run(path)
-    base, adapters = base_of(path, config, resolve), config.model.lora
-    of = lambda model: dataclasses.replace(model, lora=adapters, param_dtype=config.model.param_dtype)
-    learned = lambda model, mesh: lora.split(of(model).abstract_params(mesh))[0]
+    base = base_of(path, config, resolve)
+    adapters = config.model.lora
+
+    def trained(model: Model) -> Model:
+        """Return the model as the run trained it: with its adapters and its dtype."""
+        return dataclasses.replace(model, lora=adapters, param_dtype=config.model.param_dtype)
+
+    def learned_shapes(model: Model, mesh: Mesh) -> Params:
+        return lora.split(trained(model).abstract_params(mesh))[0]
 
     def check(model: Model, mesh: Mesh) -> None:
         if adapters.rank:
             base.check_weights(model, mesh)
-        weights.config_of_run(path, learned(model, mesh))
+        weights.config_of_run(path, learned_shapes(model, mesh))
 
     def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
         if not adapters.rank:
             return weights.restore_params(path, model.abstract_params(mesh))[0]
-        under = base.load_params(of(model).base, mesh, seed=config.seed)  # a random base has the run's seed
-        is_base = functools.partial(lora.check_frozen, own=lora.identity(under), path=config.model.path)
-        found, _ = weights.restore_params(path, learned(model, mesh), is_base)
-        whole = lora.merge(found, jax.tree.map(lambda x: x.astype("float32"), under), adapters)
-        return jax.tree.map(lambda x: x.astype(model.param_dtype), whole)
+        base_params = base.load_params(trained(model).base, mesh, seed=config.seed)  # a random base has the run's seed
+        check_base = functools.partial(lora.check_frozen, own=lora.identity(base_params), path=config.model.path)
+        learned, _ = weights.restore_params(path, learned_shapes(model, mesh), check_base)
+        base_params = jax.tree.map(lambda x: x.astype("float32"), base_params)
+        params = lora.merge(learned, base_params, adapters)
+        return jax.tree.map(lambda x: x.astype(model.param_dtype), params)
 
-    tokenizer = lambda: base.tokenizer().ending_at(config.sampling.stop_tokens)
-    trained_by = (config, *base.trained_by)
-    return base.architecture, tokenizer, check, load, base.folder, trained_by, bool(adapters.rank)
+    return Source(
+        architecture=base.architecture,
+        tokenizer=lambda: base.tokenizer().ending_at(config.sampling.stop_tokens),
+        check_weights=check,
+        load_params=load,
+        folder=base.folder,
+        trained_by=(config, *base.trained_by),
+        is_merged=bool(adapters.rank),
+    )
