@@ -73,11 +73,17 @@ def test_functions_are_found_by_their_old_names():
 
 OLD = {
     "environments": {"factory": "jaxrl_llm.environments.maze:plain", "max_answer_tokens": 4},
-    "rewards": {"functions": ["jaxrl_llm.environments.maze:steps", "jaxrl_llm.questions.tasks.scores:format"]},
+    "rewards": {
+        "functions": ["jaxrl_llm.environments.maze:steps", "jaxrl_llm.questions.tasks.scores:format"],
+        "weights": [1.0, 0.5],
+    },
 }
 NEW = {
     "environments": {"factory": "jaxrl_llm.examples.maze:plain", "max_answer_tokens": 4},
-    "rewards": {"functions": ["jaxrl_llm.examples.maze:steps", "jaxrl_llm.scoring.scores:format"]},
+    "rewards": {
+        "functions": ["jaxrl_llm.examples.maze:steps", "jaxrl_llm.scoring.scores:format"],
+        "weights": [1.0, 0.5],
+    },
 }
 
 
