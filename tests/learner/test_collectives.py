@@ -132,6 +132,7 @@ def test_a_copy_for_each_device_is_whole_and_its_gradient_the_sum_of_all(num_dev
 RULES = {"embed over data and fsdp": {"embed": ("data", "fsdp")}, "vocab over rows": {"vocab": "fsdp", "embed": None}}
 
 
+@pytest.mark.tier("slow")  # plain: test_gradients_are_one_devices_on_any_mesh
 @pytest.mark.parametrize(
     "rules",
     [RULES["embed over data and fsdp"], pytest.param(RULES["vocab over rows"], marks=pytest.mark.slow)],

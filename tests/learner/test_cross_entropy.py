@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import optax
+import pytest
 from reference import losses, transformer
 from support import building
 from support.building import COMPLETION_TOKENS, NUM_ROWS, ONE, TINY, mesh_of
@@ -71,6 +72,7 @@ def test_both_are_those_of_a_float64_model_and_prompts_teach_where_no_reward_doe
     np.testing.assert_allclose((ends[0] - ends[1]) / 2e-6, slope, rtol=0, atol=1e-5 * norm)
 
 
+@pytest.mark.tier("slow")  # plain: test_both_are_those_of_a_float64_model_...
 def test_imitation_alone_has_the_gradient_of_supervised_fine_tuning_on_the_correct_rows_of_others():
     alone = {"cross_entropies": [{"name": "imitation", "coefficient": 1.0}]}
     update = building.make_update(alone | {"micro_batch_size": 8})

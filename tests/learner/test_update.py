@@ -374,6 +374,7 @@ def with_flags_of_rows(tokens):
 """
 
 
+@pytest.mark.tier("slow")  # plain: test_own_functions.test_reward_terms_...
 def test_a_surrogate_of_the_users_own_has_the_gradient_of_ours_that_says_the_same(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(OWN_SURROGATES)

@@ -89,6 +89,7 @@ def smollm2():
     return source.tokenizer(), model, source.load_params(model, mesh, seed=0)
 
 
+@pytest.mark.tier("slow")  # plain: the same weights are read in test_load_hf.py
 @needs_smollm2
 def test_smollm2_gives_the_reference_log_probs_and_greedy_tokens(smollm2):
     tokenizer, model, params = smollm2

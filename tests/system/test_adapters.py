@@ -159,6 +159,18 @@ def left_behind(workdir):
     return read_arrays(path, dict.fromkeys(text["arrays"])), host, metrics
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_devices():
+    """Let a run use only as many devices as its mesh names."""
+
+    def make_mesh(config, devices=None):
+        return mesh_of(dataclasses.replace(config, data=config.data or 1))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharding, "make_mesh", make_mesh)
+        yield
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A model's folder."""

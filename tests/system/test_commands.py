@@ -19,7 +19,7 @@ from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import hf, pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.runtime import row_files
+from jaxrl_llm.runtime import row_files, sharding
 
 PROMPTS = [
     {"prompt": "a long question that needs a wider bucket of tokens", "tag": 1},
@@ -32,6 +32,12 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def source():
     return pretrained.resolve("random:debug")
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    mesh = mesh_of(ONE)
+    monkeypatch.setattr(sharding, "make_mesh", lambda *_: mesh)
 
 
 def run(source, folder, prompts, **settings):
@@ -121,7 +127,8 @@ def test_an_output_that_cannot_be_written_is_told_before_the_work(tmp_path, monk
     assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("there", "kept\n")]
 
 
-@pytest.mark.parametrize("slots", [3, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.tier("slow")  # plain: test_generator.test_samples_do_not_depend_on_slots_...
+@pytest.mark.parametrize("slots", [3, 64])
 def test_how_many_are_decoded_side_by_side_changes_no_evaluation(slots):
     """Fewer slots than a question has answers, and more than there are answers; as many as training's 32."""
 
@@ -152,12 +159,20 @@ def test_questions_that_a_checkpoint_was_trained_on_are_warned_of(monkeypatch, c
     fixed = {"eval.num_prompts": 5, "sampling.max_completion_tokens": 6, "seed": 1}
     config = lambda changed: freeze(settings_of(DEBUG_CONFIG, fixed | changed))
 
+    class Begun(Exception):
+        pass
+
+    def begin(*_):
+        raise Begun
+
     def warned(saved, given=None):
         def restored(directory, params, check):
             return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype)), params), config(saved)
 
         monkeypatch.setattr(evaluate, "restore_params", restored)
-        evaluate.evaluate(config(given or {}), "", "runs/mine", 1)
+        monkeypatch.setattr(evaluate, "check_room", begin)  # nothing is compiled
+        with pytest.raises(Begun):
+            evaluate.evaluate(config(given or {}), "", "runs/mine", 1)
         return capsys.readouterr().err
 
     assert warned({}) == ""

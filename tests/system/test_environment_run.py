@@ -80,7 +80,8 @@ def test_the_documented_game_trains_by_a_config_alone(run, tmp_path):
     assert all(line["reward/error_count"] == 0 for line in metrics)
 
 
-@pytest.mark.parametrize("is_evaluated", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.tier("slow")  # plain: tests/actor/test_turns.py and tests/conversations
+@pytest.mark.parametrize("is_evaluated", [False, True])
 def test_turns_are_played_trained_on_and_evaluated(run, tmp_path, is_evaluated):
     settings = {} if is_evaluated else {"eval.num_prompts": 0}
     settings |= {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}

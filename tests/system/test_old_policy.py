@@ -35,7 +35,8 @@ def config_of(num_prompts, lookahead):
     )
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(ONE, marks=pytest.mark.slow), EIGHT], ids=["one device", "eight"])
+@pytest.mark.tier("slow")  # plain: tests/learner/test_update.py
+@pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=["one device", "eight"])
 def test_the_old_log_probs_of_rollouts_that_span_versions_are_those_of_the_version_of_each_token(mesh):
     num_prompts, lookahead = (4, 4) if mesh == ONE else (8, 8)
     run = assemble(config_of(num_prompts, lookahead), TINY, EOS_IDS, mesh_of(mesh))
