@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
 from jaxrl_llm.algorithms.corrections import CORRECTIONS, STEP_SIZES
 from jaxrl_llm.algorithms.divergences import ANCHORS, ENTROPY_BONUSES
 from jaxrl_llm.algorithms.draw_weights import ADMISSIONS, DRAWS, PRIORITIES
-from jaxrl_llm.algorithms.inputs import COLUMNS, MADE_BY_CREDIT, OTHER_POLICIES
+from jaxrl_llm.algorithms.inputs import COLUMNS, MADE_BY_CREDIT, OTHER_POLICIES, reward_columns
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.tracing import reads_of_draw, reads_of_surrogate
@@ -309,6 +309,17 @@ class MethodFacts:
     def keeps_entropy(self) -> bool:
         """Whether rollouts carry the entropy of what each token was drawn from, for credit."""
         return "entropy" in self.algorithm.columns
+
+    @property
+    def reward_columns(self) -> dict[str, tuple[int, ...]]:
+        """Shapes per row of the columns that the method reads and that reward functions or environments make.
+
+        "turn_reward" is not among them, because it follows from the scores.
+        """
+        max_turns = self.environments.max_turns if self.environments.factory else 1
+        max_length = self.sampling.max_completion_tokens
+        shapes = reward_columns(self.algorithm.columns, max_turns=max_turns, max_length=max_length)
+        return {name: shape for name, shape in shapes.items() if name != "turn_reward"}
 
     @property
     def has_critic(self) -> bool:

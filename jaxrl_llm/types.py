@@ -152,13 +152,9 @@ class Rewards:
     parts: dict[str, Any]  # name -> [B] f32, NaN if that function failed
     outcome: Any  # [B] i8, OUTCOME_*
     errors: tuple[str, ...] = ()  # first few error messages, for the log
-    # [B, K] f32, share of the total that each turn of the policy received, 0.0 if the row has no such turn. None if
-    # completions have one turn.
-    by_turn: Any = None
-    masked: Any = None  # [B] lists: indices of the completion's tokens that reward functions mask; None = no masks
-    # [B, K] f32, seconds that the environment took to answer each turn, 0.0 for a turn without an answer. None if
-    # completions have one turn.
-    turn_seconds: Any = None
+    # name -> [B, ...] f32, 0.0 without a value: the columns with ``from_rewards`` in ``algorithms.inputs.COLUMNS`` that
+    # the method reads. "turn_reward" is always there if completions have several turns.
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -190,7 +186,7 @@ class Scores:
     trainable: jax.Array  # [B] bool, False if the reward failed or the row is padding
     question_id: jax.Array  # [B] i32, of the row's question: the same on every visit
     parts: tuple[jax.Array, ...]  # [B] f32 before weighting, one per reward function; () if only the sum is needed
-    columns: Mapping[str, jax.Array]  # [B, ...] f32, values of the methods' memories per row; "turn_reward" [B, K]
+    columns: Mapping[str, jax.Array]  # [B, ...] f32, values of the methods' memories per row, and Rewards.columns
     memory: Mapping[str, jax.Array]  # f32 arrays of the methods' memories that have no row dimension
 
 

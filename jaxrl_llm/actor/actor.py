@@ -22,11 +22,11 @@ from jaxrl_llm.actor.external import External, Guests, shared_groups
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.resampling import Sampled, sample
 from jaxrl_llm.conversations.environment import Environment
+from jaxrl_llm.models.files.decoding import tokens_in
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import draw_values, rollout_values
 from jaxrl_llm.runtime import hosts, rng, sharding
-from jaxrl_llm.scoring.rewards import RewardPool
-from jaxrl_llm.scoring.text_spans import tokens_in
+from jaxrl_llm.scoring.rewards import ColumnRequest, RewardPool
 from jaxrl_llm.settings.schema import visible
 from jaxrl_llm.types import OUTCOME_SCORE, SHARED_FILE, Agreed, DrawSums, OpenRollouts, PerHost, Rewards, ScoredRollouts
 
@@ -138,9 +138,14 @@ class Actor:
             self.generator.state = state
 
     def _score(self, group: FinishedGroup) -> Any:
-        ids, is_masked = group.completions, "reward_mask" in self._config.algorithm.columns
-        in_spans = (lambda i, spans: tokens_in(self._decode, ids[i], spans, self._byte_ids)) if is_masked else None
-        return self._pool.submit(group.example, [self._decode(c) for c in ids], group.played, in_spans)
+        completions = group.completions
+
+        def positions(i: int, spans: list[list[int]]) -> list[int]:
+            return tokens_in(self._decode, completions[i], spans, self._byte_ids)
+
+        columns = ColumnRequest(self._config.reward_columns, positions)
+        texts = [self._decode(ids) for ids in completions]
+        return self._pool.submit(group.example, texts, group.played, columns)
 
     def _questions(self, groups: list[FinishedGroup]) -> list[int]:
         return [self._stream.question_id(group.group_id) for group in groups]
@@ -210,7 +215,8 @@ class Actor:
         self.generator.draws = [DrawSums(*(np.array(x, np.float32) for x in sums)) for sums in state["draws"]]
         self.spent_s = state.get("spent_s", 0.0)
         question = lambda group_id: self._stream.lookup(group_id).example
-        self._rounds[:] = [Sampled.restored(x, arrays.get("rounds"), question) for x in state["rounds"]]
+        rows, shapes = arrays.get("rounds"), self._config.reward_columns
+        self._rounds[:] = [Sampled.restored(saved, rows, question, shapes) for saved in state["rounds"]]
         return words
 
 

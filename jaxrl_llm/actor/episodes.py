@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
 from typing import Any
 
@@ -109,16 +109,21 @@ class Played:
         is_silent = any(reply.reward is None and reply.outcome == OUTCOME_SCORE for row in rows for reply in row)
         reasons = ["environment: an agent returned no reward"] if is_silent else []
         outcome = np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE)
-        return Answer(scores, outcome, reasons, [[]] * len(scores))
+        return Answer(scores, outcome, reasons)
 
     def failures_in(self, answer: Answer) -> Answer:
         """Return the answer of a reward function, without scores for the rows in which the environment failed."""
-        scores, outcome, reasons, masked, *_ = answer
+        scores, outcome, reasons, columns = answer
         for i, reply in enumerate(row[-1].result() for row in self.replies):
             if reply.outcome != OUTCOME_SCORE:
                 scores[i], outcome[i] = np.nan, reply.outcome
                 reasons = list(dict.fromkeys([*reasons, reply.reason]))
-        return Answer(scores, outcome, reasons, masked, self.seconds())
+        return Answer(scores, outcome, reasons, columns)
+
+    def columns(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Return the columns among ``names`` that the environment makes (``Rewards.columns``), [G, ...] f32 each."""
+        makers = {"turn_seconds": self.seconds}
+        return {name: make() for name, make in makers.items() if name in names}
 
     def seconds(self) -> np.ndarray:
         """Return the seconds [G, max_turns] f32 that the environment took to answer each turn, or 0 without an answer.

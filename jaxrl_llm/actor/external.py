@@ -41,7 +41,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.actor.external_sources import HeldOutError, Hindsight, source_of
-from jaxrl_llm.actor.resampling import Sampled, ragged
+from jaxrl_llm.actor.resampling import Sampled
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.questions.tasks.files import question
 from jaxrl_llm.runtime import hosts, sharding
@@ -197,7 +197,7 @@ class Guests:
             parts={name: both(part, self.rewards.parts[name]) for name, part in rewards.parts.items()},
             outcome=both(rewards.outcome, self.rewards.outcome),
             errors=rewards.errors,
-            masked=both(*(ragged(one.masked or [[]] * len(one.total)) for one in (rewards, self.rewards))).tolist(),
+            columns={name: both(x, self.rewards.columns[name]) for name, x in rewards.columns.items()},
         )
         return joined, both(questions, about).tolist()
 
@@ -225,7 +225,8 @@ class Guests:
         total = np.full(shape, np.nan, np.float32)
         outcome = np.full(shape, OUTCOME_ERROR, np.int8)
         parts = {name: total.copy() for name in self.run.config.rewards.functions}
-        masked: list[list[int]] = [[] for _ in total.ravel()]
+        column_shapes = self.run.config.reward_columns
+        columns = {name: np.zeros((*shape, *rest), np.float32) for name, rest in column_shapes.items()}
         for j, group in enumerate(self.groups):
             if group is None:
                 continue
@@ -233,15 +234,16 @@ class Guests:
             if group.rewards is None:
                 scored = collect([group.ticket])
                 total[j, :num], outcome[j, :num] = scored.total, scored.outcome
-                for g, places in enumerate(scored.masked or ()):
-                    masked[j * shape[1] + g] = places
+                for name, column in columns.items():
+                    column[j, :num] = scored.columns[name]
                 for name, part in scored.parts.items():
                     parts[name][j, :num] = part
             else:
                 total[j, :num] = group.rewards
                 outcome[j, :num] = np.where(np.isfinite(group.rewards), OUTCOME_SCORE, OUTCOME_ERROR)
         parts = {name: part.ravel() for name, part in parts.items()}
-        self.rewards = Rewards(total.ravel(), parts, outcome.ravel(), masked=masked)
+        columns = {name: column.reshape(-1, *column.shape[2:]) for name, column in columns.items()}
+        self.rewards = Rewards(total.ravel(), parts, outcome.ravel(), columns=columns)
 
 
 def shared_groups(sampled: Sampled, lookup: Callable[[int], Any]) -> list[dict[str, Any]]:
@@ -383,5 +385,7 @@ def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> R
 
 def _beside(own: Any, theirs: Any, num_parts: int) -> np.ndarray:
     """Concatenate own and external values within each of ``num_parts`` parts, as program ``join`` does with rows."""
-    parts = [np.asarray(x).reshape(num_parts, -1) for x in (own, theirs)]
-    return np.concatenate(parts, axis=1).reshape(-1)
+    arrays = [np.asarray(x) for x in (own, theirs)]
+    parts = [array.reshape(num_parts, len(array) // num_parts, *array.shape[1:]) for array in arrays]
+    joined = np.concatenate(parts, axis=1)
+    return joined.reshape(-1, *joined.shape[2:])

@@ -16,8 +16,9 @@ of the groups.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -79,10 +80,21 @@ class Sampled:
         return whole | {"waited_s": self.waited_s}
 
     @staticmethod
-    def restored(state: dict[str, Any], rollout: Rollout, example: Callable[[int], Any]) -> Sampled:
-        """Return the object that was saved by ``state``. ``example`` returns the question of a group_id."""
+    def restored(
+        state: dict[str, Any],
+        rollout: Rollout,
+        example: Callable[[int], Any],
+        column_shapes: Mapping[str, tuple[int, ...]],
+    ) -> Sampled:
+        """Return the object that was saved by ``state``.
+
+        Args:
+            example: returns the question of a group_id.
+            column_shapes: ``Config.reward_columns``.
+        """
         groups = [FinishedGroup(group_id, example(group_id), *of_rows) for group_id, *of_rows in state["asked"]]
-        answers, waited_s = restored(state["answers"]), state.get("waited_s", 0.0)
+        answers = restored(state["answers"], column_shapes)
+        waited_s = state.get("waited_s", 0.0)
         return Sampled(rollout, np.array(state["kept"]), groups, answers, waited_s=waited_s)
 
     def shown(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
@@ -199,35 +211,68 @@ def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Reward
         {name: function(*(one.parts[name] for one in rewards)) for name in first.parts},
         function(*(one.outcome for one in rewards)),
         tuple(errors)[:MAX_ERRORS_KEPT],
-        None if first.by_turn is None else function(*(one.by_turn for one in rewards)),
-        None if first.masked is None else function(*(ragged(one.masked) for one in rewards)).tolist(),
-        None if first.turn_seconds is None else function(*(one.turn_seconds for one in rewards)),
+        {name: function(*(one.columns[name] for one in rewards)) for name in first.columns},
     )
 
 
-def ragged(lists: list[list[int]]) -> np.ndarray:
-    """Return an object array [B] of lists with different lengths."""
-    array = np.empty(len(lists), object)
-    for i, one in enumerate(lists):
-        array[i] = one
-    return array
-
-
-def state_of(rewards: Rewards) -> list[Any]:
+def state_of(rewards: Rewards) -> dict[str, Any]:
     """Return rewards as plain JSON, for ``restored``."""
-    parts = {name: part.tolist() for name, part in rewards.parts.items()}
-    by_turn = None if rewards.by_turn is None else rewards.by_turn.tolist()
-    seconds = None if rewards.turn_seconds is None else rewards.turn_seconds.tolist()
-    return [rewards.total.tolist(), parts, rewards.outcome.tolist(), rewards.errors, by_turn, rewards.masked, seconds]
+    return {
+        "total": rewards.total.tolist(),
+        "parts": {name: part.tolist() for name, part in rewards.parts.items()},
+        "outcome": rewards.outcome.tolist(),
+        "errors": list(rewards.errors),
+        "columns": {name: _sparse(column) for name, column in rewards.columns.items()},
+    }
 
 
-def restored(state: list[Any]) -> Rewards:
-    total, parts, outcome, errors, by_turn, masked, *timed = state
-    numbers = lambda x: np.array(x, np.float32)
-    parts = {name: numbers(part) for name, part in parts.items()}
-    by_turn = None if by_turn is None else numbers(by_turn)
-    seconds = numbers(timed[0]) if timed and timed[0] is not None else None  # older checkpoints lack this entry
-    return Rewards(numbers(total), parts, np.array(outcome, np.int8), tuple(errors), by_turn, masked, seconds)
+def restored(state: dict[str, Any] | list[Any], column_shapes: Mapping[str, tuple[int, ...]]) -> Rewards:
+    """Return the rewards that were saved by ``state_of``.
+
+    Args:
+        state: a list in checkpoints of earlier versions.
+        column_shapes: ``Config.reward_columns``.
+    """
+    if isinstance(state, list):
+        state = _state_of_list(state, column_shapes)
+    return Rewards(
+        np.array(state["total"], np.float32),
+        {name: np.array(part, np.float32) for name, part in state["parts"].items()},
+        np.array(state["outcome"], np.int8),
+        tuple(state["errors"]),
+        {name: _dense(column) for name, column in state["columns"].items()},
+    )
+
+
+def _state_of_list(state: list[Any], column_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the state in the form of ``state_of``. Earlier versions saved a list."""
+    total, parts, outcome, errors, turn_reward, masked, *timed = state
+    columns = {}
+    if turn_reward is not None:
+        columns["turn_reward"] = np.array(turn_reward, np.float32)
+    if timed and timed[0] is not None and "turn_seconds" in column_shapes:
+        columns["turn_seconds"] = np.array(timed[0], np.float32)
+    if "reward_mask" in column_shapes:
+        mask = np.zeros((len(total), *column_shapes["reward_mask"]), np.float32)
+        for row, positions in zip(mask, masked, strict=True):
+            row[positions] = 1.0
+        columns["reward_mask"] = mask
+    sparse = {name: _sparse(column) for name, column in columns.items()}
+    return {"total": total, "parts": parts, "outcome": outcome, "errors": errors, "columns": sparse}
+
+
+def _sparse(column: np.ndarray) -> dict[str, list[Any]]:
+    """Return an array as plain JSON: its shape, and the flat indices and values that are not 0. Masks have few."""
+    flat = column.ravel()
+    indices = np.flatnonzero(flat)
+    return {"shape": list(column.shape), "indices": indices.tolist(), "values": flat[indices].tolist()}
+
+
+def _dense(saved: dict[str, list[Any]]) -> np.ndarray:
+    """Return the f32 array that was saved by ``_sparse``."""
+    flat = np.zeros(math.prod(saved["shape"]), np.float32)
+    flat[saved["indices"]] = saved["values"]
+    return flat.reshape(saved["shape"])
 
 
 def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:

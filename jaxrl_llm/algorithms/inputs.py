@@ -7,7 +7,7 @@ Owns: these records, the columns that a method may ask for. Does not know: who f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -18,17 +18,27 @@ from jaxtyping import ArrayLike, Bool, Float, Int
 NUM_DIFFICULTIES = 3
 
 
+# Column.from_rewards: a value of the column belongs to a row, to a turn of the policy, or to a token of the completion.
+ROW = "row"
+TURN = "turn"
+TOKEN = "token"
+
+
 class Column(NamedTuple):
-    """What rows have where a method asks for it.
+    """A column of the rows. A row has the column if a function of the method needs it.
 
     Attributes:
-        per_token: [B, S, ...], 0 off the completion; else [B, ...].
-        is_stored: the ring keeps it.
+        per_token: the column is [B, S, ...], 0 off the completion; else [B, ...].
+        is_stored: the ring keeps the column. A function of a loss can only need stored columns.
+        meaning: dtype, unit and meaning.
+        from_rewards: ROW, TURN or TOKEN if reward functions or environments make the column (``Rewards.columns``); else
+            "". A column with TOKEN is ``per_token``.
     """
 
     per_token: bool
     is_stored: bool
     meaning: str
+    from_rewards: str = ""
 
 
 # Names of Rollout.columns, Experience.columns and Rows.columns. Log-probabilities in nats.
@@ -48,15 +58,29 @@ COLUMNS = {
     "group_mean": Column(False, True, "f32, mean of the group's rewards at that time, 0.0 where not trainable"),
     "tied": Column(False, False, "bool: of a group without an advantage, and of equal rewards where siblings compare"),
     "question_id": Column(False, False, "i32; the ring keeps it beside the rows (RingState.question)"),
-    # Known of the rewards.
-    "turn_reward": Column(False, False, "[B, K] f32, what of the score each turn was given, 0.0 where not trainable"),
+    # Made with the rewards (Rewards.columns); 0.0 for rows that are not trainable.
+    "turn_reward": Column(False, False, "[B, K] f32, share of the reward that each turn received", TURN),
     "turn_seconds": Column(
-        False, False, "[B, K] f32, seconds that the environment took to answer each turn; 0.0 = none"
+        False, False, "[B, K] f32, seconds that the environment took to answer each turn; 0.0 = no answer", TURN
     ),
-    "reward_mask": Column(False, False, "[B, N] f32, 1.0 for those of its N tokens that a reward function masks"),
+    "reward_mask": Column(True, False, "f32, 1.0 for tokens of the completion that a reward function masks", TOKEN),
     # Of drawn rows.
     "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),
 }
+
+
+def reward_columns(needed: Iterable[str], *, max_turns: int, max_length: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes per row of the columns in ``needed`` that are made with the rewards, as the host has them.
+
+    Args:
+        max_turns: largest number of turns of the policy in a completion.
+        max_length: longest completion, in tokens. A column with TOKEN has a value for each of these positions.
+    """
+    shapes = {ROW: (), TURN: (max_turns,), TOKEN: (max_length,)}
+    kinds = {name: COLUMNS[name].from_rewards for name in sorted(needed) if name in COLUMNS}
+    return {name: shapes[kind] for name, kind in kinds.items() if kind}
+
+
 # Those that the learner says of fresh rows.
 SAID_BY_LEARNER = ("generation_logp", "ref_logp", "value", "hidden")
 # That which every slot of the ring has, so that a loss can take an advantage anew at replay.

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.algorithms.baselines import num_features
-from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes
+from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes, reward_columns
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Scores
 
 # Of the decay of "mssr" (arXiv:2512.18215): iterations, and nats a token.
@@ -189,7 +189,8 @@ class Memory:
     """What the functions of a method remember, together. On the host.
 
     Args:
-        functions: those that see an iteration's rollouts (``config.AlgorithmConfig.of_credit``).
+        functions: the method's functions (``AlgorithmConfig.of_credit`` and ``of_loss``), for their memories and
+            the columns that they need.
         part_names: reward functions whose scores are looked at one by one; () where their sum counts.
         ledger: keeps what is remembered of a question (``questions.ledger.Ledger``).
     """
@@ -198,19 +199,15 @@ class Memory:
         self.ledger, self.part_names = ledger, part_names
         remembering = [one for one in functions if one.fact("memory")]
         self._memories = {one.name: one.fact("memory")(one.settings, sizes, ledger) for one in remembering}
-        by_turn = any({"turn_reward", "turn_seconds"} & one.needs.columns for one in functions)
-        self._max_turns = sizes.max_turns if by_turn else 0  # 0: nobody looks at turns
-        self._is_timed = any("turn_seconds" in one.needs.columns for one in functions)
-        masks = any("reward_mask" in one.needs.columns for one in functions)
-        self._max_length = sizes.max_length if masks else 0  # 0: nobody asks which tokens are masked
+        needed = frozenset().union(*(one.needs.columns for one in functions))
+        lengths = {"max_turns": sizes.max_turns, "max_length": sizes.max_length}
+        self._reward_columns = reward_columns(needed, **lengths)
 
     @property
     def columns(self) -> dict[str, tuple[int, ...]]:
         """Names of ``Scores.columns``, and what shape each has of a row."""
-        wide = {"turn_reward": (self._max_turns,), "reward_mask": (self._max_length,)}
-        wide["turn_seconds"] = (self._max_turns if self._is_timed else 0,)
         known = {name: () for memory in self._memories.values() for name in memory.columns}
-        return known | {name: shape for name, shape in wide.items() if shape[0]}
+        return known | self._reward_columns
 
     @property
     def whole(self) -> dict[str, tuple[int, ...]]:
@@ -227,15 +224,9 @@ class Memory:
         scored = rewards.outcome == OUTCOME_SCORE
         known = lambda x: np.where(scored.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0).astype(np.float32)
         said = {name: x for memory in self._memories.values() for name, x in memory.known(rewards, questions).items()}
-        if self._max_turns:
-            by_turn = rewards.total[:, None] if rewards.by_turn is None else rewards.by_turn
-            said["turn_reward"] = known(by_turn)
-            untimed = np.zeros((len(scored), self._max_turns))
-            said["turn_seconds"] = known(untimed if rewards.turn_seconds is None else rewards.turn_seconds)
-        if self._max_length:
-            said["reward_mask"] = np.zeros((len(scored), self._max_length), np.float32)
-            for row, places in zip(said["reward_mask"], rewards.masked or (), strict=bool(rewards.masked)):
-                row[places] = 1.0
+        given = {"turn_reward": rewards.total[:, None], **rewards.columns}  # a completion of one turn has it all there
+        for name, shape in self._reward_columns.items():
+            said[name] = known(given[name] if name in given else np.zeros((len(scored), *shape)))
         return Scores(
             known(rewards.total),
             scored,

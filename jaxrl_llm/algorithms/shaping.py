@@ -192,9 +192,7 @@ def reward_mask(advantage: Float[ArrayLike, "B S"], x: Rows) -> Float[Array, "B 
         lines that no test has run (environments.code_tests:covered). Differs: it is the advantage that is 0, so that
         an entropy bonus and a penalty to a reference still act there.
     """
-    marked, place = x.columns["reward_mask"], jnp.cumsum(x.mask, axis=1) - 1
-    marked = jnp.take_along_axis(marked, jnp.clip(place, 0, marked.shape[1] - 1), axis=1)
-    return jnp.where(marked > 0, 0.0, advantage)
+    return jnp.where(x.columns["reward_mask"] > 0, 0.0, advantage)
 
 
 REWARD_TERMS = {

@@ -23,12 +23,10 @@ from typing import Any, NamedTuple
 
 import ml_collections
 
-from jaxrl_llm.algorithms.inputs import MADE_BY_CREDIT, OTHER_POLICIES, SAID_BY_LEARNER
+from jaxrl_llm.algorithms.inputs import COLUMNS, MADE_BY_CREDIT, OTHER_POLICIES, SAID_BY_LEARNER
 from jaxrl_llm.settings import functions
 from jaxrl_llm.settings.schema import SIGNED, ConfigError, Text, check_name, convert, names, near
 
-# What a function may ask for: what sampler, rewards or learner can say of rows, and other policies.
-NEEDED = ("entropy", "turn_reward", "turn_seconds", "reward_mask", MADE_BY_CREDIT, *SAID_BY_LEARNER, *OTHER_POLICIES)
 NONE = "none"  # of a slot that may stay empty
 
 
@@ -54,6 +52,12 @@ def needs(*columns: str, siblings: bool = False, **facts: Any) -> Callable[[Call
         return function
 
     return mark
+
+
+def columns_to_need() -> tuple[str, ...]:
+    """Return the names that a function may declare with ``needs``: columns of rows, and other policies."""
+    from_rewards = [name for name, column in COLUMNS.items() if column.from_rewards]
+    return ("entropy", *from_rewards, MADE_BY_CREDIT, *SAID_BY_LEARNER, *OTHER_POLICIES)
 
 
 def use(name: str, **settings: Any) -> ml_collections.ConfigDict:
@@ -220,8 +224,9 @@ class Slot:
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{path}={name!r:.200} cannot be used: {type(error).__name__}: {error}") from error
         wants = getattr(function, "needs", Needs()).columns
-        if unknown := wants - {*NEEDED}:
-            raise ConfigError(f"{path}={name!r:.200} needs {min(unknown)!r}: {near(min(unknown), NEEDED)}")
+        unknown = wants.difference(columns_to_need())
+        if unknown:
+            raise ConfigError(f"{path}={name!r:.200} needs {min(unknown)!r}: {near(min(unknown), columns_to_need())}")
         by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         is_open = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
         if len(by_place) != len(self.arguments.split(",")) or is_open or taken:

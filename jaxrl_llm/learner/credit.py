@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Num
 
-from jaxrl_llm.algorithms.inputs import Rows
+from jaxrl_llm.algorithms.inputs import COLUMNS, Rows
 from jaxrl_llm.algorithms.use import Chosen
 from jaxrl_llm.config import Config
 from jaxrl_llm.ops import groups as compare
@@ -64,6 +64,7 @@ def assign(
     reward = jnp.where(trainable, scores.reward, 0.0)
     groups = _group_rows(rollout, trainable, config)
     parts = tuple(zip(scores.parts, config.rewards.weights, strict=True)) if scores.parts else ()
+    reward_columns = {name: _placed(name, x, rollout) for name, x in scores.columns.items() if name in COLUMNS}
     rows = Rows(
         reward=reward,
         added=None,
@@ -75,7 +76,7 @@ def assign(
         mask=mask_BS,
         tokens=rollout.tokens,
         behaviour_logp=rollout.behaviour_logp,
-        columns={**rollout.columns, **columns, **scores.columns},
+        columns={**rollout.columns, **columns, **scores.columns, **reward_columns},
         memory=scores.memory,
         max_length=config.sampling.max_completion_tokens,
     )
@@ -110,7 +111,28 @@ def assign(
     for name, column in columns.items():
         if name != "value" or loss_reads_value:
             credit_columns[name] = column
+    for name, column in reward_columns.items():
+        if COLUMNS[name].is_stored and algorithm.loss_needs(name):
+            credit_columns[name] = column
     return Experience(rollout, reward, advantage_BS, trainable, columns=credit_columns), learned
+
+
+def _placed(name: str, column: jax.Array, rollout: Rollout) -> jax.Array:
+    """Return a column of the rewards as functions see it: values by position in the completion move to their tokens.
+
+    Args:
+        column: [B, N] if the column is per token: values of the first N tokens of the completion; else [B, ...].
+
+    Returns:
+        [B, S] if the column is per token, 0.0 off the completion; else ``column``.
+    """
+    if not COLUMNS[name].per_token:
+        return column
+    place_S = jnp.arange(rollout.tokens.shape[1])[None, :]
+    index_BS = place_S - rollout.prompt_length[:, None]
+    is_completion = (index_BS >= 0) & (place_S < rollout.length[:, None])
+    value_BS = jnp.take_along_axis(column, jnp.clip(index_BS, 0, column.shape[1] - 1), axis=1)
+    return jnp.where(is_completion, value_BS, 0.0)
 
 
 def _group_rows(rollout: Rollout, trainable: jax.Array, config: Config) -> Groups:

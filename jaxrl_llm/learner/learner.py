@@ -127,7 +127,8 @@ class LearnerPrograms:
         turns = environments.max_turns if environments.factory else 1
         sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns, self.config.rollout.group_size)
         parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
-        return Memory(self.config.algorithm.of_credit, parts, sizes, ledger)
+        functions = (*self.config.algorithm.of_credit, *self.config.algorithm.of_loss)
+        return Memory(functions, parts, sizes, ledger)
 
     @functools.cached_property
     def abstract_memory(self) -> dict[str, jax.ShapeDtypeStruct]:

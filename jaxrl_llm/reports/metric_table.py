@@ -319,15 +319,18 @@ def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
     turn. The count of masked tokens is left out if it is 0.
     """
     values: dict[str, float] = {}
-    if rewards.masked and any(rewards.masked):
-        values["rollout/masked_tokens"] = sum(map(len, rewards.masked))
+    masked = int(np.count_nonzero(rewards.columns.get("reward_mask", ())))
+    if masked:
+        values["rollout/masked_tokens"] = masked
     if not turns:
         return values
-    values["rollout/turns_mean"], given = sum(turns) / len(turns), rewards.by_turn
-    for k in range(0 if given is None else min(TURNS_SHOWN, given.shape[1])):
+    values["rollout/turns_mean"] = sum(turns) / len(turns)
+    turn_reward = rewards.columns.get("turn_reward")
+    num_shown = 0 if turn_reward is None else min(TURNS_SHOWN, turn_reward.shape[1])
+    for k in range(num_shown):
         has_turn = (np.asarray(turns) > k) & (rewards.outcome == OUTCOME_SCORE)
         if has_turn.any():
-            values[f"rollout/reward_turn_{k + 1}"] = float(given[has_turn, k].mean())
+            values[f"rollout/reward_turn_{k + 1}"] = float(turn_reward[has_turn, k].mean())
     return values
 
 

@@ -32,14 +32,13 @@ from copy import deepcopy
 from itertools import islice
 from json import dumps
 from math import nan
-from numbers import Complex, Real
+from numbers import Complex, Integral, Real
 from operator import length_hint
 from pathlib import Path
 from pickle import load
 from types import SimpleNamespace
 from typing import Any
 
-from jaxrl_llm.scoring.text_spans import unpacked
 from jaxrl_llm.settings.functions import awaited, resolve
 
 __builtins__ = dict(vars(builtins))  # own copy: a user function that replaces `builtins.float` must not change scores
@@ -52,16 +51,16 @@ TEXTS = (str, bytes, bytearray, memoryview)
 
 def call(
     function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str], **by_completion: list[Any]
-) -> tuple[list[float | list[float] | None], list[str], list[list[list[int]]]]:
+) -> tuple[list[float | list[float] | None], list[str], list[dict[str, Any]]]:
     """Call a reward function on the completions of one prompt, with the arguments that TRL and Tunix use.
 
     Args:
         by_completion: further arguments with one value per completion: ``messages`` and ``environments``.
 
     Returns:
-        (scores, error messages, spans). A score is a number, or None if the function returned no valid score. With
-        ``messages``, a score may be a list with a number for each turn of the policy. The spans are the masked parts of
-        each completion.
+        (scores, error messages, columns). A score is a number, or None if the function returned no valid score. With
+        ``messages``, a score may be a list with a number for each turn of the policy. The columns of each completion
+        are the further values that the function returned for it, by name.
     """
     num = len(completions)
     if "environments" in by_completion:
@@ -79,11 +78,11 @@ def call(
         if len(values) != num:
             raise ValueError(f"returned {length_hint(returned, len(values))} scores for {num} completions")
     except BaseException as error:  # SystemExit too: a function must not end this process
-        return [None] * num, [message(error)], [[]] * num
-    scores, reasons, spans = [], [], []
+        return [None] * num, [message(error)], [{}] * num
+    scores, reasons, columns_of = [], [], []
     for value, said in zip(values, by_completion.get("messages", [None] * num), strict=True):
-        value, masked = unpacked(value)
-        spans.append(masked)
+        value, named = unpacked(value)
+        columns_of.append(named)
         own = [value]
         if said is not None and isinstance(value, (list, tuple)):
             own, turns = list(value), sum(message["role"] == "assistant" for message in said)
@@ -92,7 +91,32 @@ def call(
                 own = []
         numbers = [number(x, reasons) for x in own]
         scores.append(None if None in numbers or not own else numbers if len(own) > 1 else numbers[0])
-    return scores, reasons, spans
+    return scores, reasons, columns_of
+
+
+def unpacked(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the score and the columns of one value that a reward function returned.
+
+    A value with columns is ``{"reward": score, NAME: value, ...}``. Any other value is returned as the score, without
+    columns. The caller must check whether the score is a number.
+    """
+    with contextlib.suppress(BaseException):  # a user's function can return any object
+        if isinstance(value, Mapping) and "reward" in value and len(value) > 1:
+            columns = {name: column for name, column in value.items() if name != "reward"}
+            if all(isinstance(name, str) for name in columns):
+                return value["reward"], {name: _plain(column) for name, column in columns.items()}
+    return value, {}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number, or a sequence of numbers or sequences, as plain JSON."""
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, (*TEXTS, Mapping, Set)):
+        raise TypeError("not a number")
+    return [_plain(x) for x in value]
 
 
 def number(value: Any, reasons: list[str]) -> float | None:

@@ -24,6 +24,7 @@ import functools
 import inspect
 import itertools
 import json
+import operator
 import os
 import pickle
 import secrets
@@ -32,13 +33,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 
+from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TURN
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.scoring import reward_worker
@@ -51,6 +53,7 @@ MATH_SCORER = "jaxrl_llm.scoring.math_answers:reward"
 CHECK_S = 1.0  # seconds between two checks whether the run must stop
 MAX_START_S = 300.0
 MAX_ANSWER_BYTES = 2**26
+COLUMN_ALIASES = {"masked": "reward_mask"}  # other names of columns in what a reward function returns
 MORE = ("messages", "environments")  # optional parameters of a reward function
 MARK = "JAXRL_REWARD_WORKER"  # environment variable that identifies a worker; its child processes inherit it
 
@@ -69,10 +72,22 @@ class Answer(NamedTuple):
     scores: np.ndarray  # [completions, turns] f64, NaN = no score
     outcome: np.ndarray  # [completions] ``types.OUTCOME_*``
     reasons: list[str]  # error messages
-    masked: list[list[int]]  # positions of the masked tokens of each completion
-    seconds: np.ndarray | None = (
-        None  # [completions, turns] f32, time that an environment took to answer; None without an environment
-    )
+    columns: Mapping[str, np.ndarray] = {}  # name -> [completions, ...] f32 (``Rewards.columns``), NaN = no value
+
+
+class ColumnRequest(NamedTuple):
+    """Columns that the method reads of the completions of one prompt (``algorithms.inputs.COLUMNS``).
+
+    Attributes:
+        shapes: shapes per completion by name (``Config.reward_columns``).
+        positions: (index of a completion, spans of its text) -> positions of the tokens within the spans.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    positions: Callable[[int, list[list[int]]], list[int]]
+
+
+NO_COLUMNS = ColumnRequest({}, lambda i, spans: [])
 
 
 Ticket = list[Future[Answer]]  # pending answers for one prompt, one per function; opaque to callers
@@ -84,6 +99,17 @@ class RewardPool(contextlib.AbstractContextManager):
     A reward function has the signature ``reward(prompts, completions, **columns) -> list[float]``. One call scores all
     completions of one prompt with one function. ``prompts`` and every column of the example are repeated to the length
     of ``completions``. If an environment answers the policy, ``completions`` are the policy's last turns.
+
+    Instead of a score, a function may return ``{"reward": score, NAME: value, ...}`` for a completion. Each NAME is a
+    column of ``algorithms.inputs.COLUMNS`` with ``from_rewards``:
+
+        ROW    The value is a number.
+        TURN   The value is a list of numbers, the first for the policy's first turn.
+        TOKEN  The value is a list of spans ``[start, stop]`` or ``[start, stop, number]``, in characters of the
+               completion, without ``stop``. Tokens within the spans have the number, or 1.0.
+
+    "masked" is another name for "reward_mask". If several functions return a column, the largest value counts. Columns
+    that the method does not read are dropped.
 
     Optional parameters of a reward function:
 
@@ -133,17 +159,22 @@ class RewardPool(contextlib.AbstractContextManager):
         self._free = list(self._workers)
         self._threads = ThreadPoolExecutor(config.num_workers, "rewards")
 
-    def submit(self, example: Example, completions: Sequence[str], played: Any = None, tokens_in: Any = None) -> Ticket:
+    def submit(
+        self,
+        example: Example,
+        completions: Sequence[str],
+        played: Any = None,
+        columns: ColumnRequest = NO_COLUMNS,
+    ) -> Ticket:
         """Queue the completions of one prompt for scoring, without waiting for the scores.
 
         Args:
             played: the group's ``conversation.Played`` if an environment answered; else None.
-            tokens_in: (index of a completion, spans of its text) -> positions of the tokens in the spans. None = the
-                spans that functions mask are ignored.
+            columns: columns that the method reads.
         """
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-        given = example, list(completions), played, tokens_in
+        given = example, list(completions), played, columns
         return [self._threads.submit(self._score, *names, *given) for names in self._functions]
 
     def collect(self, tickets: Sequence[Ticket | None]) -> Rewards:
@@ -167,8 +198,10 @@ class RewardPool(contextlib.AbstractContextManager):
         answers = hosts.complete(answers)
         by_turn = np.concatenate([[x.scores for x in of] for of in answers], axis=1)  # [functions, completions, turns]
         outcome = np.concatenate([[x.outcome for x in of] for of in answers], axis=1)
-        seconds = [of[0].seconds for of in answers]  # the same for every function: an episode is played once
         parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
+        columns = _joined_columns(answers)
+        if by_turn.shape[2] > 1:
+            columns["turn_reward"] = np.tensordot(weights, by_turn, 1).astype(np.float32)
         errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer.reasons)
         self._say(list(errors))
         return Rewards(
@@ -176,9 +209,7 @@ class RewardPool(contextlib.AbstractContextManager):
             parts=dict(zip(self._config.functions, parts.astype(np.float32), strict=True)),
             outcome=outcome.max(axis=0).astype(np.int8),
             errors=tuple(errors)[:MAX_ERRORS_KEPT],
-            by_turn=np.tensordot(weights, by_turn, 1).astype(np.float32) if by_turn.shape[2] > 1 else None,
-            masked=[sorted(set().union(*row)) for of in answers for row in zip(*(x.masked for x in of), strict=True)],
-            turn_seconds=None if any(one is None for one in seconds) else np.concatenate(seconds),
+            columns=columns,
         )
 
     def _say(self, errors: list[str]) -> None:
@@ -203,9 +234,14 @@ class RewardPool(contextlib.AbstractContextManager):
 
     # The methods below run in the threads of the pool.
 
-    def _score(self, name: str, spec: str, example: Example, texts: list[str], played: Any, tokens_in: Any) -> Answer:
+    def _score(
+        self, name: str, spec: str, example: Example, texts: list[str], played: Any, request: ColumnRequest
+    ) -> Answer:
+        columns = {key: np.full((len(texts), *shape), np.nan, np.float32) for key, shape in request.shapes.items()}
+        if played:
+            columns |= played.columns(request.shapes.keys())
         if name == "environment":
-            return played.failures_in(played.own_scores())
+            return played.failures_in(played.own_scores()._replace(columns=columns))
         messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in texts]
         texts = played.last_turns() if played else texts
         by_turn = played.by_turn if played else lambda given: np.array(given, np.float64).reshape(len(texts), 1)
@@ -215,17 +251,17 @@ class RewardPool(contextlib.AbstractContextManager):
         worker = self._free.pop()
         try:
             scored = ask(worker, (spec, example.prompt, example.columns), texts, more)
+            _fill_columns(columns, scored, request)
             scores = by_turn(scored.values)
-            masked = [tokens_in(i, some) if tokens_in and some else [] for i, some in enumerate(scored.spans)]
         except Exception as error:
             scored = _Scored.without(len(texts))
             scored.reasons[0] = [reward_worker.message(error)]
-            scores, masked = by_turn(scored.values), scored.spans
+            scores = by_turn(scored.values)
         self._free.append(worker)
         outcome = np.where(np.isnan(scores).any(axis=1), scored.failures, OUTCOME_SCORE)
         said = itertools.chain.from_iterable(scored.reasons.values())
         reasons = [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in said]
-        answer = Answer(scores, outcome, reasons, masked)
+        answer = Answer(scores, outcome, reasons, columns)
         return played.failures_in(answer) if played else answer
 
     def _together(self, worker: Worker, of: tuple[Any, ...], texts: list[str], more: dict[str, list]) -> _Scored:
@@ -279,12 +315,12 @@ class RewardPool(contextlib.AbstractContextManager):
         failure = OUTCOME_ERROR
         try:
             call = (*of, [texts[i] for i in places], own)
-            values, reasons, spans = worker.ask(call, timeout_s, functools.partial(_are_scores, num=len(places)))
+            values, reasons, columns = worker.ask(call, timeout_s, functools.partial(_are_scores, num=len(places)))
         except Exception as error:
             failure, reason = failed(error)
-            values, reasons, spans = [None] * len(places), [reason], [[]] * len(places)
-        for i, value, some in zip(places, values, spans, strict=True):
-            scored.values[i], scored.spans[i], scored.failures[i] = value, some, failure
+            values, reasons, columns = [None] * len(places), [reason], [{}] * len(places)
+        for i, value, of_completion in zip(places, values, columns, strict=True):
+            scored.values[i], scored.columns[i], scored.failures[i] = value, of_completion, failure
         scored.reasons[places[0]] = reasons
         return min(timeout_s, time.monotonic() - began)
 
@@ -293,26 +329,95 @@ class _Scored(NamedTuple):
     """Results of one function for the completions of a prompt, filled in call by call."""
 
     values: list[Any]  # a number, a number for each turn, or None
-    spans: list[list[list[int]]]  # [start, stop) in characters, that the function masks
+    columns: list[dict[str, Any]]  # name -> value as the function returned it
     failures: list[int]  # the outcome of the completion if it has no number
     reasons: dict[int, list[str]]  # error messages, by the first completion of a call
 
     @classmethod
     def without(cls, num: int) -> _Scored:
-        return cls([None] * num, [[]] * num, [OUTCOME_ERROR] * num, {})
+        return cls([None] * num, [{}] * num, [OUTCOME_ERROR] * num, {})
+
+
+def _fill_columns(columns: Mapping[str, np.ndarray], scored: _Scored, request: ColumnRequest) -> None:
+    """Write the columns that a function returned into ``columns``, [completions, ...] each.
+
+    A completion with an invalid column loses its score, and ``scored`` receives the reason.
+    """
+    for i, returned in enumerate(scored.columns):
+        for key, value in returned.items():
+            name = COLUMN_ALIASES.get(key, key)
+            try:
+                if name not in COLUMNS or not COLUMNS[name].from_rewards:
+                    raise ValueError("no column of rewards has this name")
+                if name in columns:
+                    columns[name][i] = np.fmax(columns[name][i], _column_value(name, value, i, request))
+            except (TypeError, ValueError, IndexError) as error:
+                scored.values[i] = None
+                reason = f"returned a wrong {key!r:.100}: {reward_worker.message(error)}"
+                scored.reasons.setdefault(i, []).append(reason)
+
+
+def _column_value(name: str, value: Any, i: int, request: ColumnRequest) -> np.ndarray:
+    """Return the values of a column for one completion, NaN = no value.
+
+    Args:
+        value: the value that the function returned, as plain JSON.
+        i: index of the completion.
+
+    Raises:
+        TypeError, ValueError, IndexError: the value has not the form that the column's declaration asks for.
+    """
+    kind, row = COLUMNS[name].from_rewards, np.full(request.shapes[name], np.nan, np.float32)
+    if kind == ROW:
+        row[...] = checked_number(value)
+    elif kind == TURN:
+        numbers = [checked_number(x) for x in value]
+        if len(numbers) > len(row):
+            raise ValueError(f"it has {len(numbers)} turns, and a completion at most {len(row)}")
+        row[: len(numbers)] = numbers
+    else:
+        spans_of: dict[float, list[list[int]]] = {}
+        for start, stop, *number in value:
+            level = checked_number(*number) if number else 1.0
+            spans_of.setdefault(level, []).append([operator.index(start), operator.index(stop)])
+        for level, spans in spans_of.items():
+            row[request.positions(i, spans)] = level
+    return row
+
+
+def checked_number(value: Any) -> float:
+    """Return a number within the limits of a score.
+
+    Raises:
+        ValueError: the value is not such a number.
+    """
+    if not is_number(value):
+        raise ValueError(f"{value!r:.100} must be a number of magnitude at most {reward_worker.MAX_SCORE:g}")
+    return float(value)
+
+
+def _joined_columns(answers: Sequence[Sequence[Answer]]) -> dict[str, np.ndarray]:
+    """Return the columns of all completions, [B, ...] f32 each: the largest value over the functions, 0.0 without any.
+
+    Args:
+        answers: an answer per function, for each prompt.
+    """
+    columns = {}
+    for name in answers[0][0].columns:
+        prompts = [np.fmax.reduce([answer.columns[name] for answer in functions]) for functions in answers]
+        columns[name] = np.nan_to_num(np.concatenate(prompts), nan=0.0)
+    return columns
 
 
 def _are_scores(answer: Any, num: int) -> bool:
     """Return whether an answer has the form that ``reward_worker.call`` returns, with scores within the limits."""
     match answer:
-        case [list(values), list(reasons), list(spans)] if len(values) == len(spans) == num:
+        case [list(values), list(reasons), list(columns)] if len(values) == len(columns) == num:
             numbers = [x for value in values for x in (value if isinstance(value, list) else [value])]
-            pairs = [pair for some in spans if isinstance(some, list) for pair in some]
             return (
                 all(x is None or is_number(x) for x in numbers)
                 and all(isinstance(reason, str) for reason in reasons)
-                and all(isinstance(some, list) for some in spans)
-                and all(isinstance(x, list) and len(x) == 2 and set(map(type, x)) == {int} for x in pairs)
+                and all(isinstance(named, dict) for named in columns)
             )
     return False
 

@@ -108,20 +108,30 @@ def test_what_comes_without_rewards_the_actor_hands_to_the_pool_as_what_was_samp
     actor = types.SimpleNamespace(_pool=pool, _decode=make_byte_tokenizer().decode, _byte_ids=(), _config=config)
     path = written(tmp_path, line("asked", ["a", "bc"]), line("told", rewards=[0, 1]))
     external(path).next_groups(0, functools.partial(Actor._score, actor))
-    ((example, texts, played, tokens_in),) = given
+    ((example, texts, played, columns),) = given
     assert (example.prompt, texts, played) == ("asked", ["a", "bc"], None)
-    assert (tokens_in and tokens_in(1, [[1, 2]])) == ([1] if reshaping else None)  # the end has no character
+    length = config.sampling.max_completion_tokens
+    assert columns.shapes == ({"reward_mask": (length,)} if reshaping else {})
+    assert columns.positions(1, [[1, 2]]) == [1]  # the end has no character
 
 
 def test_what_is_masked_of_own_rows_and_of_others_goes_with_them(tmp_path):
     path = written(tmp_path, line("asked", ["a", "bc"]), line("told", rewards=[0, 1]))
-    guests = external(path).next_groups(0, lambda group: "ticket")
-    theirs = Rewards(np.ones(2, np.float32), {"task": np.ones(2)}, np.zeros(2, np.int8), masked=[[], [1]])
-    guests.score(lambda tickets: theirs)
-    own = Rewards(np.zeros(3, np.float32), {"task": np.zeros(3)}, np.zeros(3, np.int8), masked=[[0], [], [2, 4]])
-    joined, _ = guests.join(own, [0], lambda tokens: 1)
-    assert joined.masked == [[0], [], [2, 4], [], [1], *[[] for _ in joined.masked[5:]]]
-    assert len(joined.masked) == len(joined.total)
+    guests = external(path, algorithm={"reshaping": ["reward_mask"]}).next_groups(0, lambda group: "ticket")
+    length = guests.run.config.sampling.max_completion_tokens
+
+    def rewards(*masked):
+        mask = np.zeros((len(masked), length), np.float32)
+        for row, positions in zip(mask, masked, strict=True):
+            row[positions] = 1.0
+        zeros = np.zeros(len(masked))
+        return Rewards(zeros.astype(np.float32), {"task": zeros}, zeros.astype(np.int8), columns={"reward_mask": mask})
+
+    guests.score(lambda tickets: rewards([], [1]))
+    joined, _ = guests.join(rewards([0], [], [2, 4]), [0], lambda tokens: 1)
+    masked = [np.flatnonzero(row).tolist() for row in joined.columns["reward_mask"]]
+    assert masked == [[0], [], [2, 4], [], [1], *[[] for _ in masked[5:]]]
+    assert joined.columns["reward_mask"].shape == (len(joined.total), length)
 
 
 @pytest.mark.parametrize(("special_tokens", "in_text"), [(False, [*b"<|eos|>"]), (True, [END])])

@@ -1,5 +1,6 @@
 """Which groups an iteration keeps when tied ones are asked to make room, and what is counted of the others."""
 
+import json
 import types
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from support.building import EIGHT, ONE, TINY, mesh_of
 
+from jaxrl_llm.actor import resampling
 from jaxrl_llm.actor.generator import FinishedGroup
 from jaxrl_llm.actor.resampling import is_mixed, sample
 from jaxrl_llm.algorithms.inputs import Sizes
@@ -212,3 +214,35 @@ def test_the_program_takes_whole_groups_wherever_they_lie(mesh):
     for actual, one, other in zip(*map(jax.tree.leaves, (chosen, first, second)), strict=True):
         expected = [(one, other)[group // 8][group % 8 * 2 + i] for group in place for i in range(2)]
         np.testing.assert_array_equal(actual, expected)
+
+
+def test_rewards_with_columns_are_saved_restored_and_selected():
+    rng = np.random.default_rng(0)
+    columns = {"level": rng.random(4).astype(np.float32), "mask": np.eye(4, 7, dtype=np.float32)}
+    total = np.float32([0.1, np.nan, 0.3, 0.4])
+    outcome = np.int8([OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_SCORE])
+    rewards = Rewards(total, {"f": 2 * total}, outcome, ("late",), columns)
+    back = resampling.restored(json.loads(json.dumps(resampling.state_of(rewards))), {})
+    assert back.errors == rewards.errors
+    for name, column in columns.items():
+        np.testing.assert_array_equal(back.columns[name], column)
+        assert back.columns[name].dtype == np.float32
+    np.testing.assert_array_equal(back.total, total)
+    twice = resampling.each_array(lambda *x: np.concatenate(x), rewards, back)
+    np.testing.assert_array_equal(twice.columns["mask"], np.concatenate([columns["mask"]] * 2))
+
+
+def test_rewards_that_an_earlier_version_saved_as_a_list_are_restored():
+    saved = [
+        [1.0, 0.5],
+        {"f": [1.0, 0.5]},
+        [0, 0],
+        [],
+        [[0.5, 0.5], [0.5, 0.0]],
+        [[1, 3], []],
+        [[2.0, 1.0], [4.0, 0.0]],
+    ]
+    back = resampling.restored(saved, {"reward_mask": (5,), "turn_seconds": (2,)})
+    np.testing.assert_array_equal(back.columns["turn_reward"], [[0.5, 0.5], [0.5, 0.0]])
+    np.testing.assert_array_equal(back.columns["turn_seconds"], [[2.0, 1.0], [4.0, 0.0]])
+    np.testing.assert_array_equal(back.columns["reward_mask"], [[0, 1, 0, 1, 0], [0, 0, 0, 0, 0]])

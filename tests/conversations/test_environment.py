@@ -19,7 +19,7 @@ from jaxrl_llm.actor.external_sources import Hindsight
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.conversations import environment_worker
 from jaxrl_llm.conversations.environment import Environment, _is_reply, opened, shown
-from jaxrl_llm.scoring.rewards import Answer, RewardPool
+from jaxrl_llm.scoring.rewards import RewardPool
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
 FILE = pathlib.Path(__file__).parents[1] / "fixtures" / "environments.py"
@@ -65,8 +65,8 @@ def test_a_reply_has_the_seconds_that_the_environment_took_and_a_group_those_of_
     played = Played(said, [list(there), [there[0]]], 3)
     expected = np.float32([[first.seconds, second.seconds, 0], [first.seconds, 0, 0]])
     np.testing.assert_array_equal(played.seconds(), expected)
-    scored = Answer(np.zeros((2, 3)), np.zeros(2, np.int8), [], [[], []])
-    np.testing.assert_array_equal(played.failures_in(scored).seconds, expected)
+    np.testing.assert_array_equal(played.columns({"turn_seconds"})["turn_seconds"], expected)
+    assert played.columns({"reward_mask"}) == {}
 
 
 def test_a_class_keeps_its_state_and_its_public_methods_are_tools():

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.models.files import decoding
+from jaxrl_llm.models.files.decoding import tokens_in
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.files.tokenizer import Tokenizer, fast_tokenizer_class
-from jaxrl_llm.scoring import text_spans
 
 FILES = pathlib.Path(__file__).parents[1] / "fixtures" / "tokenizers"
 KINDS = ("qwen2", "llama-bpe", "llama", "bytes")
@@ -119,7 +119,7 @@ def test_the_cost_is_linear_in_the_tokens(kind):
         for end in range(8, len(ids) + 1, 8):
             assert stop_strings.completed_at(["never"], decode, ids[:end], end - 8) is None
 
-    spans = lambda ids: text_spans.tokens_in(decode, ids, [[0, 50]], tokenizer.byte_ids)
+    spans = lambda ids: decoding.tokens_in(decode, ids, [[0, 50]], tokenizer.byte_ids)
     for work, most in ((stream, 20), (stop, 20), (spans, 100)):
         few, many = cost(1024, work), cost(4096, work)
         assert many < 4.5 * few and many < most * 4096, work.__name__
@@ -134,4 +134,41 @@ def test_spans_are_those_of_the_whole_rows_text():
     spans = [[-5, 3], [40, 90], [80, 200], [150, 150], [len(text) - 2, len(text) + 9]]
     inside = {i for start, stop in spans for i in range(max(start, 0), min(stop, len(text)))}
     expected = [i for i in range(300) if ends[i] < ends[i + 1] and inside >= {*range(ends[i], ends[i + 1])}]
-    assert text_spans.tokens_in(tokenizer.decode, ids, spans, tokenizer.byte_ids) == expected and expected
+    assert decoding.tokens_in(tokenizer.decode, ids, spans, tokenizer.byte_ids) == expected and expected
+
+
+PIECES = ["def", " f", "(x", "):\n", "    ", "return", " 1\n", "</s>", "\n", "é", ""]
+TEXT = {i: piece for i, piece in enumerate(PIECES)} | {PIECES.index("</s>"): ""}
+
+
+def decode_pieces(ids):
+    return "".join(TEXT[i] for i in ids)
+
+
+def test_tokens_whose_characters_all_lie_within_are_in():
+    ids = [0, 1, 2, 3, 4, 5, 6, 7]  # "def f(x):\n    return 1\n", end
+    text = decode_pieces(ids)
+    line = text.index("    return")
+    assert tokens_in(decode_pieces, ids, [[line, len(text)]]) == [4, 5, 6]
+    assert tokens_in(decode_pieces, ids, [[line - 1, len(text)]]) == [4, 5, 6]  # "):\n" has characters beside it
+    assert tokens_in(decode_pieces, ids, [[0, 3], [3, 5]]) == [0, 1]
+    assert tokens_in(decode_pieces, ids, [[0, 2], [2, 4]]) == [0]  # together they hold "def"
+    assert tokens_in(decode_pieces, ids, [[-5, 10**9]]) == [0, 1, 2, 3, 4, 5, 6]
+    assert tokens_in(decode_pieces, ids, [[5, 5], [8, 2]]) == tokens_in(decode_pieces, [], [[0, 9]]) == []
+
+
+def test_the_bytes_of_one_character_are_in_with_the_last_of_them():
+    """Each shows a replacement character until it is whole: the text does not grow by the last byte."""
+    decode = lambda ids: bytes(ids).decode(errors="replace")
+    ids = list("aé1".encode())
+    assert tokens_in(decode, ids, [[0, 3]]) == [0, 1, 3]
+    assert tokens_in(decode, ids, [[1, 2]]) == [1]
+
+
+def test_bytes_that_a_decoder_shows_one_by_one_are_in_with_the_first_of_them():
+    """As byte fallback of SentencePiece does: four replacement characters, then the one that they are."""
+    shown = {i: "a" + "�" * (i - 1) for i in range(1, 5)} | {0: "", 5: "a😀", 6: "a😀b", 7: "a😀bc"}
+    decode = lambda ids: shown[len(ids)]
+    ids = list(range(7))
+    assert tokens_in(decode, ids, [[2, 4]]) == [5, 6]  # "bc"
+    assert tokens_in(decode, ids, [[1, 2]]) == [1]

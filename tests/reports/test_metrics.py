@@ -403,7 +403,7 @@ def test_rewards_by_turn_are_means_over_the_scored_rollouts_that_have_the_turn()
     given = np.concatenate([given, [[5.0, 4.0, 6.0, 8.0, 9.0]]])
     total = given.sum(axis=1)
     outcome = np.array([OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE])
-    values = turn_values([2, 1, 3, 5], Rewards(total, {}, outcome, (), given))
+    values = turn_values([2, 1, 3, 5], Rewards(total, {}, outcome, columns={"turn_reward": given}))
     assert values == {
         "rollout/turns_mean": 11 / 4,
         "rollout/reward_turn_1": 3.0,
@@ -411,7 +411,8 @@ def test_rewards_by_turn_are_means_over_the_scored_rollouts_that_have_the_turn()
         "rollout/reward_turn_3": 6.0,
         "rollout/reward_turn_4": 8.0,
     }
-    assert turn_values([1, 1], Rewards(total[:2], {}, outcome[:2], (), given[:2, :2])) == {
+    columns = {"turn_reward": given[:2, :2]}
+    assert turn_values([1, 1], Rewards(total[:2], {}, outcome[:2], columns=columns)) == {
         "rollout/turns_mean": 1.0,
         "rollout/reward_turn_1": 2.0,
     }

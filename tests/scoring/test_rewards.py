@@ -18,11 +18,13 @@ from support.building import needs_reasoning_gym
 from support.echo import echo
 
 from jaxrl_llm.actor.episodes import Played
+from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TURN, Column
 from jaxrl_llm.config import ConfigError, PromptsConfig, RewardsConfig
 from jaxrl_llm.conversations.environment import Reply
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.scoring.printing import Printer
-from jaxrl_llm.scoring.rewards import MATH_SCORER, RewardPool
+from jaxrl_llm.scoring.reward_worker import unpacked
+from jaxrl_llm.scoring.rewards import MATH_SCORER, ColumnRequest, RewardPool
 from jaxrl_llm.settings.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
@@ -728,7 +730,7 @@ def test_a_process_that_does_not_start_fails_the_completions_that_are_left_at_on
 def test_messages_and_turns_of_completions_that_are_scored_one_by_one():
     with pool(user("alone_by_turn")) as rewards:
         got = rewards.collect([rewards.submit(EXAMPLE, ["", ""], played("a x bb", "ccc"))])
-    np.testing.assert_array_equal(got.by_turn, [[1, 2, 0, 0], [3, 0, 0, 0]])
+    np.testing.assert_array_equal(got.columns["turn_reward"], [[1, 2, 0, 0], [3, 0, 0, 0]])
 
 
 def test_of_math_one_formula_fails_alone():
@@ -817,7 +819,7 @@ def test_a_score_for_each_turn_is_kept_by_turn_and_adds_up():
     with pool(user("by_turn"), user("length"), weights=(2.0, 0.5)) as rewards:
         got = rewards.collect([rewards.submit(EXAMPLE, [""] * 5, rows)])
     # The second function's one number is the last turn's: lengths of the last turns are 1, 1, 5, 5 and 3.
-    np.testing.assert_array_equal(got.by_turn[:3], [[2, 4, 8.5, 0], [16.5, 0, 0, 0], [0, 4.5, 0, 0]])
+    np.testing.assert_array_equal(got.columns["turn_reward"][:3], [[2, 4, 8.5, 0], [16.5, 0, 0, 0], [0, 4.5, 0, 0]])
     np.testing.assert_array_equal(got.total[[0, 1, 2, 4]], [14.5, 16.5, 4.5, 5.5])
     np.testing.assert_array_equal(got.parts[user("by_turn")][[0, 1, 2, 4]], [7, 8, 1, 2])
     assert got.outcome.tolist() == [OUTCOME_SCORE] * 3 + [OUTCOME_ERROR, OUTCOME_SCORE] and np.isnan(got.total[3])
@@ -828,8 +830,7 @@ def test_without_an_environment_there_is_one_turn():
     with pool(user("by_turn")) as rewards:
         got = rewards.collect([rewards.submit(EXAMPLE, ["3", "whole", "short"])])
     np.testing.assert_array_equal(got.total, [3, 0, np.nan])
-    assert got.by_turn is None and "returned 0 scores for 1 turns" in got.errors[0]
-    assert got.turn_seconds is None
+    assert got.columns == {} and "returned 0 scores for 1 turns" in got.errors[0]
 
 
 def test_the_seconds_of_an_environment_come_with_the_scores_of_several_groups():
@@ -837,9 +838,11 @@ def test_the_seconds_of_an_environment_come_with_the_scores_of_several_groups():
     for k, row in enumerate(row for group in groups for row in group.replies):
         row[0] = there(None, seconds=0.5 + k)
     with pool(user("by_turn")) as rewards:
-        got = rewards.collect([rewards.submit(EXAMPLE, [""] * 2, group) for group in groups])
-    assert got.turn_seconds.shape == got.by_turn.shape and got.turn_seconds.dtype == np.float32
-    np.testing.assert_array_equal(got.turn_seconds[:, 0], [0.5, 1.5, 2.5, 3.5])
+        request = ColumnRequest({"turn_seconds": (4,)}, None)
+        got = rewards.collect([rewards.submit(EXAMPLE, [""] * 2, group, request) for group in groups])
+    seconds = got.columns["turn_seconds"]
+    assert seconds.shape == got.columns["turn_reward"].shape and seconds.dtype == np.float32
+    np.testing.assert_array_equal(seconds[:, 0], [0.5, 1.5, 2.5, 3.5])
 
 
 def test_a_turn_has_what_an_episode_is_worth_more_after_it():
@@ -848,7 +851,7 @@ def test_a_turn_has_what_an_episode_is_worth_more_after_it():
     with pool("environment") as rewards:
         got = rewards.collect([rewards.submit(EXAMPLE, [""] * 4, rows)])
     # The second row's last turn was cut short: nothing was said to it.
-    np.testing.assert_array_equal(got.by_turn[:2], [[0.5, -0.25, 0.75, 0], [0.5, 0, 0, 0]])
+    np.testing.assert_array_equal(got.columns["turn_reward"][:2], [[0.5, -0.25, 0.75, 0], [0.5, 0, 0, 0]])
     np.testing.assert_array_equal(got.total, [1.0, 0.5, np.nan, -0.25])
     assert got.outcome.tolist() == [OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_TIMEOUT, OUTCOME_SCORE]
 
@@ -857,14 +860,56 @@ def test_what_functions_mask_comes_as_tokens_of_all_of_them():
     texts = ["a12", "7b", "odd", "none"]
     every_character = lambda i, spans: [place for start, stop in spans for place in range(start, stop)]
     with pool(user("masks"), user("masks_first"), user("length")) as rewards:
-        got = rewards.collect([rewards.submit(EXAMPLE, texts, tokens_in=every_character)])
+        request = ColumnRequest({"reward_mask": (8,)}, every_character)
+        got = rewards.collect([rewards.submit(EXAMPLE, texts, None, request)])
         nobody = rewards.collect([rewards.submit(EXAMPLE, texts)])
-    assert got.masked == [[0, 1, 2], [0], [0], [0]]
+    masked = got.columns["reward_mask"]
+    assert masked.shape == (4, 8) and [np.flatnonzero(row).tolist() for row in masked] == [[0, 1, 2], [0], [0], [0]]
     np.testing.assert_array_equal(got.parts[user("masks")], [3, 2, np.nan, 4])
     assert got.outcome.tolist() == [OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE]
     assert "returned dict for a score" in got.errors[0]
-    assert nobody.masked == [[], [], [], []]
+    assert nobody.columns == {}
     np.testing.assert_array_equal(nobody.total, got.total)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"reward": 0.5, "masked": [[1, 4], (6, 9)]}, (0.5, {"masked": [[1, 4], [6, 9]]})),
+        ({"reward": 0.5, "masked": np.array([[1, 4]])}, (0.5, {"masked": [[1, 4]]})),
+        ({"reward": [0.5, 1.0], "masked": []}, ([0.5, 1.0], {"masked": []})),
+        ({"reward": 1.0, "level": np.float32(0.5), "steps": (1, 2)}, (1.0, {"level": 0.5, "steps": [1, 2]})),
+        (0.25, (0.25, {})),
+        (None, (None, {})),
+    ],
+)
+def test_a_score_may_come_with_columns(value, expected):
+    assert unpacked(value) == expected
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"reward": 1.0}, {"reward": 1.0, "masked": 3 + 1j}, {"reward": 1.0, "masked": "3"}, {"score": 1.0, "masked": []}],
+)
+def test_a_value_of_another_form_is_no_score(value):
+    assert unpacked(value) == (value, {})
+
+
+def test_columns_of_functions_are_joined_and_a_wrong_column_fails_its_completion(monkeypatch):
+    monkeypatch.setitem(COLUMNS, "level", Column(False, True, "", ROW))
+    monkeypatch.setitem(COLUMNS, "steps", Column(False, True, "", TURN))
+    request = ColumnRequest({"level": (), "steps": (2,)}, None)
+    texts = ["1", "-2", "many", "unknown", "nan", "ignored"]
+    with pool(user("with_columns"), user("length")) as rewards:
+        got = rewards.collect([rewards.submit(EXAMPLE, texts, None, request)])
+    np.testing.assert_array_equal(got.columns["level"][[0, 1]], [1, -2])
+    np.testing.assert_array_equal(got.columns["steps"][[0, 1]], [[1, 0], [-2, 0]])
+    assert got.outcome.tolist() == [OUTCOME_SCORE] * 2 + [OUTCOME_ERROR] * 3 + [OUTCOME_SCORE]
+    assert [name for name in ("steps", "unknown", "level") if any(f"{name!r}" in x for x in got.errors)] == [
+        "steps",
+        "unknown",
+        "level",
+    ]
 
 
 def test_a_column_with_the_name_of_what_a_function_is_given_is_refused():

@@ -10,6 +10,7 @@ from support.building import ONE, mesh_of
 from support.command_line import DEBUG_CONFIG, run_command
 from test_readme import commands, files
 
+from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TOKEN, Column
 from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, defaults, freeze, from_json, to_json
@@ -143,6 +144,53 @@ def test_a_run_of_own_functions_is_the_run_of_ours_that_say_the_same(run, method
 
 
 @pytest.mark.tier("slow")  # plain: test_reward_terms_and_columns_of_own_functions
+REWARDS = """
+def score(prompts, completions, **columns):
+    rewards = [len(text) / 8 for text in completions]
+    spans = [[[0, len(text), 2.0]] for text in completions]
+    return [{"reward": x, "row_copy": x, "token_two": y} for x, y in zip(rewards, spans, strict=True)]
+"""
+READERS = """
+import jax.numpy as jnp
+from jaxrl_llm.algorithms.use import needs
+
+def from_reward(x):
+    return -x.reward[:, None] * x.policy_logp
+
+@needs("row_copy")
+def from_row(x):
+    return -x.row_copy[:, None] * x.policy_logp
+
+@needs("token_two", "row_copy")
+def from_tokens(x, *, scale: float = 1.0):
+    text = scale * x.token_two
+    return -x.row_copy[:, None] * text * x.policy_logp
+"""
+
+
+def test_a_loss_reads_a_declared_column_of_the_rewards_without_any_other_change(run, tmp_path, monkeypatch):
+    """The declaration and the reward function are all that a new column costs."""
+    monkeypatch.setitem(COLUMNS, "row_copy", Column(False, True, "f32, the reward once more", ROW))
+    monkeypatch.setitem(COLUMNS, "token_two", Column(True, True, "f32, 2.0 at tokens with text", TOKEN))
+    (tmp_path / "scores.py").write_text(REWARDS)
+    readers = tmp_path / "readers.py"
+    readers.write_text(READERS)
+    reward = f"rewards.functions=('{tmp_path}/scores.py:score',)"
+    losses = {}
+    for name, settings in {
+        "from_reward": (),
+        "from_row": (),
+        "from_tokens": (),
+        "half": ("algorithm.surrogate.scale=0.5",),
+    }.items():
+        surrogate = f"algorithm.surrogate={readers}:{'from_tokens' if name == 'half' else name}"
+        losses[name] = [row["update/loss"] for row in run(tmp_path / name, reward, surrogate, *settings)]
+    assert losses["from_row"] == losses["from_reward"]
+    assert losses["from_tokens"][0] == pytest.approx(2 * losses["half"][0], rel=1e-6)
+    # The end token has no text, so that it has no value.
+    assert abs(losses["half"][0]) < abs(losses["from_row"][0])
+
+
 @pytest.mark.parametrize("width", ["update.micro_batch_tokens=0", "update.micro_batch_tokens=192"])
 def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_group(run, methods, tmp_path, width):
     """AsymRE's, whose delta_v then is a setting of the loss: changed in a later run, it changes old rollouts' too."""

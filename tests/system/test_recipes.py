@@ -597,8 +597,9 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
         parts = {name: total**power for power, name in enumerate(config.rewards.functions, start=1)}
         outcome = np.where(FAILED, OUTCOME_ERROR, OUTCOME_SCORE).astype(np.int8)
         of_turns = by_turn(config, rollout, total, rng) if has_turns(config) else None
-        masked = [np.flatnonzero(rng.random(COMPLETION_TOKENS) < 0.3).tolist() for _ in total]
-        rewards = Rewards(total, parts, outcome, by_turn=of_turns, masked=masked)
+        masked = np.stack([rng.random(COMPLETION_TOKENS) < 0.3 for _ in total]).astype(np.float32)
+        columns = {"reward_mask": masked} if of_turns is None else {"reward_mask": masked, "turn_reward": of_turns}
+        rewards = Rewards(total, parts, outcome, columns=columns)
         rows = rollout, memory.scores(rewards, questions), make_columns(config, rollout, rng)
         state, ring, made, used = iteration(state, ring, rows, index)
         memory.observe(rewards, questions, jax.device_get(used | made))

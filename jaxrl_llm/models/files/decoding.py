@@ -9,11 +9,13 @@ whole row.
     byte_ids    tokens of one byte, <0x00> to <0xFF>, of SentencePiece's byte fallback. A run of byte tokens is decoded
                 as a whole. If one byte makes the run invalid, each byte becomes a replacement character.
 
-Owns: where a row can be cut, which part of its text is final. Does not know: tokenizers, stop strings.
+Owns: where a row can be cut, which part of its text is final, which tokens lie in a span of its text. Does not know:
+tokenizers, stop strings.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Sequence
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are not a character, or not yet a complete one
@@ -80,6 +82,41 @@ def prefix_lengths(decode: Decode, ids: list[int], byte_ids: Collection[int] = (
             if cut and kept:
                 begin, before = begin + cut, lengths[i] - kept
     return lengths
+
+
+def tokens_in(
+    decode: Decode, ids: list[int], spans: Sequence[Sequence[int]], byte_ids: Collection[int] = ()
+) -> list[int]:
+    """Return the positions, from 0, of the tokens whose characters all lie within spans of the decoded text.
+
+    A token is left out if one of its characters lies outside the spans. A token without a character of its own is also
+    left out. Examples are the end token and the first bytes of a character.
+
+    Args:
+        decode, byte_ids: see the module.
+    """
+    ends = prefix_lengths(decode, ids, byte_ids)
+    # Some decoders show each byte of an incomplete character as one character. The text shrinks when the last byte
+    # comes.
+    ends = [*itertools.accumulate(reversed(ends), min)][::-1]
+    covered = _covered(spans, ends[-1])
+    return [
+        i
+        for i in range(len(ids))
+        if ends[i] < ends[i + 1] and covered[ends[i + 1]] - covered[ends[i]] == ends[i + 1] - ends[i]
+    ]
+
+
+def _covered(spans: Sequence[Sequence[int]], length: int) -> list[int]:
+    """Return, for each n from 0 to ``length``, how many of the first n characters lie within spans."""
+    changes = [0] * (length + 1)
+    for start, stop in spans:
+        start, stop = max(start, 0), min(stop, length)
+        if start < stop:
+            changes[start] += 1
+            changes[stop] -= 1
+    depths = itertools.accumulate(changes[:-1])
+    return [0, *itertools.accumulate(int(depth > 0) for depth in depths)]
 
 
 def window_before(decode: Decode, ids: list[int], place: int, chars: int) -> int:
