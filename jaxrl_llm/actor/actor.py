@@ -26,7 +26,8 @@ from jaxrl_llm.models.files.decoding import tokens_in
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import draw_values, rollout_values
 from jaxrl_llm.runtime import hosts, rng, sharding
-from jaxrl_llm.scoring.rewards import ColumnRequest, RewardPool
+from jaxrl_llm.scoring.reward_columns import ColumnRequest
+from jaxrl_llm.scoring.rewards import RewardPool
 from jaxrl_llm.settings.schema import visible
 from jaxrl_llm.types import OUTCOME_SCORE, SHARED_FILE, Agreed, DrawSums, OpenRollouts, PerHost, Rewards, ScoredRollouts
 

@@ -46,7 +46,7 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.questions.tasks.files import question
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.json_lines import BadRowError, parse
-from jaxrl_llm.scoring.reward_worker import MAX_SCORE
+from jaxrl_llm.scoring.worker_processes import is_number
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
     OUTCOME_SCORE,
@@ -339,7 +339,6 @@ class _Reader:
             return None
         if (method := self.config.algorithm).looks_at_parts:
             raise BadRowError(f"rewards are sums: algorithm.advantage={method.advantage.name!r} needs each function's")
-        is_number = lambda r: type(r) in (int, float) and abs(r) <= MAX_SCORE
         if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
             raise BadRowError(f"`rewards` must be a list of {num} numbers up to 1e12, one for each completion, or null")
         return [math.nan if r is None else float(r) for r in given]

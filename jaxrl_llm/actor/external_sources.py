@@ -9,8 +9,8 @@ Groups about a held-out question of this run are skipped and counted in all sour
 A hindsight function is given as "package.module:function" or "FILE.py:function". It has the parameters of a reward
 function: prompts, completions and columns of one question. It returns a list of lines in the format of
 ``actor.external``. For example, it changes the question so that the run's wrong answer becomes right. The function runs
-in its own process (``hindsight_worker``), with ``rewards.timeout_s`` for each question. If it fails, that question has
-no lines. Failures are counted, and the first one is printed.
+in its own process (``scoring.reward_worker``), with ``rewards.timeout_s`` for each question. If it fails, that question
+has no lines. Failures are counted, and the first one is printed.
 
 Owns: which line comes next, the reading position. Does not know: the content of a line, rows.
 """
@@ -28,14 +28,15 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.json_lines import BadRowError, lines
-from jaxrl_llm.scoring.printing import Printer
-from jaxrl_llm.scoring.rewards import Worker, failed, imported, put_away
+from jaxrl_llm.scoring.worker_processes import Printer, Worker, close_workers, failure_of, import_function
 from jaxrl_llm.settings.schema import visible
 from jaxrl_llm.types import SHARED_FILE
 
 if TYPE_CHECKING:
     from jaxrl_llm.actor.external import Group
     from jaxrl_llm.actor.resampling import Sampled
+
+HINDSIGHT_CALL = "jaxrl_llm.scoring.reward_worker:call_hindsight"
 
 
 class HeldOutError(BadRowError):
@@ -164,8 +165,10 @@ class Hindsight(Lines):
 
     def __init__(self, name: str, reader: Any):
         super().__init__(name, reader)
-        imported(name, f"external.paths: {visible(name)!r}")
-        self._timeout_s, self._printer, self._worker = reader.config.rewards.timeout_s, None, None
+        import_function(name, f"external.paths={visible(name)!r}")
+        self._timeout_s = reader.config.rewards.timeout_s
+        self._printer: Printer | None = None
+        self._worker: Worker | None = None
 
     def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
         """Call the function on the groups that were sampled. Unused lines of the previous call are dropped."""
@@ -186,18 +189,18 @@ class Hindsight(Lines):
         """Return the lines that the function makes of one group, and an error message or ""."""
         if self._worker is None:
             self._printer = Printer()
-            self._worker = Worker([self._name], self._printer, "jaxrl_llm.scoring.hindsight_worker")
+            self._worker = Worker([self._name], self._printer, HINDSIGHT_CALL)
         try:
             call = self._name, example.prompt, example.columns, texts, {}
             made, reason = self._worker.ask(call, self._timeout_s, _are_lines)
         except Exception as error:
-            made, reason = [], failed(error)[1]
+            made, reason = [], failure_of(error)[1]
         return [line.encode() for line in made], reason and f"{example.origin}: {visible(reason)}"
 
     def close(self) -> None:
         """Kill the process, even if the function is running."""
-        if self._worker:
-            put_away([self._worker], self._printer)
+        if self._worker and self._printer:
+            close_workers([self._worker], self._printer)
 
     def look(self) -> None:
         """Do nothing, because ``hear`` has made the lines."""
@@ -211,7 +214,7 @@ class Hindsight(Lines):
 
 
 def _are_lines(answer: Any) -> bool:
-    """Return whether an answer has the form that ``hindsight_worker.call`` returns."""
+    """Return whether an answer has the form that ``reward_worker.call_hindsight`` returns."""
     match answer:
         case [list(lines), str()]:
             return all(isinstance(line, str) for line in lines)

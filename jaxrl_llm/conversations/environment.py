@@ -19,8 +19,15 @@ from typing import Any
 
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.conversations import agents, environment_worker
-from jaxrl_llm.scoring.printing import Printer
-from jaxrl_llm.scoring.rewards import Worker, end, failed, imported, is_number, put_away
+from jaxrl_llm.scoring.worker_processes import (
+    Printer,
+    Worker,
+    close_workers,
+    failure_of,
+    import_function,
+    is_number,
+    kill_workers,
+)
 from jaxrl_llm.settings.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
@@ -73,11 +80,11 @@ class Environment(contextlib.AbstractContextManager):
         self.has_reward = self.is_agent or (self.role == "tool" and callable(getattr(found, "get_reward", None)))
         if "environment" in config.rewards.functions and not self.has_reward:
             said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
-            raise ConfigError(f"rewards.functions: 'environment' means nothing here: {said}")
-        own = [imported(name, f"rewards.functions: {name!r}") for name in config.rewards.functions if ":" in name]
+            raise ConfigError(f"rewards.functions='environment' needs rewards of the environment: {said}")
+        own = [import_function(name, f"rewards.functions={name!r}") for name in config.rewards.functions if ":" in name]
         self.is_shown = self.role == "tool" and any(named(function, ("environments",)) for function in own)
         self._printer, self._closed, self._episodes = Printer(), False, itertools.count()
-        how = [self._config.factory], self._printer, "jaxrl_llm.conversations.environment_worker"
+        how = [self._config.factory], self._printer, "jaxrl_llm.conversations.environment_worker:act"
         self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._workers]
         self._over: list[list[str]] = [[] for _ in self._workers]  # ended episodes that the process may drop
@@ -143,7 +150,7 @@ class Environment(contextlib.AbstractContextManager):
                 kept.discard(key)
         except Exception as error:
             kept.clear()  # the new process holds no episode
-            (outcome, wrong), answer, reward, state, tools, seconds = failed(error), None, None, None, None, 0.0
+            (outcome, wrong), answer, reward, state, tools, seconds = failure_of(error), None, None, None, None, 0.0
         reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
         return Reply(answer, reward, outcome, reason, state, tools, seconds)
 
@@ -151,10 +158,10 @@ class Environment(contextlib.AbstractContextManager):
         self._closed = True
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
-        end(self._workers)
+        kill_workers(self._workers)
         for thread in self._threads:
             thread.shutdown()
-        put_away(self._workers, self._printer)  # a thread may have started a process after the first `end`
+        close_workers(self._workers, self._printer)  # a thread may have started a process after `kill_workers`
 
 
 def _is_reply(answer: Any) -> bool:
@@ -314,7 +321,7 @@ def _checked(spec: str, examples: Sequence[Example]) -> Any:
         ConfigError: it cannot be imported, lacks a required method or tool, or does not take every example's columns.
     """
     said = f"environments.factory={spec!r:.200}"
-    found = imported(spec, said)
+    found = import_function(spec, said)
     is_class = isinstance(found, type)
     if is_class:
         if not callable(getattr(found, "reset", None)):

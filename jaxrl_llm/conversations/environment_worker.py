@@ -36,7 +36,7 @@ from typing import Any
 from jaxrl_llm.conversations import agents, tool_calls
 from jaxrl_llm.runtime import json_lines
 from jaxrl_llm.scoring import reward_worker
-from jaxrl_llm.scoring.reward_worker import message
+from jaxrl_llm.scoring.worker_program import message
 from jaxrl_llm.settings.functions import awaited
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that the policy must not call
@@ -252,6 +252,3 @@ def _text(value: Any, whose: str) -> str | None:
     if len(text := str(value)) > MAX_ANSWER_CHARS:
         raise ValueError(f"{whose} returned {len(text)} characters, more than {MAX_ANSWER_CHARS}")
     return text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode lone surrogates; they become "?"
-
-
-main = functools.partial(reward_worker.main, call=act)

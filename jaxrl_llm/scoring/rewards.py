@@ -1,17 +1,10 @@
 """Scores of completions by reward functions, which run in a pool of worker processes.
 
-    caller              threads, one for each worker              workers (reward_worker.py)
-    ------              ----------------------------              --------------------------
-    submit --queue-->   send a call to a free worker         ---> run the function
-                        check the answer                     <--- answer
-                        deadline passed or socket closed: kill the worker and its child processes, start another
-    collect <--------   scores, outcomes, reasons
-
-Workers are plain subprocesses. Workers of multiprocessing would import the caller's main module, and jax with it.
-Every wait for a worker has a deadline, so that a user's function cannot block the run.
-
-Each call carries a random mark, and its answer must carry the same mark. If other code writes a line to the socket, at
-most one call fails. The line is never taken for the answer to another call.
+    caller              threads, one for each worker                workers (worker_program.py, reward_worker.py)
+    ------              ----------------------------                ---------------------------------------------
+    submit --queue-->   send a call to a free worker         --->   run the function
+                        check the answer                     <---   answer
+    collect <--------   scores, outcomes, reasons, columns
 
 Owns: which functions score, their deadlines and outcomes, the weighted sum. Does not know: the completions' meaning,
 how training handles a failure (train).
@@ -22,48 +15,38 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import itertools
-import json
-import operator
-import os
-import pickle
-import secrets
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import psutil
 
-from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TURN
 from jaxrl_llm.config import ConfigError, RewardsConfig
 from jaxrl_llm.runtime import hosts
-from jaxrl_llm.scoring import reward_worker
-from jaxrl_llm.scoring.printing import Printer, say
+from jaxrl_llm.scoring.reward_columns import NO_COLUMNS, ColumnRequest, Columns, joined_columns, write_values
+from jaxrl_llm.scoring.worker_processes import (
+    NoWorker,
+    Printer,
+    Worker,
+    close_workers,
+    failure_of,
+    import_function,
+    is_number,
+    kill_workers,
+    print_to_stderr,
+)
+from jaxrl_llm.scoring.worker_program import message
 from jaxrl_llm.settings.functions import named
 from jaxrl_llm.settings.schema import visible
 from jaxrl_llm.types import MAX_ERRORS_KEPT, OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, Rewards
 
 MATH_SCORER = "jaxrl_llm.scoring.math_answers:reward"
+CALL = "jaxrl_llm.scoring.reward_worker:call"
 CHECK_S = 1.0  # seconds between two checks whether the run must stop
-MAX_START_S = 300.0
-MAX_ANSWER_BYTES = 2**26
-COLUMN_ALIASES = {"masked": "reward_mask"}  # other names of columns in what a reward function returns
-MORE = ("messages", "environments")  # optional parameters of a reward function
-MARK = "JAXRL_REWARD_WORKER"  # environment variable that identifies a worker; its child processes inherit it
-
-
-class StrayLine(Exception):
-    """A worker wrote a line that is not the answer to its call."""
-
-
-class NoWorker(OSError):
-    """No worker process could be started."""
+OPTIONAL_PARAMETERS = ("messages", "environments")
+ENVIRONMENT = "environment"  # the function of this name is the environment's own reward
 
 
 class Answer(NamedTuple):
@@ -72,25 +55,46 @@ class Answer(NamedTuple):
     scores: np.ndarray  # [completions, turns] f64, NaN = no score
     outcome: np.ndarray  # [completions] ``types.OUTCOME_*``
     reasons: list[str]  # error messages
-    columns: Mapping[str, np.ndarray] = {}  # name -> [completions, ...] f32 (``Rewards.columns``), NaN = no value
-
-
-class ColumnRequest(NamedTuple):
-    """Columns that the method reads of the completions of one prompt (``algorithms.inputs.COLUMNS``).
-
-    Attributes:
-        shapes: shapes per completion by name (``Config.reward_columns``).
-        positions: (index of a completion, spans of its text) -> positions of the tokens within the spans.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    positions: Callable[[int, list[list[int]]], list[int]]
-
-
-NO_COLUMNS = ColumnRequest({}, lambda i, spans: [])
+    columns: Mapping[str, np.ndarray] = MappingProxyType({})  # ``reward_columns.Columns``
 
 
 Ticket = list[Future[Answer]]  # pending answers for one prompt, one per function; opaque to callers
+
+
+class Conversation(Protocol):
+    """The completions of one prompt with the environment's replies (``actor.episodes.Played``)."""
+
+    @property
+    def messages(self) -> list[list[dict[str, str]]]: ...
+
+    def last_turns(self) -> list[str]: ...
+
+    def by_turn(self, values: list[Any]) -> np.ndarray: ...
+
+    def shown(self) -> list[Any]: ...
+
+    def columns(self, names: Collection[str]) -> Columns: ...
+
+    def own_scores(self) -> Answer: ...
+
+    def failures_in(self, answer: Answer) -> Answer: ...
+
+
+class RewardFunction(NamedTuple):
+    """A reward function of a run.
+
+    Attributes:
+        name: its name in ``rewards.functions``.
+        spec: "package.module:function" or "file.py:function"; "" for the environment's own reward, because no function
+            is called.
+        optional: the OPTIONAL_PARAMETERS that it has.
+        is_one_by_one: it scores each completion independently.
+    """
+
+    name: str
+    spec: str
+    optional: tuple[str, ...] = ()
+    is_one_by_one: bool = False
 
 
 class RewardPool(contextlib.AbstractContextManager):
@@ -100,16 +104,9 @@ class RewardPool(contextlib.AbstractContextManager):
     completions of one prompt with one function. ``prompts`` and every column of the example are repeated to the length
     of ``completions``. If an environment answers the policy, ``completions`` are the policy's last turns.
 
-    Instead of a score, a function may return ``{"reward": score, NAME: value, ...}`` for a completion. Each NAME is a
-    column of ``algorithms.inputs.COLUMNS`` with ``from_rewards``:
-
-        ROW    The value is a number.
-        TURN   The value is a list of numbers, the first for the policy's first turn.
-        TOKEN  The value is a list of spans ``[start, stop]`` or ``[start, stop, number]``, in characters of the
-               completion, without ``stop``. Tokens within the spans have the number, or 1.0.
-
-    "masked" is another name for "reward_mask". If several functions return a column, the largest value counts. Columns
-    that the method does not read are dropped.
+    Instead of a score, a function may return ``{"reward": score, NAME: value, ...}`` for a completion, with columns
+    that the loss or the credit reads (``scoring.reward_columns``). If several functions return a column, the largest
+    value counts. Columns that the method does not read are dropped.
 
     Optional parameters of a reward function:
 
@@ -123,11 +120,11 @@ class RewardPool(contextlib.AbstractContextManager):
         score    Every function returned a number of magnitude at most 1e12.
         timeout  A function took longer than ``timeout_s``. All completions of the call time out.
         error    A function raised, returned the wrong number of scores, or its process died: all completions of the
-                 call. Or a function returned an invalid score: that completion.
+                 call. Or a function returned an invalid score or column: that completion.
 
     A function with the attribute ``one_by_one = True`` scores each completion independently. It has one call per
     completion, so that a failure affects one completion only. All completions of a prompt share ``timeout_s`` (see
-    ``_one_by_one``).
+    ``_score_one_by_one``).
 
     The total of a failed completion is NaN, never 0. The output of a function goes to stderr, up to 64 KiB per call.
 
@@ -150,12 +147,12 @@ class RewardPool(contextlib.AbstractContextManager):
     ):
         self.check = check
         self._config = config
-        checked = [_checked_spec(name, task_scorer, examples) for name in config.functions]
-        self._specs = {spec: more for spec, more, _ in checked}
-        self._one_by_one_specs = {spec for spec, _, is_one_by_one in checked if is_one_by_one}
-        self._functions = [(name, spec) for name, (spec, *_) in zip(config.functions, checked, strict=True)]
-        self._closed, self._printer, self._said = False, Printer(), 0
-        self._workers = [Worker([*filter(None, self._specs)], self._printer) for _ in range(config.num_workers)]
+        self._functions = [_checked_function(name, task_scorer, examples) for name in config.functions]
+        self._closed = False
+        self._num_printed = 0
+        self._printer = Printer()
+        specs = list(dict.fromkeys(function.spec for function in self._functions if function.spec))
+        self._workers = [Worker(specs, self._printer, CALL) for _ in range(config.num_workers)]
         self._free = list(self._workers)
         self._threads = ThreadPoolExecutor(config.num_workers, "rewards")
 
@@ -163,19 +160,21 @@ class RewardPool(contextlib.AbstractContextManager):
         self,
         example: Example,
         completions: Sequence[str],
-        played: Any = None,
+        played: Conversation | None = None,
         columns: ColumnRequest = NO_COLUMNS,
     ) -> Ticket:
         """Queue the completions of one prompt for scoring, without waiting for the scores.
 
         Args:
-            played: the group's ``conversation.Played`` if an environment answered; else None.
+            played: the group's ``episodes.Played`` if an environment answered; else None.
             columns: columns that the method reads.
         """
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-        given = example, list(completions), played, columns
-        return [self._threads.submit(self._score, *names, *given) for names in self._functions]
+        conversation = played or _SingleTurns(list(completions))
+        return [
+            self._threads.submit(self._score, function, example, conversation, columns) for function in self._functions
+        ]
 
     def collect(self, tickets: Sequence[Ticket | None]) -> Rewards:
         """Wait for the tickets, and return their scores concatenated in the order of the tickets.
@@ -185,38 +184,51 @@ class RewardPool(contextlib.AbstractContextManager):
         Raises:
             Stopped: ``check`` found that the run must stop.
         """
-        own = [call for ticket in tickets if ticket for call in ticket]
         while True:
-            with contextlib.suppress(CancelledError):
-                waiting = wait(own, CHECK_S).not_done
-                answers = None if waiting else [ticket and [call.result() for call in ticket] for ticket in tickets]
+            own_answers = _finished(tickets)
             if self._closed:
                 raise RuntimeError("the reward pool is closed")
-            if all(hosts.exchange(answers is not None)):
+            if all(hosts.exchange(own_answers is not None)):
                 break
             self.check()
-        answers = hosts.complete(answers)
-        by_turn = np.concatenate([[x.scores for x in of] for of in answers], axis=1)  # [functions, completions, turns]
-        outcome = np.concatenate([[x.outcome for x in of] for of in answers], axis=1)
-        parts, weights = by_turn.sum(axis=2), np.array(self._config.weights)
-        columns = _joined_columns(answers)
-        if by_turn.shape[2] > 1:
-            columns["turn_reward"] = np.tensordot(weights, by_turn, 1).astype(np.float32)
-        errors = dict.fromkeys(reason for calls in answers for answer in calls for reason in answer.reasons)
-        self._say(list(errors))
+        answers = []
+        for functions in hosts.complete(own_answers or []):
+            if functions is None:
+                raise RuntimeError("no host has the answers to a ticket")
+            answers.append(functions)
+        return self._rewards(answers)
+
+    def _rewards(self, answers: Sequence[Sequence[Answer]]) -> Rewards:
+        """Return the rewards of all completions.
+
+        Args:
+            answers: for each prompt, the answer of each function.
+        """
+        weights = np.array(self._config.weights)
+        # [functions, completions, turns] and [functions, completions]
+        turn_scores = np.concatenate([[answer.scores for answer in functions] for functions in answers], axis=1)
+        outcome = np.concatenate([[answer.outcome for answer in functions] for functions in answers], axis=1)
+        parts = turn_scores.sum(axis=2)
+        columns = joined_columns([[answer.columns for answer in functions] for functions in answers])
+        if turn_scores.shape[2] > 1:
+            columns["turn_reward"] = np.tensordot(weights, turn_scores, 1).astype(np.float32)
+        reasons = [reason for functions in answers for answer in functions for reason in answer.reasons]
+        errors = list(dict.fromkeys(reasons))
+        self._print_errors(errors)
         return Rewards(
             total=(weights @ parts).astype(np.float32),  # NaN if any part is NaN
             parts=dict(zip(self._config.functions, parts.astype(np.float32), strict=True)),
             outcome=outcome.max(axis=0).astype(np.int8),
-            errors=tuple(errors)[:MAX_ERRORS_KEPT],
+            errors=tuple(errors[:MAX_ERRORS_KEPT]),
             columns=columns,
         )
 
-    def _say(self, errors: list[str]) -> None:
+    def _print_errors(self, errors: list[str]) -> None:
         """Print the first failures of a run on stderr, at most ``MAX_ERRORS_KEPT`` over the whole run."""
-        new, self._said = errors[: MAX_ERRORS_KEPT - self._said], min(MAX_ERRORS_KEPT, self._said + len(errors))
+        new = errors[: MAX_ERRORS_KEPT - self._num_printed]
+        self._num_printed += len(new)
         if new and hosts.is_first():
-            say("".join(f"warning: a reward failed: {visible(reason)}\n" for reason in new))
+            print_to_stderr("".join(f"warning: a reward failed: {visible(reason)}\n" for reason in new))
 
     def close(self) -> None:
         """Kill every worker, busy or not, and its child processes."""
@@ -224,108 +236,165 @@ class RewardPool(contextlib.AbstractContextManager):
             return
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        while len(self._free) < len(self._workers):  # a busy thread may start another process after `end`
-            end(self._workers)
+        while len(self._free) < len(self._workers):  # a busy thread may start another process after `kill_workers`
+            kill_workers(self._workers)
         self._threads.shutdown()
-        put_away(self._workers, self._printer)
+        close_workers(self._workers, self._printer)
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # The methods below run in the threads of the pool.
 
     def _score(
-        self, name: str, spec: str, example: Example, texts: list[str], played: Any, request: ColumnRequest
+        self, function: RewardFunction, example: Example, conversation: Conversation, request: ColumnRequest
     ) -> Answer:
-        columns = {key: np.full((len(texts), *shape), np.nan, np.float32) for key, shape in request.shapes.items()}
-        if played:
-            columns |= played.columns(request.shapes.keys())
-        if name == "environment":
-            return played.failures_in(played.own_scores()._replace(columns=columns))
-        messages = played.messages if played else [[{"role": "assistant", "content": text}] for text in texts]
-        texts = played.last_turns() if played else texts
-        by_turn = played.by_turn if played else lambda given: np.array(given, np.float64).reshape(len(texts), 1)
-        shown = played.shown if played else lambda: [None] * len(texts)
-        more = {name: messages if name == "messages" else shown() for name in self._specs[spec]}
-        ask = self._one_by_one if spec in self._one_by_one_specs else self._together
+        """Return the answer of one function for the completions of one prompt."""
+        num = len(conversation.messages)
+        columns = request.empty(num) | conversation.columns(request.shapes.keys())
+        if function.name == ENVIRONMENT:
+            return conversation.failures_in(conversation.own_scores()._replace(columns=columns))
         worker = self._free.pop()
         try:
-            scored = ask(worker, (spec, example.prompt, example.columns), texts, more)
-            _fill_columns(columns, scored, request)
-            scores = by_turn(scored.values)
+            results = self._run(worker, _Job.of(function, example, conversation), function.is_one_by_one)
+            for i, returned in enumerate(results.columns):
+                wrong = write_values(columns, returned, i, request)
+                if wrong:
+                    results.values[i] = None
+                    results.reasons.setdefault(i, []).extend(wrong)
+            scores = conversation.by_turn(results.values)
         except Exception as error:
-            scored = _Scored.without(len(texts))
-            scored.reasons[0] = [reward_worker.message(error)]
-            scores = by_turn(scored.values)
+            results = _Results.failed(num)
+            results.reasons[0] = [message(error)]
+            scores = conversation.by_turn(results.values)
         self._free.append(worker)
-        outcome = np.where(np.isnan(scores).any(axis=1), scored.failures, OUTCOME_SCORE)
-        said = itertools.chain.from_iterable(scored.reasons.values())
-        reasons = [f"{name} on {example.origin or 'a prompt'}: {reason}" for reason in said]
-        answer = Answer(scores, outcome, reasons, columns)
-        return played.failures_in(answer) if played else answer
+        outcome = np.where(np.isnan(scores).any(axis=1), results.failures, OUTCOME_SCORE)
+        place = f"{function.name} on {example.origin or 'a prompt'}"
+        reasons = [f"{place}: {reason}" for call_reasons in results.reasons.values() for reason in call_reasons]
+        return conversation.failures_in(Answer(scores, outcome, reasons, columns))
 
-    def _together(self, worker: Worker, of: tuple[Any, ...], texts: list[str], more: dict[str, list]) -> _Scored:
-        """Score all completions of a prompt in one call. If the call fails, all completions fail."""
-        scored = _Scored.without(len(texts))
-        self._try(worker, of, texts, more, [*range(len(texts))], self._config.timeout_s, scored)
-        return scored
+    def _run(self, worker: Worker, job: _Job, is_one_by_one: bool) -> _Results:
+        results = _Results.failed(len(job.texts))
+        if is_one_by_one:
+            self._score_one_by_one(worker, job, results)
+        else:
+            self._call(worker, job, list(range(len(job.texts))), self._config.timeout_s, results)
+        return results
 
-    def _one_by_one(self, worker: Worker, of: tuple[Any, ...], texts: list[str], more: dict[str, list]) -> _Scored:
+    def _score_one_by_one(self, worker: Worker, job: _Job, results: _Results) -> None:
         """Score the completions of a prompt in one call per completion. All calls together may take ``timeout_s``.
 
         If n completions remain, the next may take 1/n of the remaining time. A completion that hangs therefore leaves
         time for all others. Completions that timed out are tried once more, if they can get more time than before.
         """
-        scored = _Scored.without(len(texts))
-        left_s, tried_s = self._config.timeout_s, [0.0] * len(texts)
-        waiting = [*range(len(texts))]
+        left_s = self._config.timeout_s
+        longest_s = [0.0] * len(job.texts)
+        remaining = list(range(len(job.texts)))
         for _ in range(2):
-            for num_before, i in enumerate(waiting):
-                share_s = left_s / (len(waiting) - num_before)
-                if share_s > tried_s[i]:
-                    tried_s[i] = share_s
-                    try:
-                        left_s -= self._try(worker, of, texts, more, [i], share_s, scored)
-                    except NoWorker as error:
-                        scored.reasons[i] = [reward_worker.message(error)]
-                        return scored
-            waiting = [i for i in waiting if scored.failures[i] == OUTCOME_TIMEOUT]
-        return scored
+            for num_before, i in enumerate(remaining):
+                share_s = left_s / (len(remaining) - num_before)
+                if share_s <= longest_s[i]:
+                    continue
+                longest_s[i] = share_s
+                try:
+                    left_s -= self._call(worker, job, [i], share_s, results)
+                except NoWorker as error:
+                    results.reasons[i] = [message(error)]
+                    return
+            remaining = [i for i in remaining if results.failures[i] == OUTCOME_TIMEOUT]
 
-    def _try(
-        self,
-        worker: Worker,
-        of: tuple[Any, ...],
-        texts: list[str],
-        more: dict[str, list],
-        places: list[int],
-        timeout_s: float,
-        scored: _Scored,
-    ) -> float:
-        """Score the completions at ``places`` in one call, and write the results into ``scored``.
+    def _call(self, worker: Worker, job: _Job, indices: list[int], timeout_s: float, results: _Results) -> float:
+        """Score the completions at ``indices`` in one call, and write them into ``results``.
 
         Returns:
             Seconds that the call took, without the start of a process, at most ``timeout_s``.
         """
-        own = {name: [values[i] for i in places] for name, values in more.items()}
         if self._closed:
             raise NoWorker("the reward pool is closed")
         worker.ready()
-        began = time.monotonic()
+        started = time.monotonic()
         failure = OUTCOME_ERROR
         try:
-            call = (*of, [texts[i] for i in places], own)
-            values, reasons, columns = worker.ask(call, timeout_s, functools.partial(_are_scores, num=len(places)))
+            is_answer = functools.partial(_are_scores, num=len(indices))
+            values, reasons, columns = worker.ask(job.arguments(indices), timeout_s, is_answer)
         except Exception as error:
-            failure, reason = failed(error)
-            values, reasons, columns = [None] * len(places), [reason], [{}] * len(places)
-        for i, value, of_completion in zip(places, values, columns, strict=True):
-            scored.values[i], scored.columns[i], scored.failures[i] = value, of_completion, failure
-        scored.reasons[places[0]] = reasons
-        return min(timeout_s, time.monotonic() - began)
+            failure, reason = failure_of(error)
+            values = [None] * len(indices)
+            reasons = [reason]
+            columns = [{}] * len(indices)
+        for i, value, returned_columns in zip(indices, values, columns, strict=True):
+            results.values[i] = value
+            results.columns[i] = returned_columns
+            results.failures[i] = failure
+        results.reasons[indices[0]] = reasons
+        return min(timeout_s, time.monotonic() - started)
 
 
-class _Scored(NamedTuple):
+def _finished(tickets: Sequence[Ticket | None]) -> list[list[Answer] | None] | None:
+    """Return the answers of this host's tickets, or None if one of them is still missing after ``CHECK_S``."""
+    own_calls = [call for ticket in tickets if ticket for call in ticket]
+    with contextlib.suppress(CancelledError):
+        if wait(own_calls, CHECK_S).not_done:
+            return None
+        return [None if ticket is None else [call.result() for call in ticket] for ticket in tickets]
+    return None
+
+
+class _SingleTurns:
+    """``Conversation`` of completions that have one turn, without an environment."""
+
+    def __init__(self, texts: list[str]):
+        self._texts = texts
+        self.messages = [[{"role": "assistant", "content": text}] for text in texts]
+
+    def last_turns(self) -> list[str]:
+        return self._texts
+
+    def by_turn(self, values: list[Any]) -> np.ndarray:
+        return np.array(values, np.float64).reshape(len(self._texts), 1)
+
+    def shown(self) -> list[Any]:
+        return [None] * len(self._texts)
+
+    def columns(self, names: Collection[str]) -> Columns:
+        return {}
+
+    def own_scores(self) -> Answer:
+        raise RuntimeError("there is no environment that could score")
+
+    def failures_in(self, answer: Answer) -> Answer:
+        return answer
+
+
+class _Job(NamedTuple):
+    """The completions of one prompt that one function scores.
+
+    Attributes:
+        optional: values of the function's optional parameters, one per completion.
+    """
+
+    spec: str
+    example: Example
+    texts: list[str]
+    optional: dict[str, list[Any]]
+
+    @classmethod
+    def of(cls, function: RewardFunction, example: Example, conversation: Conversation) -> _Job:
+        optional: dict[str, list[Any]] = {}
+        if "messages" in function.optional:
+            optional["messages"] = conversation.messages
+        if "environments" in function.optional:
+            optional["environments"] = conversation.shown()
+        return cls(function.spec, example, conversation.last_turns(), optional)
+
+    def arguments(self, indices: list[int]) -> tuple[Any, ...]:
+        """Return the call of ``worker_program.main`` for the completions at ``indices``."""
+        texts = [self.texts[i] for i in indices]
+        optional = {name: [values[i] for i in indices] for name, values in self.optional.items()}
+        return (self.spec, self.example.prompt, self.example.columns, texts, optional)
+
+
+class _Results(NamedTuple):
     """Results of one function for the completions of a prompt, filled in call by call."""
 
     values: list[Any]  # a number, a number for each turn, or None
@@ -334,79 +403,8 @@ class _Scored(NamedTuple):
     reasons: dict[int, list[str]]  # error messages, by the first completion of a call
 
     @classmethod
-    def without(cls, num: int) -> _Scored:
+    def failed(cls, num: int) -> _Results:
         return cls([None] * num, [{}] * num, [OUTCOME_ERROR] * num, {})
-
-
-def _fill_columns(columns: Mapping[str, np.ndarray], scored: _Scored, request: ColumnRequest) -> None:
-    """Write the columns that a function returned into ``columns``, [completions, ...] each.
-
-    A completion with an invalid column loses its score, and ``scored`` receives the reason.
-    """
-    for i, returned in enumerate(scored.columns):
-        for key, value in returned.items():
-            name = COLUMN_ALIASES.get(key, key)
-            try:
-                if name not in COLUMNS or not COLUMNS[name].from_rewards:
-                    raise ValueError("no column of rewards has this name")
-                if name in columns:
-                    columns[name][i] = np.fmax(columns[name][i], _column_value(name, value, i, request))
-            except (TypeError, ValueError, IndexError) as error:
-                scored.values[i] = None
-                reason = f"returned a wrong {key!r:.100}: {reward_worker.message(error)}"
-                scored.reasons.setdefault(i, []).append(reason)
-
-
-def _column_value(name: str, value: Any, i: int, request: ColumnRequest) -> np.ndarray:
-    """Return the values of a column for one completion, NaN = no value.
-
-    Args:
-        value: the value that the function returned, as plain JSON.
-        i: index of the completion.
-
-    Raises:
-        TypeError, ValueError, IndexError: the value has not the form that the column's declaration asks for.
-    """
-    kind, row = COLUMNS[name].from_rewards, np.full(request.shapes[name], np.nan, np.float32)
-    if kind == ROW:
-        row[...] = checked_number(value)
-    elif kind == TURN:
-        numbers = [checked_number(x) for x in value]
-        if len(numbers) > len(row):
-            raise ValueError(f"it has {len(numbers)} turns, and a completion at most {len(row)}")
-        row[: len(numbers)] = numbers
-    else:
-        spans_of: dict[float, list[list[int]]] = {}
-        for start, stop, *number in value:
-            level = checked_number(*number) if number else 1.0
-            spans_of.setdefault(level, []).append([operator.index(start), operator.index(stop)])
-        for level, spans in spans_of.items():
-            row[request.positions(i, spans)] = level
-    return row
-
-
-def checked_number(value: Any) -> float:
-    """Return a number within the limits of a score.
-
-    Raises:
-        ValueError: the value is not such a number.
-    """
-    if not is_number(value):
-        raise ValueError(f"{value!r:.100} must be a number of magnitude at most {reward_worker.MAX_SCORE:g}")
-    return float(value)
-
-
-def _joined_columns(answers: Sequence[Sequence[Answer]]) -> dict[str, np.ndarray]:
-    """Return the columns of all completions, [B, ...] f32 each: the largest value over the functions, 0.0 without any.
-
-    Args:
-        answers: an answer per function, for each prompt.
-    """
-    columns = {}
-    for name in answers[0][0].columns:
-        prompts = [np.fmax.reduce([answer.columns[name] for answer in functions]) for functions in answers]
-        columns[name] = np.nan_to_num(np.concatenate(prompts), nan=0.0)
-    return columns
 
 
 def _are_scores(answer: Any, num: int) -> bool:
@@ -417,201 +415,40 @@ def _are_scores(answer: Any, num: int) -> bool:
             return (
                 all(x is None or is_number(x) for x in numbers)
                 and all(isinstance(reason, str) for reason in reasons)
-                and all(isinstance(named, dict) for named in columns)
+                and all(isinstance(returned, dict) for returned in columns)
             )
     return False
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value of an answer is a number within the limits of a score."""
-    return type(value) in (int, float) and abs(value) <= reward_worker.MAX_SCORE  # false for NaN
-
-
-def failed(error: Exception) -> tuple[int, str]:
-    """Return the outcome and the reason of a call that raised."""
-    if isinstance(error, TimeoutError):
-        return OUTCOME_TIMEOUT, str(error)
-    if isinstance(error, StrayLine):
-        return OUTCOME_ERROR, str(error)
-    died = isinstance(error, (EOFError, ConnectionError))
-    return OUTCOME_ERROR, "its process died" if died else reward_worker.message(error)
-
-
-class Worker:
-    """A worker process with its socket. A failed process is replaced. One thread at a time may use a worker.
-
-    Args:
-        specs: functions that the process imports.
-        printer: receives the output of the process.
-        serves: module of this package whose ``main`` the process runs.
-    """
-
-    def __init__(self, specs: list[str], printer: Printer, serves: str = "jaxrl_llm.scoring.reward_worker"):
-        self._specs, self._printer, self._serves, self.process = specs, printer, serves, None
-        self._start()
-
-    def _start(self) -> None:
-        if self.process:
-            end([self])
-            self.socket.close()
-        self.socket, theirs = socket.socketpair()
-        self._is_ready, self.mark = False, f"{os.getpid()}.{time.monotonic_ns()}"
-        program = f"from {self._serves} import main; main({theirs.fileno()}, {self._specs!r})"
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-u", "-c", f"import sys; sys.path[:] = {sys.path!r}; {program}"],
-                stdin=subprocess.DEVNULL,
-                stdout=self._printer.descriptor,  # users' functions must not write to the run's stdout
-                stderr=subprocess.STDOUT,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C in the terminal must not signal the worker
-                # A function that uses jax must not take the accelerator from the run.
-                env={**os.environ, "JAX_PLATFORMS": "cpu", MARK: self.mark},
-            )
-
-    def ready(self) -> None:
-        """Wait until the process can take a call.
-
-        A process that has died or written to the socket since the last call is replaced first.
-
-        Raises:
-            NoWorker: no process could be started.
-        """
-        try:
-            if self.process.poll() is not None or (self._is_ready and self._has_written()):
-                self._start()
-            if not self._is_ready and (line := self._line(MAX_START_S)) != reward_worker.READY:
-                raise NoWorker(f"no process starts: {line!s:.300}")
-            self._is_ready = True
-        except NoWorker:
-            self._replace()
-            raise
-        except Exception as error:
-            self._replace()
-            raise NoWorker(f"no process starts: {failed(error)[1]}") from error
-
-    def _has_written(self) -> bool:
-        """Return whether the process has written to the socket or closed the socket."""
-        self.socket.setblocking(False)
-        try:
-            self.socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
-    def ask(self, call: tuple[Any, ...], timeout_s: float, is_answer: Callable[[Any], bool]) -> Any:
-        """Return the process's answer to a call. If the call fails, another process is started.
-
-        Raises:
-            TimeoutError: no answer within ``timeout_s``.
-            StrayLine: the process wrote a line without the call's mark, or ``is_answer`` rejects the answer.
-            EOFError, OSError: the process died.
-        """
-        mark = secrets.token_hex(16)
-        payload = pickle.dumps((mark, call))
-        self._printer.make_room()
-        self.ready()
-        try:
-            line = self._line(timeout_s, payload)
-            if not (isinstance(line, list) and len(line) == 2 and line[0] == mark and is_answer(line[1])):
-                raise StrayLine("its process wrote a line that does not answer the call")
-            return line[1]
-        except Exception:
-            self._replace()
-            raise
-
-    def _replace(self) -> None:
-        with contextlib.suppress(OSError):  # the next call raises NoWorker
-            self._start()
-
-    def _line(self, timeout_s: float, payload: bytes = b"") -> Any:
-        """Send the payload, and return the parsed line of JSON that the process writes."""
-        line, deadline = bytearray(), time.monotonic() + timeout_s
-        try:
-            self.socket.settimeout(timeout_s)
-            self.socket.sendall(payload)
-            while not line.endswith(b"\n"):
-                self.socket.settimeout(max(1e-3, deadline - time.monotonic()))
-                received = self.socket.recv(2**20)
-                if not received:
-                    raise EOFError
-                line += received
-                if len(line) > MAX_ANSWER_BYTES:
-                    raise StrayLine(f"its process wrote more than {MAX_ANSWER_BYTES} bytes")
-        except TimeoutError:
-            raise TimeoutError(f"no answer after {timeout_s:.3g} s") from None
-        try:
-            return json.loads(line)
-        except (ValueError, RecursionError):  # not JSON, two lines, or brackets nested too deep
-            raise StrayLine("its process wrote a line that is not one line of JSON") from None
-
-
-def end(workers: Sequence[Worker]) -> None:
-    """Kill the workers' processes and all of their child processes."""
-    processes, marks = [worker.process for worker in workers], {worker.mark for worker in workers}
-    for process in processes:
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-    for _ in range(100):  # children outside the process group, until none is left: they may start others meanwhile
-        left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK) in marks]
-        if not left:
-            break
-        for other in left:
-            with contextlib.suppress(psutil.Error):
-                other.kill()
-        time.sleep(0.01)
-    for process in processes:
-        process.wait()
-
-
-def put_away(workers: Sequence[Worker], printer: Printer) -> None:
-    """Kill the workers' processes, and close their sockets and their printer."""
-    end(workers)
-    for worker in workers:
-        worker.socket.close()
-    printer.close()
-
-
-def imported(spec: str, said: str) -> Any:
-    """Import the function or class that a user's spec names.
-
-    Raises:
-        ConfigError: it cannot be imported. The message begins with ``said``.
-    """
-    try:
-        return reward_worker.resolve(spec)
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise ConfigError(f"{said} cannot be used: {reward_worker.message(error)}") from error
-
-
-def _checked_spec(name: str, task_scorer: str, examples: Sequence[Example]) -> tuple[str, tuple[str, ...], bool]:
-    """Return the spec of a reward function, its optional parameters (MORE), and whether it scores one by one.
-
-    The spec of "environment" is "", because no function is called.
+def _checked_function(name: str, task_scorer: str, examples: Sequence[Example]) -> RewardFunction:
+    """Return the reward function with this name in ``rewards.functions``.
 
     Raises:
         ConfigError: the function cannot be imported, or does not take every column of the examples.
     """
-    if name == "environment":
-        return "", (), False
+    if name == ENVIRONMENT:
+        return RewardFunction(name, "")
     if name == "task" and not task_scorer:
-        raise ConfigError("rewards.functions: 'task' means nothing here: this prompts.source has no scorer of its own")
-    spec: Any = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
-    function = imported(spec, f"rewards.functions: {name!r}")
-    more = named(function, MORE)
+        raise ConfigError(
+            "rewards.functions='task' needs a prompts.source with a scorer of its own, and this source has none: name "
+            "a function of your own"
+        )
+    spec = {"task": task_scorer, "math": MATH_SCORER}.get(name, name)
+    function = import_function(spec, f"rewards.functions={name!r}")
+    optional = named(function, OPTIONAL_PARAMETERS)
     for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
+        parameters = ("prompts", "completions", *columns, *optional)
         try:
-            given = "prompts", "completions", *columns, *more
             signature = inspect.signature(function, follow_wrapped=False)
-            signature.bind(prompts=0, completions=0, **dict.fromkeys(columns), **dict.fromkeys(more))
-        except ValueError:
+        except ValueError:  # a C function may have no signature
             break
+        try:
+            # `dict` refuses a column with the name of another parameter.
+            arguments = dict(prompts=0, completions=0, **dict.fromkeys(columns), **dict.fromkeys(optional))
+            signature.bind(**arguments)
         except TypeError as error:
-            said = f"rewards.functions: {name!r} cannot score {origin}: {error}"
-            raise ConfigError(f"{said}; given: {', '.join(given)}") from error
-    return spec, more, getattr(function, "one_by_one", False) is True
+            raise ConfigError(
+                f"rewards.functions={name!r} cannot score {origin}: {error}. It must take these parameters: "
+                f"{', '.join(parameters)}"
+            ) from error
+    return RewardFunction(name, spec, optional, getattr(function, "one_by_one", False) is True)

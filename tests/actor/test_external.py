@@ -313,7 +313,7 @@ def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(mak
     leaves.hear(sampled_of(*"uvwxyz"), str)
     guests = leaves.next_groups(1, unasked)
     assert prompts(guests) == [None, None] and guests.failed_calls == 2
-    with pytest.raises(ConfigError, match=r"external\.paths: '.*made\.py:none' cannot be used: AttributeError"):
+    with pytest.raises(ConfigError, match=r"external\.paths='.*made\.py:none' cannot be used: AttributeError"):
         make("none")
 
 

@@ -345,7 +345,7 @@ def test_one_that_does_not_fit_is_refused_before_any_process_starts(name, said, 
 
 
 def test_its_reward_counts_only_where_it_has_one():
-    with pytest.raises(ConfigError, match=r"'environment' means nothing here: .*Plain' has no method get_reward"):
+    with pytest.raises(ConfigError, match=r"rewards\.functions='environment' .*Plain' has no method get_reward"):
         rewards = RewardsConfig(functions=("environment",))
         Environment(dataclasses.replace(config("Plain"), rewards=rewards), [ONE])
 

@@ -476,7 +476,7 @@ def test_columns_of_any_name_reach_the_reward_function(tmp_path):
         seen.append(columns)
         return [1.0] * len(completions)
 
-    assert reward_worker.call(reward, example.prompt, example.columns, ["a", "b"]) == ([1.0, 1.0], [], [[], []])
+    assert reward_worker.call(reward, example.prompt, example.columns, ["a", "b"]) == ([1.0, 1.0], [], [{}, {}])
     assert seen == [{name: [[i], [i]] for i, name in enumerate(names)}]
 
 
@@ -885,7 +885,8 @@ WITHOUT_SOURCE_PACKAGES = """
 import importlib.util, json, sys
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name in ("pycosat", "cellpylib", "zss") else find(name, *rest)
-from jaxrl_llm.actor import evaluation, reward_worker
+from jaxrl_llm.actor import evaluation
+from jaxrl_llm.scoring import reward_worker
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.config import ConfigError, PromptsConfig
 for name in json.loads(sys.argv[1]):

@@ -26,7 +26,7 @@ OWN = {
     "config.py": "settings, whose numbers are finite; stands below the writer",
     "runtime/checkpoint.py": "a copy of the state, read by this package alone",
     "runtime/checkpoint_files.py": "a digest",
-    "scoring/hindsight_worker.py": "lines for the run's own process, which refuses bad rows",
+    "scoring/reward_worker.py": "lines for the run's own process, which refuses bad rows",
     "conversations/environment_worker.py": "state (refuses NaN) and attributes, for the run's own processes",
     "actor/evaluation.py": "what duplicates are found by",
     "scoring/code_tests.py": "a request to the package's own sandbox",

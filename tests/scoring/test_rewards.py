@@ -16,15 +16,17 @@ import psutil
 import pytest
 from support.building import needs_reasoning_gym
 from support.echo import echo
+from support.refusal import refused
 
 from jaxrl_llm.actor.episodes import Played
 from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TURN, Column
 from jaxrl_llm.config import ConfigError, PromptsConfig, RewardsConfig
 from jaxrl_llm.conversations.environment import Reply
 from jaxrl_llm.questions import tasks
-from jaxrl_llm.scoring.printing import Printer
+from jaxrl_llm.scoring.reward_columns import ColumnRequest
 from jaxrl_llm.scoring.reward_worker import unpacked
-from jaxrl_llm.scoring.rewards import MATH_SCORER, ColumnRequest, RewardPool
+from jaxrl_llm.scoring.rewards import MATH_SCORER, RewardPool
+from jaxrl_llm.scoring.worker_processes import Printer
 from jaxrl_llm.settings.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example
 
@@ -121,8 +123,8 @@ def test_outcome_is_the_worst_of_the_functions_and_the_other_part_is_kept():
 def test_scorers_of_tasks_do_not_import_jax():
     """A worker would start in a second instead of a twentieth of one, and take 130 MB more."""
     sources = typing.get_args(typing.get_type_hints(PromptsConfig)["source"])
-    names = {tasks.MODULES.get(source, source) for source in sources} - {"reasoning_gym_task"}
-    modules = [MATH_SCORER.partition(":")[0], *(f"{tasks.__name__}.{name}" for name in sorted(names))]
+    names = {tasks.MODULES.get(source, f"{tasks.__name__}.{source}") for source in sources}
+    modules = [MATH_SCORER.partition(":")[0], *sorted(names - {tasks.MODULES["reasoning_gym"]})]
     program = f"import sys, {', '.join(modules)}; print('flax' in sys.modules, 'jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n" and len(modules) > 8
@@ -220,7 +222,7 @@ def test_a_function_that_cannot_start_in_a_worker_becomes_an_error_and_not_a_han
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("task", "no scorer"),
+        ("task", "scorer"),
         ("accuracy", "path/to/file.py:function"),
         ("no_such_package.rewards:f", "No module named 'no_such_package'"),
         ("no_such_file.py:f", "no file"),
@@ -230,9 +232,9 @@ def test_a_function_that_cannot_start_in_a_worker_becomes_an_error_and_not_a_han
 )
 def test_a_function_that_cannot_be_found_is_refused_before_any_process_starts(name, words, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(ConfigError, match=r"rewards\.functions") as error:
+    with refused("rewards.functions", name, words) as error:
         pool(name)
-    assert words in str(error.value) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_file_with_a_syntax_error_is_refused(tmp_path):
@@ -392,7 +394,7 @@ def test_whatever_is_raised_is_one_line_and_costs_no_worker(monkeypatch):
         "deep": "RecursionError: ",
         "huge error": "ValueError: x x x",
         "odd error": "ValueError: one two [2J (reward_functions.py:",
-        "error whose text raises": "Text: its text cannot be had (reward_functions.py:",
+        "error whose text raises": "Text: its text cannot be read (reward_functions.py:",
         "error of huge text": "Text: y y y",
     }
     with pool(user("misbehaves"), user("upright")) as rewards:
@@ -915,5 +917,5 @@ def test_columns_of_functions_are_joined_and_a_wrong_column_fails_its_completion
 def test_a_column_with_the_name_of_what_a_function_is_given_is_refused():
     """It would be given the other, without a word."""
     row = Example("p", {"environments": 3}, "a.jsonl:1")
-    with pytest.raises(ConfigError, match=r"cannot score a\.jsonl:1: .*'environments'; given: .*, environments, envir"):
+    with pytest.raises(ConfigError, match=r"cannot score a\.jsonl:1: .*'environments'.*, environments, envir"):
         pool(user("of_environments"), examples=[row])
