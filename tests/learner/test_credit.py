@@ -15,7 +15,7 @@ from support.refusal import refused
 
 from jaxrl_llm.algorithms import baselines, shaping
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
-from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes
+from jaxrl_llm.algorithms.inputs import COLUMNS, NUM_DIFFICULTIES, ROW, TOKEN, Column, Sizes
 from jaxrl_llm.algorithms.memory import Memory, ShortAnswers, length_grid
 from jaxrl_llm.algorithms.use import Chosen, use
 from jaxrl_llm.commands import train
@@ -26,7 +26,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import OUTCOME_ERROR, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
 
 WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
 SHAPED = {
@@ -95,6 +95,37 @@ def make_rollout(group_id, seed=0):
         # Nothing that the token's own log-prob says.
         columns={"entropy": 2 * rng.random((num_rows, WIDTH)).astype(np.float32)},
     )
+
+
+COLUMN_READER = """
+from jaxrl_llm.algorithms.use import needs
+
+@needs("level", "weight")
+def read(x):
+    return -x.level[:, None] * x.weight * x.policy_logp
+"""
+
+
+def test_a_loss_gets_the_columns_of_rewards_that_it_needs(tmp_path, monkeypatch):
+    """A column costs its row in COLUMNS. A value moves from its place in the completion to its token."""
+    monkeypatch.setitem(COLUMNS, "level", Column(False, True, "f32", ROW))
+    monkeypatch.setitem(COLUMNS, "weight", Column(True, True, "f32", TOKEN))
+    (tmp_path / "reader.py").write_text(COLUMN_READER)
+    config = config_of(surrogate=use(f"{tmp_path}/reader.py:read"))
+    assert config.reward_columns == {"level": (), "weight": (COMPLETION_TOKENS,)}
+    rollout = make_rollout([0] * 4)
+    level = np.float32([0.5, 1.5, 2.5, 3.5])
+    weight = np.arange(1, 4 * COMPLETION_TOKENS + 1, dtype=np.float32).reshape(4, -1)
+    outcome = np.int8([OUTCOME_SCORE, OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE])
+    rewards = Rewards(level, {"a": level}, outcome, columns={"level": level, "weight": weight})
+    functions = (*config.algorithm.of_credit, *config.algorithm.of_loss)
+    memory = Memory(functions, (), Sizes(1, COMPLETION_TOKENS, group_size=4), Ledger())
+    experience, _ = credit.assign(rollout, memory.scores(rewards, [7]), {}, config)
+    np.testing.assert_array_equal(experience.columns["level"], [0.5, 1.5, 0, 3.5])
+    for row, (first, end) in enumerate(zip(rollout.prompt_length, rollout.length, strict=True)):
+        expected = np.zeros(WIDTH)
+        expected[first:end] = weight[row, : end - first] * (row != 2)
+        np.testing.assert_array_equal(experience.columns["weight"][row], expected)
 
 
 def config_of(num_groups=1, functions=("a",), weights=(1.0,), skip_tied=False, **algorithm):

@@ -143,7 +143,6 @@ def test_a_run_of_own_functions_is_the_run_of_ours_that_say_the_same(run, method
     assert "algorithm.advantage.source" in refused
 
 
-@pytest.mark.tier("slow")  # plain: test_reward_terms_and_columns_of_own_functions
 REWARDS = """
 def score(prompts, completions, **columns):
     rewards = [len(text) / 8 for text in completions]
@@ -168,6 +167,7 @@ def from_tokens(x, *, scale: float = 1.0):
 """
 
 
+@pytest.mark.tier("slow")  # plain: test_a_loss_gets_the_columns_of_rewards_that_it_needs
 def test_a_loss_reads_a_declared_column_of_the_rewards_without_any_other_change(run, tmp_path, monkeypatch):
     """The declaration and the reward function are all that a new column costs."""
     monkeypatch.setitem(COLUMNS, "row_copy", Column(False, True, "f32, the reward once more", ROW))
@@ -191,6 +191,7 @@ def test_a_loss_reads_a_declared_column_of_the_rewards_without_any_other_change(
     assert abs(losses["half"][0]) < abs(losses["from_row"][0])
 
 
+@pytest.mark.tier("slow")  # plain: test_reward_terms_and_columns_of_own_functions
 @pytest.mark.parametrize("width", ["update.micro_batch_tokens=0", "update.micro_batch_tokens=192"])
 def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_group(run, methods, tmp_path, width):
     """AsymRE's, whose delta_v then is a setting of the loss: changed in a later run, it changes old rollouts' too."""
