@@ -40,7 +40,7 @@ README = (REPOSITORY / "README.md").read_text()
 # In the order in which their commands are run: later ones read what earlier ones wrote.
 PAGES = ("README.md", "docs/questions.md", "docs/methods.md", "docs/replay.md", "docs/sweeps.md", "docs/running.md")
 # Typed by tests/launch/test_tpu_page.py, with stand-ins for what clusters have.
-TYPED_ELSEWHERE = ("docs/tpu.md",)
+TYPED_ELSEWHERE = ("docs/tpu.md", "docs/testing.md")
 MEASURED = ("BENCHMARKS.md", "studies/replay_study.md")
 # Of the past: what it names may be gone.
 DATED = ("studies/log.md", "CHANGELOG.md")

@@ -38,7 +38,7 @@ def gone_on(workdir, stopped, shards):
     return resumed, host["conversations"], words
 
 
-@pytest.mark.parametrize(("before", "now"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize(("before", "now"), [pytest.param(4, 2, marks=pytest.mark.tier("slow")), (2, 4)])
 def test_what_was_begun_comes_out_as_it_would_have_in_the_same_order(tmp_path, before, now):
     expected, groups = sampling_on(before)(make_prompts(range(8)))
     stopped = sampling_on(before)

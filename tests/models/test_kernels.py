@@ -314,7 +314,7 @@ def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
         np.testing.assert_allclose(got[b, 0, n], expected, atol=3e-6)
 
 
-@pytest.mark.parametrize(("H", "B"), [(64, 3), (128, 12)])
+@pytest.mark.parametrize(("H", "B"), [(64, 3), pytest.param(128, 12, marks=pytest.mark.slow)])
 def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypatch, H, B):
     """With their tokens innermost and not, of an odd number of rows one at a time, of 12 four at a time.
 
@@ -336,7 +336,8 @@ def test_each_device_decodes_its_own_rows_and_heads():
         check_decoded("splash", given, truth)
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("cudnn", marks=pytest.mark.slow), "splash"])
+@pytest.mark.tier("slow")  # plain: test_a_decode_step_attends_to_what_is_live_...
+@pytest.mark.parametrize("implementation", ["cudnn", "splash"])
 def test_a_sampler_with_kernels_draws_what_one_without_draws(monkeypatch, implementation):
     """Slots are taken anew, and their caches come round."""
     called, arch = [], dataclasses.replace(TINY, head_size=16)
@@ -424,6 +425,7 @@ def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, sha
     assert "decode_attention" in text and not re.search(rf"= bf16\[2,1,{C},{size}\]\S* copy\(", text)
 
 
+@pytest.mark.tier("slow")  # plain: test_a_kernel_attends_as_the_definition_says_...
 def test_a_models_layers_share_one_mask_of_packed_lines_and_give_what_the_reference_path_gives():
     """Lines of 3 x 3 blocks: no layer sees the mask that those were made of."""
     width, arch = 300, dataclasses.replace(TINY, num_layers=2)

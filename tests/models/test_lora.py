@@ -123,7 +123,8 @@ def test_experts_adapters_are_served_beside_dora_of_other_matrices():
 
 
 # Those without magnitudes begin the same way, and are added as ``test_adapters_add_s_times_b_a`` says.
-@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.tier("slow")  # plain: test_adapters_add_s_times_b_a; test_magnitudes_reach_the_sampler_...
+@pytest.mark.parametrize("dora", [False, True])
 def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh(dora):
     model = Model(TINY, lora=LoraConfig(rank=4, dora=dora))
     base = model.base.init(jax.random.key(0), mesh_of(ONE))
