@@ -102,7 +102,7 @@ def test_what_a_run_measured_is_taken_from_its_metrics(command, tmp_path):
     assert command(f"--workdir={tmp_path}") == f"mu 4\n{table(Costs(4.0, 0.05, 0.1))}\n"
     assert command(f"--workdir={tmp_path}", "--rho=0.2") == f"mu 4\n{table(Costs(4.0, 0.2, 0.1))}\n"
     assert "give --mu, or with --workdir a run" in command()
-    assert "--mu=5.0 and --alpha=0.1 leave --workdir=" in command("--mu=5", f"--workdir={tmp_path}")
+    assert "--mu=5.0 and --alpha=0.1" in command("--mu=5", f"--workdir={tmp_path}")
 
 
 def test_the_price_of_a_run_that_reuses_is_said_to_be_that(command, tmp_path):
@@ -211,7 +211,7 @@ def test_a_run_that_replays_less_and_whose_fresh_rollouts_are_noisier_changes_no
 
 
 def test_an_alpha_that_is_nowhere_is_asked_for(command, tmp_path):
-    assert "wants an --alpha" in command("--mu=1", alpha=())
+    assert "needs --alpha" in command("--mu=1", alpha=())
     for name, alpha, buckets, said in (
         ("on_policy", 0.2, 1, "has not used rollouts both fresh and an iteration later: give --alpha"),
         ("fast", 0.7, 5, "no optimum from 0.5 on"),

@@ -1,29 +1,37 @@
-"""How much to replay: the replay ratio and the ring's horizon that spend a budget of compute best.
+"""How much to replay: the replay ratio and the ring's horizon that make the best use of a budget of compute.
 
     python -m jaxrl_llm.replay_plan --mu=5.28 --alpha=0.1 [--rho=0.05] [--rollouts=64]
     python -m jaxrl_llm.replay_plan --workdir=runs/local [--mu=5.28]
     python -m jaxrl_llm.replay_plan --workdir=runs/y1,runs/y4
 
-An iteration generates R rollouts and trains on B drawn from the last N; with x = N/R (horizon, iterations) and
-y = B/R (times a rollout is trained on), a budget of sum(B + mu R) reaches a squared gradient norm that scales with
+An iteration generates R rollouts and trains on B rollouts, which it draws from the last N. The horizon is x = N/R
+iterations, and the replay ratio is y = B/R, the number of times that a rollout is trained on. With a budget of
+sum(B + mu R) the squared gradient norm scales with
 
     J(x, y) = x^(2 alpha) (1 + y/mu) (1/y + 1/x + rho)
 
-mu: seconds to generate a rollout over seconds to train on one. Of one run it is the median of its ``time/cost_ratio``,
-the price at that run's own sizes: half as many rollouts seldom take half the seconds, for an iteration costs something
-whatever it generates, and so a run with much reuse has a higher one. That of an on-policy run is wanted, or several
-runs: with one batch B and different R the seconds of an iteration are fitted, and then
+mu is the time to generate a rollout divided by the time to train on one. There are two ways to measure it:
 
-    s(R) = s0 + s1 R = s0 / B (B + mu R)    with    mu = s1 B / s0
+- One run: the median of its ``time/cost_ratio``. This is the ratio at the run's own sizes. An iteration has fixed
+  costs: half as many rollouts take more than half the time. A run with much reuse therefore has a higher ratio. Use an
+  on-policy run.
+- Several runs with the same B and different R: a line is fitted to the seconds of an iteration,
 
-is the cost of the theory again: what does not depend on R counts as training.
+      s(R) = s0 + s1 R = s0 / B (B + mu R)    with    mu = s1 B / s0.
 
-rho: correlation of the noise of rollouts made by nearly the same weights, 0..1; no run measures it, and without --rho
-it is the 0.05 that studies/replay_study.md declares. alpha: growth of the noise with age, sigma ~ age^alpha, below 1/2;
-without --alpha it is that of importance ratios of the runs that replay. A batch does not repeat a rollout, so N >= B:
-x >= y; and the ring holds what an iteration generates: x >= 1. The theory is of runs that are long against x; a ring
-that half of a run went into filling cost accuracy (studies/replay_study.md).
-Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law; the cases x = y and x = 1,
+  Costs that do not depend on R count as training.
+
+rho is the correlation of the noise of rollouts made by nearly the same weights, 0 to 1. No run measures it. The default
+is 0.05, as in studies/replay_study.md.
+
+alpha is the growth of the noise with age, sigma ~ age^alpha, below 1/2. Without --alpha it is fitted to the importance
+ratios of the runs that replay.
+
+A batch does not repeat a rollout, so that N >= B and x >= y. The ring holds the rollouts of an iteration, so that
+x >= 1. The theory holds for runs that are long compared with x. If filling the ring takes half of a run, accuracy is
+lost (studies/replay_study.md).
+
+Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law. The cases x = y and x = 1,
 and the fits of seconds and of alpha, are ours.
 
 Owns: the closed forms and their table, the fits of seconds and of alpha. Does not know: rings, configs.
@@ -48,22 +56,23 @@ from jaxrl_llm.types import AGE_BUCKETS
 
 FLAGS = flags.FLAGS
 
-RHO = 0.05  # declared by docs/replay_study.md; no run measures it
+RHO = 0.05  # declared by studies/replay_study.md; no run measures it
+RATIOS = (1.0, 2.0, 4.0, 8.0, 16.0)  # replay ratios of the table
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the optimum depends on.
+    """The constants that determine the optimum.
 
     Raises:
-        ConfigError: a value that the theory has no answer for.
+        ConfigError: a value is outside the range of the theory.
     """
 
     mu: float
     rho: float
     alpha: float
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (1e-9 <= self.mu <= 1e9):
             raise ConfigError(f"--mu={self.mu} must be more than 0: at least 1e-9 and at most 1e9")
         if not (0 <= self.rho <= 1):
@@ -72,37 +81,44 @@ class Costs:
             raise ConfigError(f"--alpha={self.alpha} must be at least 0 and less than 0.5")
 
     def relative_cost(self, x: float, y: float) -> float:
-        """J(x, y), in units of sigma^2 at age 1."""
+        """Return J(x, y), in units of sigma^2 at age 1."""
         return x ** (2 * self.alpha) * (1 + y / self.mu) * (1 / y + 1 / x + self.rho)
 
     def unconstrained(self) -> tuple[float, float]:
-        """(x*, y*) where a batch may repeat rollouts; infinite where more is always better.
+        """Return (x*, y*) of batches that may repeat rollouts. A value is infinite if more is always better.
 
         y* = (sqrt(alpha^2 + mu rho (1 - 2 alpha)) - alpha) / rho
         x* = y*^2 / (2 alpha (mu + y*))
         """
-        mu, rho, alpha = self.mu, self.rho, self.alpha
-        root = math.sqrt(alpha**2 + mu * rho * (1 - 2 * alpha))
-        y = _ratio(mu * (1 - 2 * alpha), alpha + root)  # the same without a difference of near numbers
-        return (math.inf if y == math.inf else _ratio(y * y, 2 * alpha * (mu + y))), y
+        root = math.sqrt(self.alpha**2 + self.mu * self.rho * (1 - 2 * self.alpha))
+        # The same as y* above, without the difference of two near numbers.
+        y = _ratio(self.mu * (1 - 2 * self.alpha), self.alpha + root)
+        if y == math.inf:
+            return math.inf, y
+        return _ratio(y * y, 2 * self.alpha * (self.mu + y)), y
 
     def optimum(self) -> tuple[float, float]:
-        """(x*, y*) with x >= y and x >= 1: where the unconstrained one has x < y, the root of dJ(y, y)/dy,
+        """Return (x*, y*) with x >= y and x >= 1.
 
-            (1 + 2 alpha) rho y^2 + 2 alpha (2 + mu rho) y = 2 mu (1 - 2 alpha)
+        If the unconstrained optimum has x < y, then x = y is the root of dJ(y, y)/dy,
 
-        and where that x is below 1, x = 1 and the y of least J there, sqrt(mu / (1 + rho)), at most 1.
+            (1 + 2 alpha) rho y^2 + 2 alpha (2 + mu rho) y = 2 mu (1 - 2 alpha).
+
+        If this x is below 1, then x = 1, and y minimises J there: sqrt(mu / (1 + rho)), at most 1.
         """
         x, y = self.unconstrained()
         if x < y:
             a = (1 + 2 * self.alpha) * self.rho
             b = 2 * self.alpha * (2 + self.mu * self.rho)
             c = 2 * self.mu * (1 - 2 * self.alpha)
-            x = y = 2 * c / (b + math.sqrt(b**2 + 4 * a * c))
-        return (x, y) if x >= 1 else (1.0, min(1.0, math.sqrt(self.mu / (1 + self.rho))))
+            x = 2 * c / (b + math.sqrt(b**2 + 4 * a * c))
+            y = x
+        if x >= 1:
+            return x, y
+        return 1.0, min(1.0, math.sqrt(self.mu / (1 + self.rho)))
 
     def best_horizon(self, y: float) -> float:
-        """The x >= y, 1 of least J at this y; infinite where the noise does not grow with age."""
+        """Return the x that minimises J at this y, with x >= y and x >= 1; infinite if the noise does not grow."""
         return max(y, 1.0, _ratio(1 - 2 * self.alpha, 2 * self.alpha * (1 / y + self.rho)))
 
 
@@ -111,20 +127,33 @@ def _ratio(numerator: float, denominator: float) -> float:
 
 
 def table(costs: Costs, rollouts: int = 0) -> str:
-    """One line per replay ratio and one for the optimum; ``rollouts`` (R) adds the sizes B and N."""
-    on_policy = costs.relative_cost(1, 1)
-    lines = [f"{'':10}{'y = B/R':>10}{'x = N/R':>10}{'N/B':>10}{'J':>10}{'compute':>10}"]
-    lines[0] += f"{'B':>10}{'N':>10}" if rollouts else ""
+    """Return a table with one line per replay ratio and one line for the optimum.
+
+    Args:
+        rollouts: R; the table also shows the sizes B and N. 0 = leave them out.
+    """
+    header = f"{'':10}{'y = B/R':>10}{'x = N/R':>10}{'N/B':>10}{'J':>10}{'compute':>10}"
+    if rollouts:
+        header += f"{'B':>10}{'N':>10}"
     plans = [("on-policy", (1.0, 1.0))]
-    plans += [("", (costs.best_horizon(ratio), ratio)) for ratio in (1.0, 2.0, 4.0, 8.0, 16.0)]
-    for name, (x, y) in [*plans, ("best", costs.optimum())]:
-        cost = costs.relative_cost(min(x, 1e12), min(y, 1e12))
-        sizes = "".join(f"{_shown(size * rollouts, '.0f'):>10}" for size in (y, x)) if rollouts else ""
-        batches = x / y if math.isfinite(y) else math.nan
-        shown = f"{_shown(y, '.2f'):>10}{_shown(x, '.2f'):>10}{batches:>10.2f}{cost:>10.3f}{cost / on_policy:>10.0%}"
-        lines.append(f"{name:10}{shown}{sizes}")
+    plans += [("", (costs.best_horizon(ratio), ratio)) for ratio in RATIOS]
+    plans.append(("best", costs.optimum()))
+    lines = [header]
+    lines += [_table_line(costs, name, x, y, rollouts) for name, (x, y) in plans]
     lines.append("compute: of the on-policy run's, for an equal bound on the gradient norm")
     return "\n".join(lines)
+
+
+def _table_line(costs: Costs, name: str, x: float, y: float, rollouts: int) -> str:
+    """Return a line of the table for the horizon x and the replay ratio y."""
+    on_policy_cost = costs.relative_cost(1, 1)
+    cost = costs.relative_cost(min(x, 1e12), min(y, 1e12))
+    batches = x / y if math.isfinite(y) else math.nan
+    line = f"{name:10}{_shown(y, '.2f'):>10}{_shown(x, '.2f'):>10}{batches:>10.2f}{cost:>10.3f}"
+    line += f"{cost / on_policy_cost:>10.0%}"
+    if rollouts:
+        line += f"{_shown(y * rollouts, '.0f'):>10}{_shown(x * rollouts, '.0f'):>10}"
+    return line
 
 
 def _shown(value: float, form: str) -> str:
@@ -132,24 +161,30 @@ def _shown(value: float, form: str) -> str:
 
 
 def measured_mu(workdir: str) -> float:
-    """The median of what a run's iterations measured; raises as ``trained_rows``."""
+    """Return the median of the cost ratios of a run's iterations. It raises the errors of ``trained_rows``."""
     return statistics.median(row["time/cost_ratio"] for row in trained_rows(workdir))
 
 
 def price_of(workdir: str) -> str:
-    """What to know of a mu that a run with reuse has measured; "" of any other."""
+    """Return a warning about the mu of a run with reuse, or "" for any other run."""
     rows = trained_rows(workdir)
-    uses = sum(row["replay/drawn_rows"] for row in rows) / sum(row["rollout/generated_rows"] for row in rows)
+    num_trained = sum(row["replay/drawn_rows"] for row in rows)
+    num_generated = sum(row["rollout/generated_rows"] for row in rows)
+    uses = num_trained / num_generated
     if uses < 1.5:
         return ""
     return (
-        f"mu is of a run that trains {uses:.2g} times on a rollout, and so generates few at once, which cost more: "
-        "give that of an on-policy run as --mu, or several runs"
+        f"mu is of a run that trains {uses:.2g} times on a rollout. It generates few rollouts at once, and each costs "
+        "more: give the mu of an on-policy run as --mu, or give several runs"
     )
 
 
-def trained_rows(workdir: str) -> list[Mapping[str, Any]]:
-    """Metrics of the iterations that trained, but the first, which warms up, where there are more; or ConfigError."""
+def trained_rows(workdir: str) -> list[dict[str, Any]]:
+    """Return the metrics of the iterations that trained, without the first, which warms up, if there are more.
+
+    Raises:
+        ConfigError: no iteration trained.
+    """
     rows = [row for row in read_metrics(pathlib.Path(workdir)) if row.get("time/cost_ratio") is not None]
     if not rows:
         raise ConfigError(f"--workdir={workdir} has no finished iteration that trained")
@@ -157,11 +192,11 @@ def trained_rows(workdir: str) -> list[Mapping[str, Any]]:
 
 
 class Seconds(NamedTuple):
-    """Of an iteration: ``fixed + per_rollout * R``.
+    """Seconds of an iteration: ``fixed + per_rollout * R``.
 
     Attributes:
-        measured: (R, seconds) of each run, medians over its iterations.
         batch: B, rollouts trained in an iteration.
+        measured: (R, seconds) of each run, medians over its iterations.
     """
 
     fixed: float
@@ -171,7 +206,7 @@ class Seconds(NamedTuple):
 
     @classmethod
     def of(cls, measured: Sequence[tuple[float, float]], batch: float) -> Seconds:
-        """Least squares."""
+        """Fit the line by least squares."""
         slope, fixed = statistics.linear_regression(*zip(*measured, strict=True))
         return cls(fixed, slope, batch, tuple(sorted(measured)))
 
@@ -180,55 +215,63 @@ class Seconds(NamedTuple):
         return self.per_rollout * self.batch / self.fixed
 
     def shown(self) -> str:
-        """The fit, and of each run what was measured beside what the fit has."""
+        """Return the fit as text, and the measured and fitted seconds of each run."""
         lines = [f"an iteration takes {self.fixed:.3g} s + {self.per_rollout:.3g} s for each rollout it generates"]
-        lines += [
-            f"  {rollouts:.0f} generated, {self.batch:.0f} trained: {seconds:.3g} s measured, "
-            f"{self.fixed + self.per_rollout * rollouts:.3g} s fitted"
-            for rollouts, seconds in self.measured
-        ]
+        for rollouts, seconds in self.measured:
+            fitted_seconds = self.fixed + self.per_rollout * rollouts
+            lines.append(
+                f"  {rollouts:.0f} generated, {self.batch:.0f} trained: {seconds:.3g} s measured, "
+                f"{fitted_seconds:.3g} s fitted"
+            )
         return "\n".join(lines)
 
 
 def fitted(workdirs: Sequence[str]) -> Seconds:
-    """Least squares over runs that differ in how many rollouts an iteration generates.
+    """Fit the seconds of an iteration to runs that differ in the number of rollouts that an iteration generates.
 
     Raises:
-        ConfigError: fewer than two such numbers, other batches, or seconds that do not grow with R.
+        ConfigError: the runs do not differ in R, they have different batches, or their seconds do not grow with R.
     """
-    measured, batches = [], {}
+    measured = []
+    batches = {}
     for workdir in workdirs:
         rows = trained_rows(workdir)
-        of = lambda *names: statistics.median(sum(row[name] for name in names) for row in rows)  # noqa: B023
-        measured.append((of("rollout/generated_rows"), of("time/generate_s", "time/reward_s", "time/update_s")))
-        batches[workdir] = of("replay/drawn_rows")
+        generated = statistics.median(row["rollout/generated_rows"] for row in rows)
+        seconds = statistics.median(
+            row["time/generate_s"] + row["time/reward_s"] + row["time/update_s"] for row in rows
+        )
+        measured.append((generated, seconds))
+        batches[workdir] = statistics.median(row["replay/drawn_rows"] for row in rows)
     batch = statistics.median(batches.values())
     if any(abs(other - batch) > 0.05 * batch for other in batches.values()):
-        listed = ", ".join(f"{workdir} {size:.0f}" for workdir, size in batches.items())
-        raise ConfigError(f"--workdir: the runs must train on equally many rollouts an iteration; they do on {listed}")
+        sizes = ", ".join(f"{workdir} {size:.0f}" for workdir, size in batches.items())
+        raise ConfigError(f"--workdir: the runs must train on equally many rollouts an iteration; they do on {sizes}")
     rollouts = {generated for generated, _ in measured}
     if len(rollouts) < 2:
-        said = f"all runs generate {rollouts.pop():.0f} rollouts an iteration"
-        raise ConfigError(f"--workdir: {said}; give runs that differ")
-    seconds = Seconds.of(measured, batch)
-    if not (seconds.per_rollout > 0 and seconds.fixed > 0):
-        found = f"{seconds.fixed:.3g} s + {seconds.per_rollout:.3g} s for each rollout"
-        raise ConfigError(f"--workdir: {found} fits what they measured; both must be above 0")
-    return seconds
+        raise ConfigError(
+            f"--workdir: all runs generate {rollouts.pop():.0f} rollouts an iteration; give runs that differ"
+        )
+    line = Seconds.of(measured, batch)
+    if not (line.per_rollout > 0 and line.fixed > 0):
+        raise ConfigError(
+            f"--workdir: the runs fit {line.fixed:.3g} s + {line.per_rollout:.3g} s for each rollout; "
+            "both must be above 0"
+        )
+    return line
 
 
 class Ageing(NamedTuple):
-    """How the noise of rollouts grows with their age.
+    """Growth of the noise of rollouts with their age.
 
-    A rollout of age a, in iterations, counts as ess(a) fresh ones, the effective sample size of its importance ratios
-    (``update/ess_frac_age_*``). The noise of a ring with horizon x is the mean over the ages in it,
+    A rollout of age a, in iterations, counts as ess(a) fresh ones: ess is the effective sample size of its importance
+    ratios (``update/ess_frac_age_*``). The noise of a ring with horizon x is the mean over the ages in it,
 
         sigma^2(x) = mean of 1 / ess(a) over a < x,    log sigma^2(x) / sigma^2(1) = 2 alpha log x
 
     Attributes:
-        alpha: by least squares over x = 2, 4, 8, 16, as far as the ages of the runs go.
-        noise: (x, sigma^2(x) / sigma^2(1)) of each, the mean over the runs that go so far of the ratio within a run:
-            how noisy fresh rollouts are differs from run to run.
+        alpha: least-squares fit over x = 2, 4, 8, 16, as far as the ages of the runs go.
+        noise: (x, sigma^2(x) / sigma^2(1)) for each x. The ratio is taken within a run, because the noise of fresh
+            rollouts differs from run to run; the mean is over the runs whose ages reach x.
     """
 
     alpha: float
@@ -236,19 +279,13 @@ class Ageing(NamedTuple):
 
     @classmethod
     def of(cls, runs: Iterable[Sequence[Mapping[str, Any]]]) -> Ageing | None:
-        """From metrics of runs' iterations; None where none of them used rollouts of age 0 and 1."""
+        """Fit alpha to the metrics of runs. Return None if no run used rollouts of both age 0 and age 1."""
         ratios: dict[int, list[float]] = {}
         for rows in runs:
-            total, noise = 0.0, [(0, 0.0)]
-            for highest, label in zip(AGE_BUCKETS, AGE_LABELS, strict=False):  # not the last, which has no highest age
-                name = f"update/ess_frac_age_{label}"
-                if not (found := [1 / row[name] for row in rows if row.get(name)]):
-                    break
-                total += (highest + 1 - noise[-1][0]) * statistics.fmean(found)
-                noise.append((highest + 1, total / (highest + 1)))
-            for x, sigma in noise[2:]:
-                ratios.setdefault(x, []).append(sigma / noise[1][1])
-        relative = tuple((x, statistics.fmean(of_runs)) for x, of_runs in ratios.items())
+            noise = _noise_by_horizon(rows)
+            for x, sigma in noise[1:]:
+                ratios.setdefault(x, []).append(sigma / noise[0][1])
+        relative = tuple((x, statistics.fmean(values)) for x, values in ratios.items())
         if not relative:
             return None
         logs = [(math.log(x), math.log(sigma)) for x, sigma in relative]
@@ -260,18 +297,34 @@ class Ageing(NamedTuple):
         return f"alpha {self.alpha:.2g}: a ring of {sizes} iterations is {noise} times as noisy as fresh rollouts"
 
 
+def _noise_by_horizon(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return (x, sigma^2(x)) of a run, for each x up to the first age bucket without rollouts."""
+    noise: list[tuple[int, float]] = []
+    total = 0.0
+    ages = 0
+    for highest, label in zip(AGE_BUCKETS, AGE_LABELS, strict=False):  # the last bucket has no highest age
+        name = f"update/ess_frac_age_{label}"
+        inverse = [1 / row[name] for row in rows if row.get(name)]
+        if not inverse:
+            break
+        total += (highest + 1 - ages) * statistics.fmean(inverse)
+        ages = highest + 1
+        noise.append((ages, total / ages))
+    return noise
+
+
 def measured_alpha(workdirs: Sequence[str]) -> Ageing:
-    """Of those of these runs that used rollouts again.
+    """Fit alpha, the growth of gradient noise with age, on the runs that reuse rollouts.
 
     Raises:
-        ConfigError: none of age 0 and 1 are used, or their noise grows faster than the theory allows.
+        ConfigError: no run used rollouts of age 0 and 1, or the noise grows faster than the theory allows.
     """
     ageing = Ageing.of(map(trained_rows, workdirs))
-    listed = ",".join(workdirs)
+    names = ",".join(workdirs)
     if ageing is None:
-        raise ConfigError(f"--workdir={listed} has not used rollouts both fresh and an iteration later: give --alpha")
+        raise ConfigError(f"--workdir={names} has not used rollouts both fresh and an iteration later: give --alpha")
     if ageing.alpha >= 0.5:
-        raise ConfigError(f"--workdir={listed}: {ageing.shown()}; the theory has no optimum from 0.5 on: reuse less")
+        raise ConfigError(f"--workdir={names}: {ageing.shown()}; the theory has no optimum from 0.5 on: reuse less")
     return ageing
 
 
@@ -283,10 +336,10 @@ def replay_plan(
     workdirs: Sequence[str] = (),
     rollouts: int = 0,
 ) -> str:
-    """Return the text of the plan: fits of what the runs measured, and the table.
+    """Return the text of the plan: the fits to the runs, and the table.
 
     Args:
-        mu: relative price of a rollout; None = as the runs measured it.
+        mu: time to generate a rollout, relative to the time to train on one; None = as the runs measured it.
         alpha: growth of the noise with age; None = as the runs measured it.
         rho: correlation of the noise of rollouts from nearly the same weights.
         workdirs: folders of the runs.
@@ -299,11 +352,11 @@ def replay_plan(
     if mu is None and not workdirs:
         raise ConfigError("give --mu, or with --workdir a run that has measured it")
     if workdirs and mu is not None and alpha is not None:
-        raise ConfigError(f"--mu={mu} and --alpha={alpha} leave --workdir={workdir} nothing to tell")
+        raise ConfigError(f"--mu={mu} and --alpha={alpha} leave --workdir={workdir} unused: leave out one of the three")
     if not 0 <= rollouts < 2**31:
         raise ConfigError(f"--rollouts={rollouts} must be at least 0 and less than 2147483648")
     if not workdirs and alpha is None:
-        raise ConfigError(f"--mu={mu} wants an --alpha, which only a run (--workdir) can tell")
+        raise ConfigError(f"--mu={mu} needs --alpha, or with --workdir a run that has measured it")
     lines = []
     if mu is None and len(workdirs) > 1:
         seconds = fitted(workdirs)
@@ -329,15 +382,11 @@ def main() -> None:
 
 def define_flags() -> None:
     """Define the flags of the command."""
-    flags.DEFINE_float("mu", None, "Seconds to generate a rollout over seconds to train on one; of the run by default.")
-    flags.DEFINE_string("workdir", None, "Of a run that measured --mu and --alpha, or of several, with commas.")
-    flags.DEFINE_float(
-        "rho",
-        RHO,
-        "Correlation of rollouts of nearly the same weights, 0..1: no run measures it; by default the study's guess.",
-    )
-    flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha; of the runs by default.")
-    flags.DEFINE_integer("rollouts", 0, "Rollouts generated in an iteration, R: show B and N too.")
+    flags.DEFINE_float("mu", None, "Time to generate a rollout over time to train on one; default: the run's.")
+    flags.DEFINE_string("workdir", None, "A run that measured mu and alpha, or several runs, separated by commas.")
+    flags.DEFINE_float("rho", RHO, "Correlation of rollouts of nearly the same weights, 0 to 1. No run measures it.")
+    flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha; default: the runs'.")
+    flags.DEFINE_integer("rollouts", 0, "Rollouts that an iteration generates, R: the table also shows B and N.")
 
 
 def start() -> None:

@@ -46,9 +46,7 @@ from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
 
 if TYPE_CHECKING:
-    import ml_collections
-
-    from jaxrl_llm.config import PromptsConfig
+    from jaxrl_llm.config import PromptsConfig, Settings
 
 SCORER = ""  # set rewards.functions to a reward of this module or to "environment"
 
@@ -239,7 +237,7 @@ def steps(
 # ---- the job ---------------------------------------------------------------------------------------------------
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> Settings:
     """Return the settings of a job with plain GRPO. The maze has 3 x 2 fields, and a turn ends with its letter."""
     from jaxrl_llm.config import defaults  # imported here because environments run in processes without jax
 
