@@ -1,7 +1,7 @@
-"""Print the part of docs/methods.md about the recipes: what each sets that is not a default, its source, its clip.
+"""Print the generated part of docs/reference/recipes.md: settings, source and differences of every recipe.
 
     python launch/recipes.py                  prints it
-    python launch/recipes.py --write          puts it into docs/methods.md
+    python launch/recipes.py --write          puts it into docs/reference/recipes.md
 
 Owns: the table's form, when a clip cannot act. Does not know: what the other settings mean.
 """
@@ -21,11 +21,11 @@ from jaxrl_llm.settings.schema import differences
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 FOLDER = REPOSITORY / "jaxrl_llm" / "recipes"
-PAGE = REPOSITORY / "docs" / "methods.md"
+PAGE = REPOSITORY / "docs" / "reference" / "recipes.md"
 BEGIN, END = "<!-- printed by python launch/recipes.py -->\n", "<!-- end -->"
 NO_CLIP = (
     "Its clip cannot act: the one update of an iteration trains the weights that drew the rollouts, so every ratio is "
-    "1. How to set minibatches: [Names in TRL and verl](#names-in-trl-and-verl)."
+    "1. How to set [minibatches](../how-to/choose_a_method.md#minibatches)."
 )
 
 
@@ -119,15 +119,20 @@ def page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def filled(text: str) -> str:
+    """Return the text of the page with its generated part made anew."""
+    before, _, rest = text.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return before + BEGIN + page() + END + after
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"put it into {PAGE.relative_to(REPOSITORY)} instead")
     if not parser.parse_args().write:
         print(page(), end="")
         return
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    PAGE.write_text(before + BEGIN + page() + END + after)
+    PAGE.write_text(filled(PAGE.read_text()))
 
 
 if __name__ == "__main__":
