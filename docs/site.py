@@ -1,7 +1,7 @@
 """Hook of MkDocs: the pages outside of docs are pages of the site too, and links to them lead there.
 
-The pages of the repository link to each other by file paths, which work in any viewer. The site has the folder docs as its
-root. This hook adds ``OUTSIDE`` to the site and changes each link from one of the two to the other.
+The pages of the repository link to each other by file paths, which work in any viewer. The root of the site is the
+folder docs. This hook adds the files ``OUTSIDE`` to the site and changes every link to the place on the site.
 """
 
 import pathlib

@@ -27,6 +27,7 @@ from jaxrl_llm import config, method_config
 from jaxrl_llm.algorithms.use import Slot, keywords
 from jaxrl_llm.config import Config
 from jaxrl_llm.reports.metric_table import METRICS
+from jaxrl_llm.settings import schema
 from launch import recipes
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
@@ -136,7 +137,7 @@ def settings_page() -> str:
             slots.append((path, place))
         value = "none" if place and not default else shown(default)
         sections.setdefault(group, []).append((f"`{path}`", f"`{kind}`", value, setting.meaning))
-    text = GENERATED + HEADS["settings"]
+    text = GENERATED + HEADS["settings"] + "\n## Kinds of numbers\n\n" + table(("kind", "allowed"), kinds_of_numbers())
     for group, rows in sections.items():
         text += f"\n## {group}\n\n" + table(("setting", "allowed", "default", "meaning"), rows)
     text += (
@@ -145,6 +146,20 @@ def settings_page() -> str:
     for path, place in slots:
         text += f"\n### {path}\n\n" + table(("function", "settings", "what it is"), functions_of(place))
     return text
+
+
+def kinds_of_numbers() -> list[tuple[str, ...]]:
+    """Return the named kinds of numbers of ``schema`` with their ranges."""
+    rows = []
+    for name, kind in vars(schema).items():
+        bounds = [fact for fact in getattr(kind, "__metadata__", ()) if isinstance(fact, schema.Bounds)]
+        if bounds and not name.startswith("_"):
+            low = "from" if bounds[0].closed else "above"
+            zero = ", or 0" if bounds[0].or_zero else ""
+            rows.append(
+                (f"`{name}`", f"{kind.__origin__.__name__} {low} {bounds[0].low:g} to {bounds[0].high:g}{zero}")
+            )
+    return rows
 
 
 def functions_of(place: Slot) -> list[tuple[str, ...]]:
@@ -235,8 +250,8 @@ HEADS = {
 
 This page is for people who write a config or override one on the command line
 (`--config.rollout.group_size=4`). It lists every setting with its default. The groups are in the order of
-`jaxrl_llm/config.py`; `jaxrl_llm/method_config.py` has the groups `algorithm`, `replay`, `environments` and
-`model.lora`.
+`jaxrl_llm/config.py`; `jaxrl_llm/method_config.py` has the groups `algorithm`, `replay` and
+`environments`, and the adapters.
 """,
     "metrics": """# Metrics
 
@@ -247,7 +262,7 @@ unit and its denominator. A metric has one value per iteration, and is missing i
     "commands": """# Commands
 
 This page is for people who look up a flag. Each command is `python -m jaxrl_llm.NAME`, and `--help` prints the
-same text. Settings of a config are given as `--config.NAME=VALUE`.
+same text. Settings of a config are given as `--config.seed=1`.
 """,
 }
 

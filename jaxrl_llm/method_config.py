@@ -72,7 +72,8 @@ class LoraConfig:
 @dataclasses.dataclass(frozen=True)
 class EnvironmentsConfig:
     # Environment that answers the policy's turns, so that a completion has several: "package.module:name" or
-    # "path/to/file.py:name" of a class with TRL's interface, a function or an agent (docs/questions.md); "" = none.
+    # "path/to/file.py:name" of a class with TRL's interface, a function or an agent
+    # (docs/reference/environments.md); "" = none.
     factory: str = ""
     # Turns of the policy in a completion, at most.
     max_turns: Annotated[Count, WITH_TURNS] = 4

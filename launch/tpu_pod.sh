@@ -25,7 +25,7 @@ usage="usage: bash launch/tpu_pod.sh --name=TPU --zone=ZONE --config=FILE --work
 --dry-run                   print the commands instead of running them
 
 Ends with the status of train: 0 done, 2 bad input, 143 stopped or preempted (the same command goes on), 1 or
-another for a fault: docs/tpu.md has them all."
+another for a fault: docs/how-to/run_on_a_tpu_pod.md has them all."
 
 fail() {
     printf 'error: %s\n%s\n' "$*" "$usage" >&2

@@ -1,18 +1,17 @@
-"""What the documents say is run. Their files are written, their commands are typed into one folder, in their order.
+"""The pages: their files are written, their commands are run in one folder, and what they name exists.
 
-Of README.md and then the pages of docs, in the order of ``PAGES``. Commands run as they stand, with these exceptions,
-which make minutes of hours:
-  - ``train`` gets ``TINY`` instead of what it gives for those settings: two iterations of the tiny random model, and no
-    evaluation;
-  - ``sweep`` gets those settings too, and one learning rate instead of two;
+The commands of ``bash`` blocks run in the order of ``PAGES``, with these exceptions, which make minutes of hours:
+  - ``train`` and ``sweep`` get ``TINY`` instead of the same settings: two iterations of the tiny random model;
+  - ``train`` makes no evaluation, and ``sweep`` has one learning rate instead of two;
   - ``sft`` takes two steps;
   - ``--model=smollm2-135m-instruct`` becomes the tiny random model;
   - ``plan`` leaves out the evaluation's programs;
-  - ``launch/{setup,local,test}.sh`` are not run: ``test_launch`` does, with stand-ins for pip and Python.
-Not run are the commands of ``MEASURED``, which take hours or another machine: what they name must be there. Nor those
-of blocks that are marked ``shell``, which take files or a model of the reader's: their settings must be a config.
+  - ``launch/{setup,local,test}.sh`` are not run: ``test_launch`` runs them, with stand-ins for pip and Python.
+Commands of ``shell`` blocks need files, a model or hardware of the reader. Their flags are checked, and the settings of
+``train`` and ``sft`` must be a config. Commands of ``MEASURED`` take hours or another machine: their names must exist.
 """
 
+import ast
 import dataclasses
 import importlib.util
 import os
@@ -27,6 +26,9 @@ import pytest
 from support.building import ONE, mesh_of
 from support.command_line import run_command
 
+from docs import write_reference
+from docs.write_reference import commands as command_modules
+from docs.write_reference import flags_of
 from jaxrl_llm.algorithms.use import keywords
 from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten, freeze
 from jaxrl_llm.reports.metrics import METRICS
@@ -37,13 +39,24 @@ from jaxrl_llm.sweeps.table import Run
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 README = (REPOSITORY / "README.md").read_text()
-# In the order in which their commands are run: later ones read what earlier ones wrote.
-PAGES = ("README.md", "docs/questions.md", "docs/methods.md", "docs/replay.md", "docs/sweeps.md", "docs/running.md")
-# Typed by tests/launch/test_tpu_page.py, with stand-ins for what clusters have.
-TYPED_ELSEWHERE = ("docs/tpu.md", "docs/testing.md")
+GENERATED = tuple(f"docs/reference/{name}.md" for name in ("settings", "metrics", "recipes", "commands"))
+# tests/launch/test_tpu_page.py runs the commands, with stand-ins for the programs of clusters.
+# The commands of docs/testing.md are the tests themselves.
+TYPED_ELSEWHERE = ("docs/how-to/run_on_a_tpu_pod.md", "docs/testing.md")
 MEASURED = ("BENCHMARKS.md", "studies/replay_study.md")
-# Of the past: what it names may be gone.
+# Pages about the past: the names in them may be gone.
 DATED = ("studies/log.md", "CHANGELOG.md")
+
+
+def reading_order():
+    """The pages whose commands are run, in their order: later commands read the files of earlier ones."""
+    folders = ("tutorials", "how-to", "reference", "explanation")
+    found = [path for folder in folders for path in sorted((REPOSITORY / "docs" / folder).glob("*.md"))]
+    names = ["README.md", *(path.relative_to(REPOSITORY).as_posix() for path in found)]
+    return tuple(name for name in names if name not in TYPED_ELSEWHERE)
+
+
+PAGES = (*reading_order(), "docs/index.md", "CONTRIBUTING.md")
 TEXTS = {name: (REPOSITORY / name).read_text() for name in (*PAGES, *TYPED_ELSEWHERE, *MEASURED, *DATED)}
 TODAY = "\n".join(TEXTS[name] for name in PAGES + TYPED_ELSEWHERE + MEASURED)
 
@@ -85,15 +98,21 @@ def lines(block):
     return [line.strip() for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
+def in_blocks(language):
+    """Every different line of the blocks of a language in ``PAGES``."""
+    found = [line for name in PAGES for block in blocks(TEXTS[name], language) for line in lines(block)]
+    return list(dict.fromkeys(found))
+
+
 def commands():
-    """Every line of every bash block of the pages."""
-    return [line for name in PAGES for block in blocks(TEXTS[name], "bash") for line in lines(block)]
+    """The commands that are run."""
+    return in_blocks("bash")
 
 
 def measured():
     """Commands of the other pages, in blocks or indented, and of all pages in backquotes."""
     found = [line for name in MEASURED for block in blocks(TEXTS[name], "") for line in lines(block)]
-    indented = [re.findall(r"(?:^    .*\n)+", TEXTS[name], re.MULTILINE) for name in MEASURED]
+    indented = [re.findall(r"(?:^    .*\n)+", TEXTS[name], re.MULTILINE) for name in PAGES + MEASURED]
     found += [line for texts in indented for block in texts for line in lines(block)]
     found += re.findall(r"`((?:python -m|bash) [^`]+)`", TODAY)
     return [command for command in found if re.match(r"(python|bash) ", command)]
@@ -102,7 +121,10 @@ def measured():
 def files():
     """{name: text} of the blocks that a page introduces by a file name in backquotes and a colon."""
     pattern = r"`([\w.]+)`:\n\n```\w+\n(.*?)^```$"
-    return dict(re.findall(pattern, README + TEXTS["docs/methods.md"], re.DOTALL | re.MULTILINE))
+    found = [file for name in PAGES for file in re.findall(pattern, TEXTS[name], re.DOTALL | re.MULTILINE)]
+    for name, text in found:
+        assert text == dict(found)[name], f"two pages show {name} differently"
+    return dict(found)
 
 
 def shortened(command):
@@ -154,29 +176,45 @@ def run(command, folder):
     )
 
 
-def test_the_readme_shows_files_and_commands():
-    assert set(files()) == {"questions.jsonl", "rewards.py", "methods.py", "mine.py", "penalties.py"}
-    assert len([line for block in blocks(README, "bash") for line in lines(block)]) >= 9
-    assert len(commands()) >= 18 and len(measured()) >= 20
+def test_the_pages_show_files_and_commands():
+    shown = {
+        "questions.jsonl",
+        "rewards.py",
+        "methods.py",
+        "mine.py",
+        "penalties.py",
+        "scores.py",
+        "game.py",
+        "agent.py",
+    }
+    assert set(files()) == shown | {"tasks.jsonl"}
+    assert len([line for block in blocks(README, "bash") for line in lines(block)]) >= 4
+    assert len(commands()) >= 18 and len(in_blocks("shell")) >= 10 and len(measured()) >= 20
 
 
 def test_every_page_is_one_of_these():
-    pages = {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/*.md")}
-    pages |= {path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("studies/*.md")}
-    assert pages | {"README.md", "BENCHMARKS.md", "CHANGELOG.md"} == set(TEXTS)
+    found = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/**/*.md"), *REPOSITORY.glob("studies/*.md")]
+    assert {path.relative_to(REPOSITORY).as_posix() for path in found} == set(TEXTS)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_python_that_is_shown_is_python(name):
+    for block in blocks(TEXTS[name], "python"):
+        ast.parse(block)
 
 
 def anchors(text):
-    """Of its headings, as pages on the web name them."""
-    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    """The anchors of the headings, as pages on the web name them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_links_lead_somewhere(name):
     links = re.findall(r"\]\(([^)\s]+)\)", TEXTS[name])
-    assert links or name in ("CHANGELOG.md", "docs/questions.md", "docs/running.md"), name
     for link in links:
+        if "://" in link:
+            continue
         path, _, anchor = link.partition("#")
         target = (REPOSITORY / name).parent / path if path else REPOSITORY / name
         assert target.exists(), link
@@ -196,6 +234,20 @@ def test_programs_that_are_named_exist():
             assert (REPOSITORY / words[1]).exists(), command
         if words[:2] == ["python", "-m"] and "NAME" not in words[2]:
             assert importlib.util.find_spec(words[2]), command
+
+
+def test_flags_that_are_shown_exist():
+    """The flags of a command module, or settings of its config, or the flags of every absl program."""
+    known = {name: {flag.name for flag in flags_of(module)} for name, module in command_modules().items()}
+    for command in commands() + in_blocks("shell") + measured():
+        words = shlex.split(command, comments=True)
+        if "-m" not in words or not words[words.index("-m") + 1].startswith("jaxrl_llm."):
+            continue
+        name = words[words.index("-m") + 1].removeprefix("jaxrl_llm.")
+        for word in words:
+            flag = word.partition("=")[0].removeprefix("--")
+            if word.startswith("--") and not flag.startswith("config."):
+                assert flag.removeprefix("no") in known[name] or flag in known[name], command
 
 
 def test_results_that_are_named_exist():
@@ -239,7 +291,7 @@ def frozen(command):
 
 def test_settings_that_are_shown_are_a_config(folder, monkeypatch):
     monkeypatch.chdir(folder)
-    pages = [line for name in PAGES for block in blocks(TEXTS[name], "shell") for line in lines(block)]
+    pages = in_blocks("shell")
     shown = [command for command in pages + commands() if re.search(r"jaxrl_llm\.(train|sft) ", command)]
     configs = [frozen(command) for command in shown]
     # SmolLM2 says little in the 16 tokens of the default.
@@ -251,8 +303,10 @@ def test_commands_of_methods_by_turn_keep_nothing_of_the_maze(folder, monkeypatc
     monkeypatch.chdir(folder)
     maze, defaults = flatten(frozen("--config=configs/maze.py")), flatten(Config())
     of_maze = {name for name in maze if maze[name] != defaults[name]}
-    section = re.search("^### Methods by turn\n(.*?)^### ", TEXTS["docs/methods.md"], re.DOTALL | re.MULTILINE)[1]
-    shown = [flatten(frozen(line)) for block in blocks(section, "shell") for line in lines(block)]
+    page = TEXTS["docs/how-to/choose_a_method.md"]
+    section = re.search("^## Methods by turn\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)[1]
+    pages = ("docs/how-to/write_an_environment.md", "docs/how-to/train_on_programs.md")
+    shown = [flatten(frozen(line)) for name in pages for block in blocks(TEXTS[name], "shell") for line in lines(block)]
     assert len(shown) == 2 and {"sampling.stop_tokens", "prompts.arguments"} < of_maze
     for settings in shown:
         assert not {name for name in of_maze if settings[name] == maze[name]}
@@ -267,12 +321,21 @@ def test_metrics_that_are_named_exist():
     assert len(named) >= 10 and named <= set(METRICS)
 
 
-def test_the_table_of_recipes_is_what_its_command_prints(folder):
-    page = TEXTS["docs/methods.md"]
-    table = re.search(r"<!-- printed by (python launch/recipes.py) -->\n(.*?)<!-- end -->", page, re.DOTALL)
-    printed = run(table[1], folder)
-    assert printed.returncode == 0, printed.stderr
-    assert table[2] == printed.stdout and table[2].count("\n") > 20
+def test_generated_pages_are_current():
+    """``python -m docs.write_reference`` writes them."""
+    pages = write_reference.pages()
+    assert {f"docs/reference/{name}" for name in pages} == set(GENERATED)
+    stale = [name for name, text in pages.items() if text != TEXTS[f"docs/reference/{name}"]]
+    assert not stale, f"run python -m docs.write_reference: {stale}"
+    assert pages["recipes.md"].count("\n") > 100
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs (extra [docs]) is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", f"--site-dir={tmp_path / 'site'}"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 # What other tests run as well (test_plan, test_sweep, system) is slow here; nothing later reads what it writes.
@@ -320,11 +383,13 @@ def test_command_runs(index, folder, run_here, request):
     assert str(folder) not in done.stdout  # paths are shown as they were given
 
 
-def test_the_readme_names_every_command():
-    section = README.partition("## Commands")[2]
-    files = [*REPOSITORY.glob("jaxrl_llm/*.py"), *REPOSITORY.glob("jaxrl_llm/*/__main__.py")]
-    found = [path.parent if path.stem == "__main__" else path for path in files if "import start" in path.read_text()]
-    assert len(found) >= 12 and {path.stem for path in found} <= set(re.findall(r"`(\w+)`", section))
+def test_the_page_of_commands_has_every_command():
+    runners = [path for path in REPOSITORY.glob("jaxrl_llm/*.py") if "import start" in path.read_text()]
+    runners += [
+        path.parent for path in REPOSITORY.glob("jaxrl_llm/*/__main__.py") if "import start" in path.read_text()
+    ]
+    headings = set(re.findall(r"^## (\w+)$", TEXTS["docs/reference/commands.md"], re.MULTILINE))
+    assert len(runners) >= 12 and {path.stem for path in runners} == headings
 
 
 def test_the_readme_counts_the_recipes():
@@ -334,7 +399,7 @@ def test_the_readme_counts_the_recipes():
 
 
 def test_the_sweep_that_is_shown_is_the_shipped_one():
-    shown, tuned = blocks(TEXTS["docs/sweeps.md"], "python")
+    shown, tuned = blocks(TEXTS["docs/how-to/run_a_sweep.md"], "python")
     assert shown in (REPOSITORY / "configs/sweeps/debug.py").read_text()
     names = vars(points) | {"ARMS": [{"replay.capacity": 64}, {"replay.capacity": 128}]}
     exec(tuned, names)

@@ -1,6 +1,6 @@
 """World model that simulates an environment that is too slow, expensive or dangerous to train in.
 
-    jaxrl_llm.examples.dream:play    an agent (docs/questions.md), for policies that act by writing: a turn is an
+    jaxrl_llm.examples.dream:play    an agent, for policies that act by writing: a turn is an
                                          action, the reply the next observation, the reward the sum over the steps
     Dream                                a base class for policies that call tools; rewards per turn
 

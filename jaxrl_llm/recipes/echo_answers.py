@@ -4,7 +4,7 @@
 
 GRPO's loss of what the policy wrote, and in the same forward pass a little cross-entropy of what the environment
 answered, both a mean over each row's. So a group that all failed still teaches something. The questions are a maze for
-small models: "Methods by turn" in docs/methods.md says what to set for your own.
+small models: "Methods by turn" in docs/how-to/choose_a_method.md says what to set for your own.
 Source: arXiv:2605.24517. Differs: warnings of the harness are not left out, nor what a chat template writes around an
 answer.
 """

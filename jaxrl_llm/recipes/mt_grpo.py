@@ -4,7 +4,7 @@
 
 The outcome's advantage for every turn, and that of a turn's own reward besides for all but the last. Two updates of the
 whole batch, as in released scripts: the clip can act in the second. The questions are a maze for small models: "Methods
-by turn" in docs/methods.md says what to set for your own.
+by turn" in docs/how-to/choose_a_method.md says what to set for your own.
 Source: Zeng et al. 2025, arXiv:2505.11821. Differs: it has two turns; the same for each turn before the last is ours.
 """
 

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.train --config=recipe:step_masks --workdir=runs/step_masks
 
 Turns that were given less than nothing are seen and not learned: what followed on them is. The questions are a maze for
-small models: "Methods by turn" in docs/methods.md says what to set for your own.
+small models: "Methods by turn" in docs/how-to/choose_a_method.md says what to set for your own.
 Source: STeP, arXiv:2505.20023. Differs: there a teacher marks the wrong steps of trajectories that are imitated; here a
 turn's reward does, and the rest is the policy gradient of rewards to go.
 """

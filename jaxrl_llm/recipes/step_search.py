@@ -5,7 +5,7 @@
 PPO whose rewards come at the end of each turn, as what a search found that was new, less what had been found before.
 Each rollout is trained on once, in one of two minibatches as in released scripts, and the clip can act in the second:
 update.batch_size is half of an iteration's rollouts. Here the questions are a maze for small models: "Methods by turn"
-in docs/methods.md says what to set for your own.
+in docs/how-to/choose_a_method.md says what to set for your own.
 Source: Wang et al. 2025, arXiv:2505.15107. Differs: what a turn is worth is the environment's or a reward function's to
 say; no KL to the starting model, where it has 0.001.
 """

@@ -4,7 +4,8 @@
 
 Four rows of sixteen share their first turns, one or two of them, and go on each by itself: what these come to is the
 value of the state where they part. Shared turns have that value less the group's mean, later ones what they add to it.
-The questions are a maze for small models: "Methods by turn" in docs/methods.md says what to set for your own.
+The questions are a maze for small models: "Methods by turn" in docs/how-to/choose_a_method.md says what to set for your
+own.
 Source: Xiong et al. 2024, arXiv:2406.11176. Differs: it rolls out from each step of an expert, and imitates and prefers
 steps by the values; here they are the policy's own steps, one of each episode, and the values its advantage.
 """

@@ -6,7 +6,7 @@ The row's advantage, and that of a turn among the group's turns of its number by
 along an expert's way, and one that leaves it is patched, twice at most. Each rollout is trained on once, in one of four
 minibatches as in released scripts, and the clip can act from the second on: update.batch_size is a quarter of an
 iteration's rollouts. The questions are a maze for small models, whose expert takes a shortest way: "Methods by turn" in
-docs/methods.md says what to set for your own.
+docs/how-to/choose_a_method.md says what to set for your own.
 Source: Lu et al. 2025, arXiv:2509.11543. Differs: a group that is left out because its returns hardly differ is not
 replaced by another; the step that was wrong stays in the row, and the patch follows it; a turn is worth 1 where it is
 the expert's, without parts for its form and the kind of its action.

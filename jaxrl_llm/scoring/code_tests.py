@@ -14,8 +14,8 @@ failed and is never 0.
 
 Tests run in their own process with Python's own built-ins and modules (sandbox/program_tests.py). The names under
 test come from the program: its process receives the arguments of each call and returns the result, as plain values. The
-program's process never has the tests, the expected values or the report. docs/questions.md lists what a program can
-still do.
+program's process never has the tests, the expected values or the report. docs/reference/programs.md lists what a
+program can still do.
 
 ``feedback`` describes in words how the program does on the tests that the question shows. ``answer`` is an environment
 that sends this feedback between two tries (RLEF, Gehring et al. 2024, arXiv:2410.02089: public tests as feedback over

@@ -8,8 +8,9 @@ Row 0 of every array of draws is the figure itself, over all runs and questions.
 of the seeds.
 
 Experiments with the same seed have the same questions. Other seeds have other questions, but neighbouring seeds of
-reasoning-gym have nearly the same questions (docs/sweeps.md). Therefore all experiments draw the same seeds, and the
-same questions of each seed. A difference or a ratio of two experiments, taken row by row, has its own valid interval.
+reasoning-gym have nearly the same questions (docs/how-to/run_a_sweep.md). Therefore all experiments draw the same
+seeds, and the same questions of each seed. A difference or a ratio of two experiments, taken row by row, has its own
+valid interval.
 
 Different seeds already differ in their questions, so that resampling the questions too makes an interval rather too
 wide. Four seeds make it too narrow, because runs with other seeds are missing. A seed that is drawn twice gets other

@@ -59,7 +59,7 @@ def estimator(kind, num_groups):
 
 
 def test_every_deviation_stands_where_the_table_of_recipes_finds_it():
-    """docs/methods.md takes them from "Source:" on; what differs must not stand before it."""
+    """docs/reference/recipes.md takes them from "Source:" on; what differs must not stand before it."""
     for path in sorted(RECIPES.glob("[!_]*.py")):
         before, source = re.split(r"^Source:", path.read_text().split('"""')[1], maxsplit=1, flags=re.MULTILINE)
         assert not re.search(r"\b(ours|in the paper|its paper|the source)\b", before), path.name
@@ -383,7 +383,7 @@ def ratios_move(config, iterations=12):
 
 
 def test_the_page_says_that_a_clip_cannot_act_exactly_where_it_cannot():
-    page = (RECIPES.parents[1] / "docs" / "methods.md").read_text()
+    page = (RECIPES.parents[1] / "docs" / "reference" / "recipes.md").read_text()
     shown = dict(re.findall(r"^- \*\*[^*]+\*\* \(`(\w+)`\)(.*?)(?=^- |^<!-- end)", page, re.MULTILINE | re.DOTALL))
     clipped = ("clipped", "sequence_clipped", "gspo", "cispo", "remix_centred", "vcpo")  # their equations have a bound
     names = {path.stem for path in RECIPES.glob("[!_]*.py")}

@@ -296,7 +296,7 @@ def test_tools_in_the_system_s_message_stand_behind_the_system_prompt():
 @pytest.mark.torch
 @pytest.mark.skipif(not importlib.util.find_spec("openai"), reason="the openai package is not installed")
 def test_the_documented_agent_plays(tmp_path):
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "questions.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "how-to" / "train_an_agent.md").read_text()
     text = re.search(r"```python\n(from openai.*?)```", page, re.DOTALL)[1]
     (tmp_path / "agent.py").write_text(text)
     own = EnvironmentsConfig(factory=f"{tmp_path}/agent.py:play", num_workers=1, timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""docs/tpu.md: its commands are typed in their order, with stand-ins for what clusters have; its files are read.
+"""The page run_on_a_tpu_pod: its commands run in their order, with stand-ins for the programs of clusters.
 
 Not run are ``plan`` (its settings are checked) and what test_slurm and test_cluster_files run for real.
 """
@@ -19,7 +19,7 @@ from support.checkout import REPOSITORY, SUPPORT, Cloud, wait_for
 
 from jaxrl_llm.config import freeze
 
-PAGE = (REPOSITORY / "docs/tpu.md").read_text()
+PAGE = (REPOSITORY / "docs/how-to/run_on_a_tpu_pod.md").read_text()
 (POD_PY,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
 COMMANDS = [line.strip() for block in BLOCKS for line in block.replace("\\\n", " ").splitlines()]
@@ -268,8 +268,8 @@ def test_the_page_names_statuses_messages_and_files_that_are_there():
 
 def test_the_model_of_a_run_without_a_share_comes_from_its_bucket():
     """The disk that its metrics, report and exported model lie on goes with the pod of a job that ends well too."""
-    (section,) = re.findall(r"^## Without a share\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
-    assert "are lost with it" in section
+    (section,) = re.findall(r"^## Train without a share\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
+    assert "is lost with the machine" in section
     (command,) = re.findall(r"`python -m jaxrl_llm\.export ([^`]*)`", section)
     given = dict(word.removeprefix("--").split("=") for word in command.split())
     assert given["checkpoint"] == re.findall(r"--config\.checkpoint\.bucket=([^`]*)`", section)[0]

@@ -781,7 +781,7 @@ def gym_config(name="chain_sum", size=40, **arguments):
 
 
 def test_neighbouring_seeds_share_all_questions_but_one_of_each_level_and_far_ones_few(gym):
-    """As docs/sweeps.md says: a dataset's i-th question is of seed + i, and 30 of 3 levels are ten of each."""
+    """The page run_a_sweep says so: a dataset's i-th question is of seed + i, and 30 of 3 levels are ten of each."""
     of = lambda seed: {row.prompt for row in tasks.load(gym_config(size=30, levels=3), seed=seed).examples}
     assert len(of(0) & of(1)) == 27 and len(of(0) & of(10_000)) < 3
 

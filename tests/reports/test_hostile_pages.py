@@ -206,7 +206,7 @@ def stand_ins(tmp_path, monkeypatch):
     return given
 
 
-(OF_SEVERAL,) = re.findall("--launch='(.*srun.*)'`", (ROOT / "docs/running.md").read_text())
+(OF_SEVERAL,) = re.findall("--launch='(.*srun.*)'`", (ROOT / "docs/how-to/stop_and_resume.md").read_text())
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NAMES
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "questions.md").read_text()
+PAGE = (ROOT / "docs" / "how-to" / "write_an_environment.md").read_text()
 ENVIRONMENTS = ROOT / "tests" / "fixtures" / "environments.py"
 SETTINGS = {
     "num_iterations": 2,
@@ -59,10 +59,9 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_documented_game_trains_by_a_config_alone(run, tmp_path):
-    section = PAGE[PAGE.index("## Environments") :]
-    (tmp_path / "game.py").write_text(block(section, "`game.py`:"))
-    (tmp_path / "numbers.jsonl").write_text(block(section, "`numbers.jsonl`"))
-    shown = re.findall(r"config\.([\w.]+) = (.*)", block(section, "In a config:"))
+    (tmp_path / "game.py").write_text(block(PAGE, "`game.py`:"))
+    (tmp_path / "numbers.jsonl").write_text(block(PAGE, "`numbers.jsonl`"))
+    shown = re.findall(r"config\.([\w.]+) = (.*)", block(PAGE, "## 3. Set the config"))
     settings = {name: eval(value) for name, value in shown}
     assert len(settings) == 11
     # A random model of bytes calls no tool: its turns end at letters.

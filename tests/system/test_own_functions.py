@@ -207,7 +207,7 @@ def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_gr
 
 
 def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
-    """Those of docs/methods.md, by its command, and a term of ours beside them; traced, not trained."""
+    """Those of docs/how-to/write_a_method.md, by its command, and a term of ours beside them; traced, not trained."""
     ghosts.haunt(monkeypatch)
     for name in ("compile_all", "check_memory", "memory_table"):  # which the command imports anew
         monkeypatch.setattr(programs, name, getattr(train_module, name))

@@ -64,7 +64,7 @@ def test_a_decode_step_reads_weights_and_filled_blocks_of_caches_once(mesh):
     run, decode = decode_of(**mesh)
     step = pod_decode.step_of(run, decode)
     assert step.must < step.read <= 1.08 * step.must
-    # By hand, GiB of a chip: 16 bytes a parameter of 8.03e9 without the table; see docs/tpu.md.
+    # By hand, GiB of a chip: 16 bytes a parameter of 8.03e9 without the table; see docs/explanation/layouts.md.
     tensor = mesh.get("tensor", 1)
     weights = 2 * (8030261248 - 128256 * 4096) / tensor
     rows, prompts = 1024 * tensor // 16, 64 * tensor // 16
