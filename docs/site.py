@@ -30,14 +30,17 @@ def on_page_markdown(markdown, page, config, files):
     source = path_in_repository(page.file.src_uri)
 
     def moved(link):
-        target, mark, anchor = link[2].partition("#")
+        target, mark, anchor = link[3].partition("#")
         if not target or "://" in target:
             return link[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        is_page = files.get_file_from_path(place_on_site(path)) is not None
+        if not is_page and (REPOSITORY / path).is_file():
+            return link[2]  # A file of the repository that is not a page of the site: its name stays.
         relative = posixpath.relpath(place_on_site(path), posixpath.dirname(page.file.src_uri) or ".")
-        return f"{link[1]}{relative}{mark}{anchor})"
+        return f"{link[1]}[{link[2]}]({relative}{mark}{anchor})"
 
-    return re.sub(r"(\]\()([^)\s]+)\)", moved, markdown)
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)", moved, markdown)
 
 
 def place_on_site(path: str) -> str:

@@ -18,7 +18,7 @@ done
 extras=(test)
 case $tier in
     compiler) extras+=(plan) ;;
-    extras) extras+=(quant gcs retrieval) ;;
+    extras) extras+=(quant gcs retrieval docs) ;;
 esac
 bash launch/setup.sh "${extras[@]}"
 if [[ $tier == parity ]] && ! .venv/bin/python -c 'import torch' 2> /dev/null; then

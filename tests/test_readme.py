@@ -330,6 +330,7 @@ def test_generated_pages_are_current():
     assert pages["recipes.md"].count("\n") > 100
 
 
+@pytest.mark.tier("extras")
 def test_the_site_builds_without_a_broken_link(tmp_path):
     if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None:
         pytest.skip("mkdocs (extra [docs]) is not installed")

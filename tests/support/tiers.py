@@ -12,7 +12,7 @@ TIERS = {
     "recipes": "every law for every recipe",
     "slow": "laws on more meshes, model families, sizes and settings",
     "compiler": "programs compiled for TPU slices by the TPU compiler",
-    "extras": "what needs optional packages: quantised weights, buckets, search over documents",
+    "extras": "what needs optional packages: quantised weights, buckets, search over documents, the site",
     "sandbox": "attacks on the sandbox and on its limits",
     "hosts": "runs of several processes",
     "kills": "runs that are killed or stopped, and resumed",
