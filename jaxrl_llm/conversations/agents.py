@@ -36,7 +36,7 @@ from jaxrl_llm.scoring.reward_worker import number
 from jaxrl_llm.settings.functions import awaited
 
 ROLES = ("user", "tool")  # roles of the messages between two turns of the policy
-NOT_ITS = "is not an agent's to say: the run's sampling settings hold for its turns"
+FIXED_BY_RUN = "cannot be set by an agent: the run's sampling settings hold for its turns"
 # Further fields that a request may have and that have no effect: allowed values by name, () = any value.
 CHAT: dict[str, tuple[Any, ...]] = {"model": (), "tool_choice": ("auto",)}
 TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}  # the run's settings decide where a turn ends
@@ -44,19 +44,19 @@ ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # True =
 SPARE_THREADS = 8  # server threads for requests of ended episodes and for lists of models
 
 
-def is_agent(found: Any) -> bool:
-    """Return whether ``found`` is an agent: a function with the parameter ``base_url``."""
+def is_agent(factory: Any) -> bool:
+    """Return whether ``factory`` is an agent: a function with the parameter ``base_url``."""
     with contextlib.suppress(TypeError, ValueError):  # a function in C may have no signature
-        return not isinstance(found, type) and "base_url" in inspect.signature(found).parameters
+        return not isinstance(factory, type) and "base_url" in inspect.signature(factory).parameters
     return False
 
 
-def are_tokens(said: Any) -> bool:
+def are_tokens(value: Any) -> bool:
     """Return whether a prompt or an answer is a list of token ids, and not text or messages."""
-    return isinstance(said, list) and bool(said) and all(type(x) is int for x in said)
+    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
 
 
-def prompt_of(opening: Any, asked: list[Any], told: list[Any], system_prompt: str) -> Any:
+def prompt_of(opening: Any, agent_tools: list[Any], template_tools: list[Any], system_prompt: str) -> Any:
     """Return the prompt of an agent's first request.
 
     If the chat template receives other tools than the agent's, the agent's tools are listed in the system message. This
@@ -64,15 +64,15 @@ def prompt_of(opening: Any, asked: list[Any], told: list[Any], system_prompt: st
 
     Args:
         opening: messages or token ids of the first request.
-        asked: tools of the first request.
-        told: tools that the chat template receives.
+        agent_tools: tools of the first request.
+        template_tools: tools that the chat template receives.
         system_prompt: ``prompts.system_prompt``.
     """
-    if asked == told:
+    if agent_tools == template_tools:
         return opening
     if system_prompt and not any(message["role"] in ("system", "developer") for message in opening):
         opening = [{"role": "system", "content": system_prompt}, *opening]
-    return tools.told(opening, asked)
+    return tools.with_tool_list(opening, agent_tools)
 
 
 def prompt_shown(prompt: Any, decode: Callable[[list[int]], str]) -> Any:
@@ -81,23 +81,35 @@ def prompt_shown(prompt: Any, decode: Callable[[list[int]], str]) -> Any:
 
 
 class _Request:
-    """A request of an agent that waits for its answer. Its attribute ``said`` is messages or token ids."""
+    """A request of an agent that waits for its answer.
+
+    Attributes:
+        content: messages or token ids.
+        tools: tools of the request.
+        answer: receives (message, usage), or None when the episode is over.
+    """
 
     def __init__(self, body: dict[str, Any], is_tokens: bool):
-        self.is_tokens, body = is_tokens, dict(body)
+        body = dict(body)
+        self.is_tokens = is_tokens
+        self.content: list[Any]
+        self.tools: list[Any] = []
+        self.is_streamed = False
+        self.wants_usage = False
+        self.answer: queue.SimpleQueue[tuple[dict[str, Any], dict[str, int] | None] | None] = queue.SimpleQueue()
         if is_tokens:
-            self.said = body.pop("token_ids", None)
+            ids = body.pop("token_ids", None)
+            if not are_tokens(ids):
+                raise ValueError(f"token_ids={ids!r:.100} must be a list of whole numbers, not empty")
+            self.content = ids
             body |= body.pop("sampling_params", None) or {}
-            if not are_tokens(self.said):
-                raise ValueError(f"token_ids={self.said!r:.100} must be a list of whole numbers, not empty")
         else:
-            self.said = tools.texts_of(body.pop("messages", None))
-        heard = {} if is_tokens else {name: body.pop(name, None) for name in ("tools", "stream", "stream_options")}
-        self.tools = tools.functions_of(heard.get("tools") or [])
-        self.is_streamed, options = bool(heard.get("stream")), heard.get("stream_options") or {}
-        self.wants_usage = bool(options.get("include_usage"))
-        openai_api.pass_over(body, TOKENS if is_tokens else CHAT, NOT_ITS)
-        self.answer: queue.SimpleQueue[Any] = queue.SimpleQueue()  # (message, usage); None = the episode is over
+            self.content = tools.texts_of(body.pop("messages", None))
+            self.tools = tools.functions_of(body.pop("tools", None) or [])
+            self.is_streamed = bool(body.pop("stream", None))
+            options = body.pop("stream_options", None) or {}
+            self.wants_usage = bool(options.get("include_usage"))
+        openai_api.pass_over(body, TOKENS if is_tokens else CHAT, FIXED_BY_RUN)
 
 
 class Episode:
@@ -115,22 +127,26 @@ class Episode:
     """
 
     def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):
-        self.num_turns, self._reward = 0, 0.0
+        self.num_turns = 0
         self.drawn: Mapping[int, Any] = {}
         self.sizes: Sequence[Any] = ()
-        self._events: queue.SimpleQueue[_Request | Any] = queue.SimpleQueue()
+        self._reward: float | None = 0.0
+        self._events: queue.SimpleQueue[_Request | tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._name = secrets.token_hex(16)  # random part of the address, so that other programs cannot guess it
         server = _server()
         server.open(self._name, self._events)
         address = f"http://127.0.0.1:{server.server_port}/{self._name}/v1"
         threading.Thread(target=self._play, args=(play, address, columns), daemon=True).start()
-        self._request = self._events.get()
-        if not isinstance(self._request, _Request):
+        self._request: _Request | None = None
+        event = self._events.get()
+        if not isinstance(event, _Request):
             self.close()
-            self._end(self._request)
+            self._end(event)
             raise RuntimeError("the agent returned before it asked the policy for anything")
-        self._said = self.opening = self._request.said
-        self.tools = self._request.tools
+        self._request = event
+        self.opening = event.content
+        self.tools = event.tools
+        self._conversation = event.content  # messages or token ids up to the policy's next turn
 
     def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
         try:
@@ -146,30 +162,47 @@ class Episode:
             BaseException: the agent raised it.
         """
         before = self._request
+        if before is None:
+            raise ValueError("the agent has returned")
+        reply: dict[str, Any]
         if before.is_tokens:
             ids, logps = self.drawn[self.num_turns]
-            said, reply = self._said + ids, {"token_ids": ids, "logps": logps}
+            reply = {"token_ids": ids, "logps": logps}
+            conversation = self._conversation + ids
         else:
             reply = tools.message_of(turn, before.tools)
-            said = [*self._said, *tools.texts_of([reply])]
+            conversation = [*self._conversation, *tools.texts_of([reply])]
         usage = openai_api.usage(*self.sizes[self.num_turns]) if self.sizes else None
         self.num_turns += 1
         before.answer.put((reply, usage))
         event = self._events.get()
         if not isinstance(event, _Request):
             self.close()
-            return self._end(event)
+            self._end(event)
+            return None
         self._request = event
-        begun, new, is_tokens = event.said[: len(said)], event.said[len(said) :], before.is_tokens
-        same = event.is_tokens == is_tokens and event.tools == before.tools
-        if not same or not (begun == said if is_tokens else _same(begun, said)):
-            raise ValueError(f"request {self.num_turns + 1} of the agent does not go on from what was said before it")
-        self._said = event.said
-        if not new or not (is_tokens or all(message["role"] in ROLES for message in new)):
-            raise ValueError(f"request {self.num_turns + 1} of the agent must add messages of the user's or of tools'")
+        self._conversation = event.content
+        return self._new_content(before, event, conversation)
+
+    def _new_content(self, before: _Request, request: _Request, conversation: list[Any]) -> list[Any]:
+        """Return the part of a request that follows the conversation so far.
+
+        Raises:
+            ValueError: the request does not continue the conversation, or adds nothing.
+        """
+        begun = request.content[: len(conversation)]
+        new = request.content[len(conversation) :]
+        number_of_request = self.num_turns + 1
+        is_same = begun == conversation if before.is_tokens else _same(begun, conversation)
+        if request.is_tokens != before.is_tokens or request.tools != before.tools or not is_same:
+            raise ValueError(f"request {number_of_request} of the agent does not continue the conversation so far")
+        is_answer = before.is_tokens or all(message["role"] in ROLES for message in new)
+        if not new or not is_answer:
+            raise ValueError(f"request {number_of_request} of the agent must add messages of the user's or of tools'")
         return new
 
     def _end(self, event: tuple[Any, BaseException | None]) -> None:
+        """Set the reward from the value that the agent returned, or raise the exception that it raised."""
         reward, error = event
         if error is not None:
             raise error
@@ -190,11 +223,13 @@ class Episode:
     def close(self) -> None:
         """End the episode. The agent's pending and later requests are refused."""
         _server().episodes.pop(self._name, None)
-        waiting = [self._request]
+        pending = [self._request]
         while not self._events.empty():
-            waiting.append(self._events.get())
-        for request in waiting:
-            if isinstance(request, _Request):
+            event = self._events.get()
+            if isinstance(event, _Request):
+                pending.append(event)
+        for request in pending:
+            if request is not None:
                 request.answer.put(None)
 
 

@@ -13,9 +13,9 @@ import dataclasses
 import inspect
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.conversations import agents, environment_worker
@@ -31,6 +31,7 @@ from jaxrl_llm.scoring.worker_processes import (
 from jaxrl_llm.settings.functions import named
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, Example
 
+CALL = "jaxrl_llm.conversations.environment_worker:act"
 BEGUN_AT_ONCE = 64  # questions whose episodes are begun concurrently before a run
 
 
@@ -72,20 +73,24 @@ class Environment(contextlib.AbstractContextManager):
     """
 
     def __init__(self, config: Config, examples: Sequence[Example] = ()):
-        self._config, self._system_prompt = config.environments, config.prompts.system_prompt
-        found = _checked(self._config.factory, examples)
-        self.role = "tool" if isinstance(found, type) else "user"
-        self.is_agent = agents.is_agent(found)
-        self._wants_prompt = self.is_agent or _takes_prompt(found)
-        self.has_reward = self.is_agent or (self.role == "tool" and callable(getattr(found, "get_reward", None)))
+        self._config = config.environments
+        self._system_prompt = config.prompts.system_prompt
+        factory = _checked_factory(self._config.factory, examples)
+        is_class = isinstance(factory, type)
+        self.role = "tool" if is_class else "user"
+        self.is_agent = agents.is_agent(factory)
+        self._wants_prompt = self.is_agent or _takes_prompt(factory)
+        self.has_reward = self.is_agent or (is_class and callable(getattr(factory, "get_reward", None)))
         if "environment" in config.rewards.functions and not self.has_reward:
-            said = f"environments.factory={self._config.factory!r:.200} has no method get_reward"
-            raise ConfigError(f"rewards.functions='environment' needs rewards of the environment: {said}")
-        own = [import_function(name, f"rewards.functions={name!r}") for name in config.rewards.functions if ":" in name]
-        self.is_shown = self.role == "tool" and any(named(function, ("environments",)) for function in own)
-        self._printer, self._closed, self._episodes = Printer(), False, itertools.count()
-        how = [self._config.factory], self._printer, "jaxrl_llm.conversations.environment_worker:act"
-        self._workers = [Worker(*how) for _ in range(self._config.num_workers)]
+            raise ConfigError(
+                "rewards.functions='environment' needs an environment with rewards: "
+                f"environments.factory={self._config.factory!r:.200} has no method get_reward"
+            )
+        self.is_shown = is_class and _has_reader(config.rewards.functions)
+        self._closed = False
+        self._episodes = itertools.count()
+        self._printer = Printer()
+        self._workers = [Worker([self._config.factory], self._printer, CALL) for _ in range(self._config.num_workers)]
         self._threads = [ThreadPoolExecutor(1, "environment") for _ in self._workers]
         self._over: list[list[str]] = [[] for _ in self._workers]  # ended episodes that the process may drop
         self._kept: list[set[str]] = [set() for _ in self._workers]  # episodes that the process holds
@@ -95,7 +100,13 @@ class Environment(contextlib.AbstractContextManager):
         return next(self._episodes)
 
     def ask(
-        self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[Any], state: Any = None, **how
+        self,
+        episode: int,
+        example: Example,
+        turns: Sequence[str],
+        answers: Sequence[Any],
+        state: Any = None,
+        **keywords: Any,
     ) -> Future[Reply]:
         """Request the reply to the newest turn of an episode, without waiting for the reply.
 
@@ -103,58 +114,74 @@ class Environment(contextlib.AbstractContextManager):
             turns: texts of the policy's turns, oldest first. Without any turn, the episode begins.
             answers: answers to the turns before the newest.
             state: state of the previous reply, if that reply has a state.
-            how: further keyword arguments of ``environment_worker.act``.
+            keywords: further keyword arguments of ``environment_worker.act``.
         """
-        place = episode % len(self._workers)
         columns = example.columns
         if self._wants_prompt:
-            own, told = (example.prompt, []) if example.given is None else example.given
-            columns = {**columns, "prompt": own}
-            how |= {"told": told, "system_prompt": self._system_prompt} if self.is_agent else {}
-        given = str(episode), example.prompt, columns, list(turns), list(answers), state
-        return self._threads[place].submit(self._ask, place, example, given, **how)
+            prompt, template_tools = (example.prompt, []) if example.given is None else example.given
+            columns = {**columns, "prompt": prompt}
+            if self.is_agent:
+                keywords = {**keywords, "template_tools": template_tools, "system_prompt": self._system_prompt}
+        index = episode % len(self._workers)
+        request = _Request(str(episode), example, columns, list(turns), list(answers), state, keywords)
+        return self._threads[index].submit(self._ask, index, request)
 
-    def shown(self, *given: Any) -> Future[Reply]:
+    def shown(
+        self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[Any], state: Any = None
+    ) -> Future[Reply]:
         """Request the public attributes of an episode's instance after all turns; they are the reply's ``answer``."""
-        return self.ask(*given, is_over=True)
+        return self.ask(episode, example, turns, answers, state, is_over=True)
 
     def forget(self, episode: int) -> None:
         """Let the process drop an ended episode after the process has answered all earlier requests."""
-        place = episode % len(self._workers)
-        self._threads[place].submit(lambda: self._over[place].append(str(episode)))  # `_ask` replaces the list
+        index = episode % len(self._workers)
 
-    def _ask(self, place: int, example: Example, given: tuple[Any, ...], **how: bool) -> Reply:
-        over, self._over[place] = self._over[place], []
-        (key, *_, answers, state_before), kept = given, self._kept[place]
+        def append() -> None:
+            self._over[index].append(str(episode))  # in the worker's thread, because `_ask` replaces the list
+
+        self._threads[index].submit(append)
+
+    def _ask(self, index: int, request: _Request) -> Reply:
+        """Return the reply to a request. If the call fails, the reply has the failure's outcome and reason."""
+        over = self._over[index]
+        self._over[index] = []
+        kept = self._kept[index]
+        answer = reward = state = tools = None
+        seconds = 0.0
+        outcome = OUTCOME_SCORE
         try:
-            if self._closed:
-                raise EOFError
-            worker = self._workers[place]
-            process = worker.process
-            worker.ready()
-            if worker.process is not process:
-                kept.clear()
+            worker = self._ready_worker(index)
             kept.difference_update(over)
-            played_again = len(answers) if state_before is None and key not in kept else 0
-            timeout_s = self._config.timeout_s * (1 + played_again)
-            if key in kept and "drawn" in how:  # the process already has the tokens of the earlier turns
-                how["drawn"] = how["drawn"][-1:]
-            call = self._config.factory, over, *given, how
+            is_kept = request.key in kept
+            num_replayed = len(request.answers) if request.state is None and not is_kept else 0
+            timeout_s = self._config.timeout_s * (1 + num_replayed)
+            call = request.call(self._config.factory, over, is_kept)
             started = time.monotonic()
             answer, reward, wrong, state, tools = worker.ask(call, timeout_s, _is_reply)
-            seconds = (time.monotonic() - started) / (1 + played_again)
-            outcome = OUTCOME_SCORE if wrong is None else OUTCOME_ERROR
+            seconds = (time.monotonic() - started) / (1 + num_replayed)
             if wrong is None:
-                kept.add(key)
+                kept.add(request.key)
             else:
-                kept.discard(key)
+                kept.discard(request.key)
+                outcome = OUTCOME_ERROR
         except Exception as error:
             kept.clear()  # the new process holds no episode
-            (outcome, wrong), answer, reward, state, tools, seconds = failure_of(error), None, None, None, None, 0.0
-        reason = f"environment on {example.origin or 'a prompt'}: {wrong}" if wrong else ""
+            outcome, wrong = failure_of(error)
+        reason = f"environment on {request.example.origin or 'a prompt'}: {wrong}" if wrong else ""
         return Reply(answer, reward, outcome, reason, state, tools, seconds)
 
-    def __exit__(self, *_) -> None:
+    def _ready_worker(self, index: int) -> Worker:
+        """Return the worker when its process can take a call. A new process holds no episode."""
+        if self._closed:
+            raise EOFError
+        worker = self._workers[index]
+        process = worker.process
+        worker.ready()
+        if worker.process is not process:
+            self._kept[index].clear()
+        return worker
+
+    def __exit__(self, *_: object) -> None:
         self._closed = True
         for thread in self._threads:
             thread.shutdown(wait=False, cancel_futures=True)
@@ -162,6 +189,45 @@ class Environment(contextlib.AbstractContextManager):
         for thread in self._threads:
             thread.shutdown()
         close_workers(self._workers, self._printer)  # a thread may have started a process after `kill_workers`
+
+
+class _Request(NamedTuple):
+    """A request for the reply to the newest turn of an episode.
+
+    Attributes:
+        key: name of the episode in the worker process.
+        columns: the example's columns, and "prompt" if the environment takes it.
+        turns, answers, state, keywords: see ``Environment.ask``.
+    """
+
+    key: str
+    example: Example
+    columns: dict[str, Any]
+    turns: list[str]
+    answers: list[Any]
+    state: Any
+    keywords: dict[str, Any]
+
+    def call(self, factory: str, over: list[str], is_kept: bool) -> tuple[Any, ...]:
+        """Return the call of ``environment_worker.act``.
+
+        Args:
+            over: ended episodes that the process may drop.
+            is_kept: the process holds the episode, and so the tokens of its earlier turns.
+        """
+        keywords = dict(self.keywords)
+        if is_kept and "drawn" in keywords:
+            keywords["drawn"] = keywords["drawn"][-1:]
+        arguments = (over, self.key, self.example.prompt, self.columns, self.turns, self.answers, self.state)
+        return (factory, *arguments, keywords)
+
+
+def _has_reader(reward_functions: Sequence[str]) -> bool:
+    """Return whether one of the reward functions has the parameter ``environments``."""
+    for name in reward_functions:
+        if ":" in name and named(import_function(name, f"rewards.functions={name!r}"), ("environments",)):
+            return True
+    return False
 
 
 def _is_reply(answer: Any) -> bool:
@@ -184,11 +250,17 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
         yield None
         return
     with Environment(config, examples) as environment:
-        said, how = [{"role": environment.role, "content": ""}], config.prompts.encoding
-        frame = max(len(tokenizer.encode_answer(said, last, **how)) for last in (None, *tokenizer.eos_ids))
-        if frame >= (most := config.environments.max_answer_tokens):
-            said = f"environments.max_answer_tokens={most} must be at least {frame + 1}"
-            raise ConfigError(f"{said}: the chat template puts {frame} tokens around an answer")
+        empty = [{"role": environment.role, "content": ""}]
+        frames = [tokenizer.encode_answer(empty, None, **config.prompts.encoding)]
+        for end_id in tokenizer.eos_ids:
+            frames.append(tokenizer.encode_answer(empty, end_id, **config.prompts.encoding))
+        num_tokens = max(len(frame) for frame in frames)
+        max_tokens = config.environments.max_answer_tokens
+        if num_tokens >= max_tokens:
+            raise ConfigError(
+                f"environments.max_answer_tokens={max_tokens} must be at least {num_tokens + 1}: the chat template "
+                f"puts {num_tokens} tokens around an answer"
+            )
         yield environment
 
 
@@ -215,45 +287,77 @@ def shown(
         ConfigError: a tool's parameter has no type or no docstring. Or an episode failed to begin and
             ``prompts.bad_row`` is "error".
     """
-    prompts, bad, told = config.prompts, [], []
-    kept: list[list[tuple[Example, Reply]]] = []
+    prompts = config.prompts
     examples = [example for questions in sets for example in questions]
-    found = _checked(config.environments.factory, examples)
-    if not isinstance(found, type) and not agents.is_agent(found):
-        return prompts, [list(questions) for questions in sets], bad
-    if isinstance(found, type) and prompts.chat_template and "tools" not in prompts.chat_template_kwargs:
-        prompts = dataclasses.replace(prompts, chat_template_kwargs=_told(config, found, tokenizer))
+    factory = _checked_factory(config.environments.factory, examples)
+    is_class = isinstance(factory, type)
+    if not is_class and not agents.is_agent(factory):
+        return prompts, [list(questions) for questions in sets], []
+    if is_class and prompts.chat_template and "tools" not in prompts.chat_template_kwargs:
+        prompts = dataclasses.replace(prompts, chat_template_kwargs=_with_tools(config, factory, tokenizer))
+    bad: list[str] = []
     with Environment(config, examples) as environment:
-        ask = lambda example, episode: (example, episode, environment.ask(episode, example, (), ()))
-        for questions in sets:
-            kept.append([])
-            # In batches, because every open episode holds an instance or a thread.
-            parts = (questions[i : i + BEGUN_AT_ONCE] for i in range(0, len(questions), BEGUN_AT_ONCE))
-            begun = ([ask(example, environment.begin()) for example in part] for part in parts)
-            for example, episode, reply in itertools.chain.from_iterable(begun):
-                said = reply.result()
-                environment.forget(episode)
-                if said.outcome == OUTCOME_SCORE:
-                    if agents.are_tokens(said.answer):
-                        ids_of(said.answer, tokenizer.vocab_size)
-                    kept[-1].append((example, said))
-                    continue
-                bad.append(said.reason)
-                if prompts.bad_row == "error":
-                    raise ConfigError(said.reason)
-    asked = [said.tools for questions in kept for _, said in questions if said.tools]
-    are_one = bool(asked) and all(one == asked[0] for one in asked) and len(asked) == sum(map(len, kept))
-    if are_one and "tools" not in prompts.chat_template_kwargs and has_place_for_tools(tokenizer, prompts.encoding):
-        told = asked[0]
-        prompts = dataclasses.replace(prompts, chat_template_kwargs={**prompts.chat_template_kwargs, "tools": told})
-    return prompts, [[_begun(*one, told, prompts.system_prompt) for one in questions] for questions in kept], bad
+        begun = [_begin_all(environment, questions, config, tokenizer, bad) for questions in sets]
+    template_tools = _shared_tools([reply for questions in begun for _, reply in questions])
+    if template_tools and "tools" not in prompts.chat_template_kwargs:
+        if has_place_for_tools(tokenizer, prompts.encoding):
+            arguments = {**prompts.chat_template_kwargs, "tools": template_tools}
+            prompts = dataclasses.replace(prompts, chat_template_kwargs=arguments)
+        else:
+            template_tools = []
+    else:
+        template_tools = []
+    shown_sets = []
+    for questions in begun:
+        shown_sets.append(
+            [_begun(example, reply, template_tools, prompts.system_prompt) for example, reply in questions]
+        )
+    return prompts, shown_sets, bad
+
+
+def _begin_all(
+    environment: Environment, questions: Sequence[Example], config: Config, tokenizer: Any, bad: list[str]
+) -> list[tuple[Example, Reply]]:
+    """Begin and end an episode of each question. Return the questions whose episode began, with the replies.
+
+    Args:
+        bad: receives a message for each of the other questions.
+    """
+    begun = []
+    # In batches, because every open episode holds an instance or a thread.
+    for first in range(0, len(questions), BEGUN_AT_ONCE):
+        batch = []
+        for example in questions[first : first + BEGUN_AT_ONCE]:
+            episode = environment.begin()
+            batch.append((example, episode, environment.ask(episode, example, (), ())))
+        for example, episode, pending in batch:
+            reply = pending.result()
+            environment.forget(episode)
+            if reply.outcome == OUTCOME_SCORE:
+                if agents.are_tokens(reply.answer):
+                    ids_of(reply.answer, tokenizer.vocab_size)
+                begun.append((example, reply))
+                continue
+            bad.append(reply.reason)
+            if config.prompts.bad_row == "error":
+                raise ConfigError(reply.reason)
+    return begun
+
+
+def _shared_tools(replies: Sequence[Reply]) -> list[Any]:
+    """Return the tools of the agent's first requests if all requests have the same tools; else []."""
+    if not replies or not replies[0].tools:
+        return []
+    tools = replies[0].tools
+    return tools if all(reply.tools == tools for reply in replies) else []
 
 
 def has_place_for_tools(tokenizer: Any, encoding: dict[str, Any]) -> bool:
     """Return whether the chat template accepts tools in addition to the arguments in ``encoding``."""
-    told = {**encoding["chat_template_kwargs"], "tools": []}
+    arguments = {**encoding["chat_template_kwargs"], "tools": []}
+    messages = [{"role": "user", "content": "a"}]
     try:
-        tokenizer.encode_prompt([{"role": "user", "content": "a"}], **encoding | {"chat_template_kwargs": told})
+        tokenizer.encode_prompt(messages, **{**encoding, "chat_template_kwargs": arguments})
     except ConfigError:
         return False
     return True
@@ -266,35 +370,36 @@ def ids_of(ids: list[int], vocab_size: int) -> list[int]:
     return ids
 
 
-def _begun(example: Example, reply: Reply, told: list[Any], system_prompt: str) -> Example:
+def _begun(example: Example, reply: Reply, template_tools: list[Any], system_prompt: str) -> Example:
     """Return the question with the prompt that the episode began with.
 
     The text that ``reset`` returned is appended to the last message. An agent's first request replaces the prompt.
 
     Args:
-        told, system_prompt: see ``agents.prompt_of``.
+        template_tools, system_prompt: see ``agents.prompt_of``.
     """
-    text, prompt = reply.answer, example.prompt
+    text = reply.answer
+    prompt = example.prompt
     if text is None:
         return example
     if not isinstance(text, str):
-        begun = agents.prompt_of(text, reply.tools, told, system_prompt)
+        begun = agents.prompt_of(text, reply.tools, template_tools, system_prompt)
     elif isinstance(prompt, str):
         begun = prompt + text
     else:
         begun = [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
-    return dataclasses.replace(example, prompt=begun, given=(prompt, told))
+    return dataclasses.replace(example, prompt=begun, given=(prompt, template_tools))
 
 
-def _takes_prompt(found: Any) -> bool:
-    """Return whether ``found`` is a class whose ``reset`` has a parameter ``prompt`` or ``**kwargs``, as in TRL."""
-    if not isinstance(found, type):
+def _takes_prompt(factory: Any) -> bool:
+    """Return whether ``factory`` is a class whose ``reset`` has a parameter ``prompt`` or ``**kwargs``, as in TRL."""
+    if not isinstance(factory, type):
         return False
-    takes = inspect.signature(found.reset).parameters
-    return "prompt" in takes or any(x.kind is x.VAR_KEYWORD for x in takes.values())
+    parameters = inspect.signature(getattr(factory, "reset")).parameters  # noqa: B009, because `type` has no reset
+    return "prompt" in parameters or any(x.kind is x.VAR_KEYWORD for x in parameters.values())
 
 
-def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
+def _with_tools(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
     """Return ``prompts.chat_template_kwargs`` with the JSON schemas of the environment's tools under "tools".
 
     The schemas come from the methods' type hints and docstrings. If the chat template does not support tools, the
@@ -302,43 +407,54 @@ def _told(config: Config, environment: type, tokenizer: Any) -> dict[str, Any]:
     """
     from transformers.utils import get_json_schema  # here, because the import is slow
 
-    told = config.prompts.chat_template_kwargs
+    arguments = config.prompts.chat_template_kwargs
     if not has_place_for_tools(tokenizer, config.prompts.encoding):
-        return told
-    own = object.__new__(environment)  # bound methods, because a schema must not have the parameter `self`
+        return arguments
+    instance = object.__new__(environment)  # bound methods, because a schema must not have the parameter `self`
     try:
-        schemas = [get_json_schema(getattr(own, name)) for name in environment_worker.tools_of(environment)]
+        schemas = [get_json_schema(getattr(instance, name)) for name in environment_worker.tools_of(environment)]
     except Exception as error:
-        said = f"environments.factory={config.environments.factory!r:.200} has a tool that a template cannot be told of"
-        raise ConfigError(f"{said}: {error}") from error
-    return {**told, "tools": schemas}
+        raise ConfigError(
+            f"environments.factory={config.environments.factory!r:.200} has a tool without a schema: {error}"
+        ) from error
+    return {**arguments, "tools": schemas}
 
 
-def _checked(spec: str, examples: Sequence[Example]) -> Any:
+def _checked_factory(spec: str, examples: Sequence[Example]) -> Callable[..., Any]:
     """Return the class or function of ``environments.factory`` after checking its interface.
 
     Raises:
         ConfigError: it cannot be imported, lacks a required method or tool, or does not take every example's columns.
     """
-    said = f"environments.factory={spec!r:.200}"
-    found = import_function(spec, said)
-    is_class = isinstance(found, type)
-    if is_class:
-        if not callable(getattr(found, "reset", None)):
-            raise ConfigError(f"{said} must have a method reset(**columns)")
-        if not environment_worker.tools_of(found):
-            raise ConfigError(f"{said} must have a public method with a docstring: the tools that the policy calls")
-        given = {"prompt": 0} if _takes_prompt(found) else {}
+    setting = f"environments.factory={spec!r:.200}"
+    factory = import_function(spec, setting)
+    parameters: dict[str, Any] = {"prompt": None}
+    if isinstance(factory, type):
+        if not callable(getattr(factory, "reset", None)):
+            raise ConfigError(f"{setting} must have a method reset(**columns)")
+        if not environment_worker.tools_of(factory):
+            raise ConfigError(f"{setting} must have a public method with a docstring: the tools that the policy calls")
+        if not _takes_prompt(factory):
+            parameters = {}
+    elif agents.is_agent(factory):
+        parameters["base_url"] = None
     else:
-        given = {"prompt": 0, "base_url" if agents.is_agent(found) else "turns": 0}
+        parameters["turns"] = None
     for columns, origin in {tuple(example.columns): example.origin for example in reversed(examples)}.items():
         try:
-            if is_class:
-                inspect.signature(found).bind()
-                inspect.signature(found.reset).bind(None, **given, **dict.fromkeys(columns))
-            else:
-                inspect.signature(found).bind(**given, **dict.fromkeys(columns))
+            _bind(factory, dict(**parameters, **dict.fromkeys(columns)))
         except TypeError as error:
-            takes = ", ".join((*given, *columns))
-            raise ConfigError(f"{said} cannot play {origin}: {error}; given: {takes or 'nothing'}") from error
-    return found
+            names = ", ".join((*parameters, *columns))
+            raise ConfigError(
+                f"{setting} cannot play {origin}: {error}. It must take these parameters: {names or 'none'}"
+            ) from error
+    return factory
+
+
+def _bind(factory: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Raise TypeError if a class, or a function, does not take the arguments of an episode."""
+    if isinstance(factory, type):
+        inspect.signature(factory).bind()
+        inspect.signature(getattr(factory, "reset")).bind(None, **arguments)  # noqa: B009
+    else:
+        inspect.signature(factory).bind(**arguments)

@@ -49,9 +49,17 @@ _failed: set[str] = set()  # tools that have raised; each is reported on stderr 
 
 def tools_of(environment: type) -> list[str]:
     """Return the names of the methods that the policy may call."""
-    hidden = (*NO_TOOLS, *(SAVING if is_saved(environment) else ()))
-    public = (name for name in dir(environment) if not name.startswith("_") and name not in hidden)
-    return [name for name in public if callable(x := getattr(environment, name)) and getattr(x, "__doc__", None)]
+    hidden = [*NO_TOOLS]
+    if is_saved(environment):
+        hidden += SAVING
+    names = []
+    for name in dir(environment):
+        if name.startswith("_") or name in hidden:
+            continue
+        method = getattr(environment, name)
+        if callable(method) and getattr(method, "__doc__", None):
+            names.append(name)
+    return names
 
 
 def is_saved(environment: type) -> bool:
@@ -62,19 +70,23 @@ def is_saved(environment: type) -> bool:
 @functools.cache
 def _kinds_of(environment: type) -> dict[str, tool_calls.Kinds]:
     """Return which parameters of each tool accept a string or null, according to their type hints."""
-    found = {}
+    kinds: dict[str, tool_calls.Kinds] = {}
     for name in tools_of(environment):
         with contextlib.suppress(Exception):  # a hint may be a name that is not defined
-            found[name] = {x: _kinds(hint) for x, hint in typing.get_type_hints(getattr(environment, name)).items()}
-    return found
+            hints = typing.get_type_hints(getattr(environment, name))
+            kinds[name] = {parameter: _kinds(hint) for parameter, hint in hints.items()}
+    return kinds
 
 
 def _kinds(hint: Any) -> set[str]:
     """Return the subset of {"string", "null"} that a type hint accepts."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Literal):
-        return set().union(*map(_kinds, typing.get_args(hint)))
-    is_text = hint is str or isinstance(hint, str)  # an argument of a Literal is a string itself
-    return {"string"} if is_text else {"null"} if hint in (None, type(None)) else set()
+        return {kind for part in typing.get_args(hint) for kind in _kinds(part)}
+    if hint is str or isinstance(hint, str):  # an argument of a Literal is a string itself
+        return {"string"}
+    if hint is None or hint is type(None):
+        return {"null"}
+    return set()
 
 
 class Episode:
@@ -82,24 +94,29 @@ class Episode:
 
     Args:
         num_turns: answered turns. Above 0, the instance is restored from ``state``; else it is reset with ``columns``.
+
+    Attributes:
+        opening: the text that ``reset`` returned; None after a restore.
     """
 
     def __init__(self, environment: type, columns: dict[str, Any], num_turns: int = 0, state: Any = None):
-        self.own, self.num_turns = environment(), num_turns
-        self.tools = {name: getattr(self.own, name) for name in tools_of(environment)}
+        self.instance = environment()
+        self.num_turns = num_turns
+        self.tools = {name: getattr(self.instance, name) for name in tools_of(environment)}
+        self.opening: str | None = None
         if num_turns:
-            awaited(self.own.restore(state))
+            awaited(self.instance.restore(state))
         else:
-            self.opening = _said(awaited(self.own.reset(**columns)), "reset")
+            self.opening = _text_or_none(awaited(self.instance.reset(**columns)), "reset")
 
     def state(self) -> Any:
         """Return the argument of ``restore`` as plain JSON, None if the class cannot be saved."""
-        if not is_saved(type(self.own)):
+        if not is_saved(type(self.instance)):
             return None
         try:
-            return json.loads(json.dumps(awaited(self.own.state()), allow_nan=False))
+            return json.loads(json.dumps(awaited(self.instance.state()), allow_nan=False))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"state returned what JSON has not: {error}") from error
+            raise TypeError(f"state must return plain JSON: {error}") from error
 
     def answer(self, turn: str) -> list[dict[str, str]] | None:
         """Return one message for each tool call of a turn, None if the turn has no call.
@@ -107,31 +124,38 @@ class Episode:
         If a call is invalid or its tool raises, the message is the error, so that the policy can correct the call.
         """
         self.num_turns += 1
-        results = [result for call in tool_calls.calls_of(turn) for result in self._results(call)]
-        return [{"role": "tool", "content": result} for result in results] or None
+        messages = []
+        for call in tool_calls.calls_of(turn):
+            messages += [{"role": "tool", "content": result} for result in self._results(call)]
+        return messages or None
 
     def _results(self, call: tool_calls.Call) -> list[str]:
         try:
-            functions = tool_calls.read(call, _kinds_of(type(self.own)))
+            functions = tool_calls.read(call, _kinds_of(type(self.instance)))
         except Exception as error:
-            return [_told(error)]
-        return [self._call(*function) for function in functions]
+            return [_error_text(error)]
+        return [self._call(name, arguments) for name, arguments in functions]
 
     def _call(self, name: str, arguments: dict[str, Any] | str) -> str:
+        """Return the text of a tool's result, or of its error."""
         try:
             if name not in self.tools:
                 raise ValueError(f"there is no tool {name!r:.100}, but {', '.join(self.tools)}")
-            given = json_lines.strict(arguments) if isinstance(arguments, str) else arguments
+            keywords = json_lines.strict(arguments) if isinstance(arguments, str) else arguments
         except Exception as error:
-            return _told(error)
+            return _error_text(error)
         try:
-            result = awaited(self.tools[name](**given))
+            result = awaited(self.tools[name](**keywords))
         except Exception as error:
-            if error.__traceback__.tb_next and name not in _failed:  # raised inside the tool, not by wrong arguments
+            is_inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if is_inside and name not in _failed:  # raised inside the tool, not by wrong arguments
                 _failed.add(name)
-                said = f"warning: the tool {name} raised {message(error)}"
-                print(f"{said}; the policy is told so, every time, and you this once", file=sys.stderr)
-            return _told(error)
+                print(
+                    f"warning: the tool {name} raised {message(error)}; the policy receives the error every time, and "
+                    "this warning is printed once",
+                    file=sys.stderr,
+                )
+            return _error_text(error)
         return _text(result, f"the tool {name}") or ""
 
     def close(self) -> None:
@@ -140,18 +164,19 @@ class Episode:
     def shown(self) -> dict[str, Any]:
         """Return the public attributes and properties of the instance whose values are JSON."""
         state = {}
-        for name in dir(self.own):  # `dir` also lists attributes of the class
+        for name in dir(self.instance):  # `dir` also lists attributes of the class
             if not name.startswith("_"):
                 with contextlib.suppress(Exception):  # a property may raise, and a value may not be JSON
-                    state[name] = json.loads(json.dumps(getattr(self.own, name)))
+                    state[name] = json.loads(json.dumps(getattr(self.instance, name)))
         return state
 
     def reward(self) -> float | None:
         """Return the reward of the episode so far, None if the class has no ``get_reward``."""
-        if not callable(getattr(self.own, "get_reward", None)):
+        if not callable(getattr(self.instance, "get_reward", None)):
             return None
-        reward, reasons = awaited(self.own.get_reward()), []
-        if (score := reward_worker.number(reward, reasons)) is None:
+        reasons: list[str] = []
+        score = reward_worker.number(awaited(self.instance.get_reward()), reasons)
+        if score is None:
             raise ValueError(f"get_reward {reasons[0]}")
         return score
 
@@ -169,7 +194,7 @@ def act(
     is_over: bool = False,
     drawn: Sequence[Any] = (),
     sizes: Sequence[tuple[int, int]] = (),
-    told: Sequence[Any] = (),
+    template_tools: Sequence[Any] = (),
     system_prompt: str = "",
 ) -> list[Any]:
     """Answer the newest turn of an episode. If ``is_over``, return the public attributes of its instance instead.
@@ -184,7 +209,7 @@ def act(
         drawn: token ids and log-probs of the turns, for an agent (``agents.Episode``). If this process has the episode,
             the newest turn suffices.
         sizes: (tokens before the turn, tokens of the turn) of each turn, for an agent.
-        told: the agent's tools that the chat template receives.
+        template_tools: the agent's tools that the chat template receives.
         system_prompt: ``prompts.system_prompt``, for an agent.
 
     Returns:
@@ -199,56 +224,83 @@ def act(
     try:
         is_agent = agents.is_agent(environment)
         if not isinstance(environment, type) and not is_agent:
-            reply = _said(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
-            return [reply if reply is None else [{"role": "user", "content": reply}], None, None, None, None]
-        episode, answered = _episodes.get(key), max(0, len(turns) - (not is_over))
-        is_new, saved = episode is None or episode.num_turns != answered, ()
-        if is_new:
+            text = _text_or_none(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
+            answer = None if text is None else [{"role": "user", "content": text}]
+            return [answer, None, None, None, None]
+        num_answered = len(turns) if is_over else max(0, len(turns) - 1)
+        episode = _episodes.get(key)
+        is_replayed = False
+        if episode is None or episode.num_turns != num_answered:
             _forget(key)
-            saved = (answered, state) if answered and state is not None else ()
-            episode = _episodes[key] = (agents.Episode if is_agent else Episode)(environment, columns, *saved)
-        if is_agent:
+            is_replayed = num_answered == 0 or state is None
+            episode = _new_episode(environment, columns, 0 if is_replayed else num_answered, state)
+            _episodes[key] = episode
+        if isinstance(episode, agents.Episode):
             episode.drawn = dict(enumerate(drawn, len(turns) - len(drawn)))
             episode.sizes = sizes
-        if is_new and not saved:
-            how = (episode.tools, told, system_prompt)
-            if is_agent and turns and (opening := agents.prompt_of(episode.opening, *how)) != prompt:
-                begins = f"the agent begins with {opening!r:.100}"
-                raise RuntimeError(f"{begins}, not as before with {prompt!r:.100}")
-            for turn, said in zip(turns, answers, strict=False):
-                if (again := episode.answer(turn)) != said:
-                    raise RuntimeError(f"played again it answers {again!r:.100}, not {said!r:.100}")
+            if is_replayed and turns:
+                _check_opening(episode, prompt, template_tools, system_prompt)
+        if is_replayed:
+            _replay(episode, turns, answers)
         if is_over:
             return [episode.shown(), None, None, None, None]
-        reply = episode.answer(turns[-1]) if turns else episode.opening
-        tools_of_agent = episode.tools if is_agent and not turns else None
-        return [reply, episode.reward(), None, episode.state(), tools_of_agent]
+        answer = episode.answer(turns[-1]) if turns else episode.opening
+        agent_tools = episode.tools if is_agent and not turns else None
+        return [answer, episode.reward(), None, episode.state(), agent_tools]
     except BaseException as error:  # SystemExit too: an environment must not end this process
         _forget(key)
         return [None, None, message(error), None, None]
 
 
+def _new_episode(
+    environment: Callable, columns: dict[str, Any], num_turns: int, state: Any
+) -> Episode | agents.Episode:
+    """Return a new episode. An instance of a class continues from ``state`` if ``num_turns`` is above 0."""
+    if isinstance(environment, type):
+        return Episode(environment, columns, num_turns, state)
+    return agents.Episode(environment, columns)
+
+
+def _check_opening(episode: agents.Episode, prompt: Any, template_tools: Sequence[Any], system_prompt: str) -> None:
+    """Raise RuntimeError if a new agent's first request gives another prompt than the question has."""
+    opening = agents.prompt_of(episode.opening, episode.tools, list(template_tools), system_prompt)
+    if opening != prompt:
+        raise RuntimeError(f"the agent begins with {opening!r:.100}, not as before with {prompt!r:.100}")
+
+
+def _replay(episode: Episode | agents.Episode, turns: Sequence[str], answers: Sequence[Any]) -> None:
+    """Answer the earlier turns again. Raise RuntimeError if an answer differs from the first time."""
+    for turn, answer in zip(turns, answers, strict=False):
+        repeated = episode.answer(turn)
+        if repeated != answer:
+            raise RuntimeError(f"played again it answers {repeated!r:.100}, not {answer!r:.100}")
+
+
 def _forget(key: str) -> None:
-    if episode := _episodes.pop(key, None):
+    episode = _episodes.pop(key, None)
+    if episode is not None:
         episode.close()
 
 
-def _told(error: Exception) -> str:
-    return _text(f"error: {type(error).__name__}: {error}"[:300], "an error")  # an error may quote the policy's text
+def _error_text(error: Exception) -> str:
+    text = f"error: {type(error).__name__}: {error}"
+    return _text(text[:300], "an error") or ""  # an error may quote the policy's text
 
 
-def _said(value: Any, whose: str) -> str | None:
+def _text_or_none(value: Any, source: str) -> str | None:
     """Return ``_text`` of a value that must be a string or None. (A tool may return any value.)"""
     if not isinstance(value, str | None):
-        raise TypeError(f"{whose} returned {type(value).__name__}, not text or None")
-    return _text(value, whose)
+        raise TypeError(f"{source} returned {type(value).__name__}, not text or None")
+    return _text(value, source)
 
 
-def _text(value: Any, whose: str) -> str | None:
+def _text(value: Any, source: str) -> str | None:
+    """Return a value as text that UTF-8 can encode; None for None."""
     if value is None:
         return None
     if isinstance(value, (bytes, bytearray)):
-        raise TypeError(f"{whose} returned {type(value).__name__}, not text")
-    if len(text := str(value)) > MAX_ANSWER_CHARS:
-        raise ValueError(f"{whose} returned {len(text)} characters, more than {MAX_ANSWER_CHARS}")
+        raise TypeError(f"{source} returned {type(value).__name__}, not text")
+    text = str(value)
+    if len(text) > MAX_ANSWER_CHARS:
+        raise ValueError(f"{source} returned {len(text)} characters, more than {MAX_ANSWER_CHARS}")
     return text.encode("utf-8", "replace").decode()  # UTF-8 cannot encode lone surrogates; they become "?"

@@ -22,12 +22,15 @@ from typing import Any
 
 from jaxrl_llm.runtime import json_lines
 
-BEGIN, END = "<tool_call>", "</tool_call>"
+BEGIN = "<tool_call>"
+END = "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
 THINK, THOUGHT = "<think>", "</think>"  # the chat template may put <think> in the prompt
 MARKS = (BEGIN, END, MISTRAL, THOUGHT)
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+FUNCTION = "<function="
+FUNCTION_END = "</function>"
+PARAMETER = "<parameter="
+PARAMETER_END = "</parameter>"
 MAX_NAME_CHARS = 256
 
 _MARK = re.compile("|".join(map(re.escape, MARKS)))
@@ -91,7 +94,8 @@ class Reader:
         new = self._text[settled : self._settled].rstrip()
         if new:
             self._solid = settled + len(new)
-        shown, self._shown = self._shown, max(self._shown, self._solid)
+        shown = self._shown
+        self._shown = max(shown, self._solid)
         return self._text[shown : self._shown]
 
     def finish(self) -> None:
@@ -107,11 +111,12 @@ class Reader:
         """
         if not is_called:
             return self._text[self._shown :]
-        beside, place = [], self._shown
+        parts = []
+        place = self._shown
         for call in self.calls:
-            beside.append(self._text[place : call.start])
+            parts.append(self._text[place : call.start])
             place = call.end
-        text = "".join([*beside, self._text[place:]]).rstrip()
+        text = "".join([*parts, self._text[place:]]).rstrip()
         return text if self._shown else text.lstrip()
 
     # ---- the grammar ----
@@ -126,7 +131,8 @@ class Reader:
 
         A thought is the model's reasoning before ``</think>``.
         """
-        self.calls, self._is_broken = [], False
+        self.calls = []
+        self._is_broken = False
         place = yield from self._call_without_mark(place)
         opened = mistral = None  # the last mark of each kind without a call after it
         while True:
@@ -154,13 +160,15 @@ class Reader:
                 place = place if end is None else end
                 if after is not None and after == len(self._text):
                     self._add(Call(self._text[mark.end() : end], mark.start(), after))
-                    place, mistral = after, None
+                    place = after
+                    mistral = None
         if mistral is not None and not self.calls:
             self._add(Call(self._text[mistral.end() :], mistral.start(), len(self._text), is_broken=True))
         return None
 
     def _end_thought(self, place: int) -> int:
-        self.calls, self._is_broken = [], False
+        self.calls = []
+        self._is_broken = False
         self._thought_in_value = None
         self._settled = place
         return place
@@ -257,7 +265,8 @@ class Reader:
         on_lines = yield from self._starts(begin, "\n")
         start, close = self._closes.get(on_lines, (0, -1))
         if not start <= begin <= close:
-            close, place = -1, begin
+            close = -1
+            place = begin
             while close < 0:
                 place = yield from self._find(PARAMETER_END, place)
                 if place is None:
@@ -358,7 +367,7 @@ class Reader:
     def _string(self, place: int) -> Step:
         """Return the end of the string whose characters begin at ``place``, None if it is not JSON."""
         while True:
-            place = _PLAIN.match(self._text, place).end()
+            place = _end_of(_PLAIN, self._text, place)
             sign = self._text[place : place + 1]
             if sign == '"':
                 return place + 1
@@ -374,7 +383,7 @@ class Reader:
         """Return the end of the number, true, false or null at ``begin``, None for other text."""
         place = begin
         while True:
-            place = _WORD.match(self._text, place).end()
+            place = _end_of(_WORD, self._text, place)
             if place < len(self._text) or self._is_whole:
                 return place if _SCALAR.fullmatch(self._text, begin, place) else None
             yield
@@ -384,7 +393,7 @@ class Reader:
     def _after_space(self, place: int, space: re.Pattern = _SPACE) -> Step:
         """Return the position after the whitespace that begins at ``place``."""
         while True:
-            place = space.match(self._text, place).end()
+            place = _end_of(space, self._text, place)
             if place < len(self._text) or self._is_whole:
                 return place
             yield
@@ -409,6 +418,12 @@ class Reader:
             yield
 
 
+def _end_of(pattern: re.Pattern, text: str, place: int) -> int:
+    """Return the end of the pattern's match at ``place``; ``place`` itself without a match."""
+    match = pattern.match(text, place)
+    return place if match is None else match.end()
+
+
 def _begun_mark(text: str) -> str:
     """Return the end of the text that may be the beginning of a mark, "" if there is none."""
     tail = text[1 - max(map(len, MARKS)) :]
@@ -419,11 +434,14 @@ def _begun_mark(text: str) -> str:
 def _is_call(text: str) -> bool:
     """Return whether JSON without marks is a tool call. JSON without a name and arguments is an ordinary answer."""
     with contextlib.suppress(ValueError, RecursionError):
-        given = json_lines.strict(text)
-        calls = given if isinstance(given, list) else [given]
-        has_all = lambda x: isinstance(x, dict) and "name" in x and ("arguments" in x or "parameters" in x)
-        return bool(calls) and all(map(has_all, calls))
+        value = json_lines.strict(text)
+        calls = value if isinstance(value, list) else [value]
+        return bool(calls) and all(map(_has_name_and_arguments, calls))
     return False
+
+
+def _has_name_and_arguments(call: Any) -> bool:
+    return isinstance(call, dict) and "name" in call and ("arguments" in call or "parameters" in call)
 
 
 def calls_of(text: str) -> list[Call]:
@@ -443,25 +461,25 @@ def read(call: Call, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, An
     Raises:
         ValueError, TypeError, KeyError, RecursionError: the call cannot be parsed.
     """
+    functions: list[tuple[str, dict[str, Any] | str]] = []
     if call.functions is not None:
-        return [
-            (name, {key: _value(text, kinds.get(name, {}).get(key, ())) for key, text in parameters})
-            for name, parameters in call.functions
-        ]
+        for name, parameters in call.functions:
+            kinds_of_tool = kinds.get(name, {})
+            functions.append((name, {key: _value(text, kinds_of_tool.get(key, ())) for key, text in parameters}))
+        return functions
     if call.body.lstrip().startswith(FUNCTION):
         form = f"{FUNCTION}NAME>{PARAMETER}KEY>VALUE{PARAMETER_END}{FUNCTION_END}"
         raise ValueError(f"the call {call.body!r:.100} must have the form {form}")
-    given = json_lines.strict(call.body)
+    value = json_lines.strict(call.body)
     if call.is_broken:
         raise ValueError(f"the call {call.body!r:.100} must be an object or a list of objects")
-    found = []
-    for one in given if isinstance(given, list) else [given]:
-        name = one["name"]
-        arguments = one["arguments"] if "arguments" in one else one.get("parameters", {})
+    for function in value if isinstance(value, list) else [value]:
+        name = function["name"]
+        arguments = function["arguments"] if "arguments" in function else function.get("parameters", {})
         if not isinstance(name, str) or not isinstance(arguments, (dict, str)):
-            raise TypeError(f"a call must have a name and arguments by name, and is {one!r:.100}")
-        found.append((name, arguments))
-    return found
+            raise TypeError(f"a call must have a name and arguments by name, and is {function!r:.100}")
+        functions.append((name, arguments))
+    return functions
 
 
 def _value(text: str, kinds: Collection[str]) -> Any:

@@ -18,14 +18,20 @@ from jaxrl_llm.runtime import json_lines
 
 def functions_of(tools: Any) -> list[dict[str, Any]]:
     """Return the ``tools`` of a request unchanged. Raise ValueError if they are not a list of functions."""
-    for tool in tools if isinstance(tools, list) else [tools]:
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        is_one = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not is_one or not isinstance(tools, list):
+    items = tools if isinstance(tools, list) else [tools]
+    for tool in items:
+        if not isinstance(tools, list) or not _is_tool(tool):
             raise ValueError(
                 f'tools={tool!r:.200} must be a list of {{"type": "function", "function": {{"name": ..}}}}'
             )
-    return tools
+    return items
+
+
+def _is_tool(tool: Any) -> bool:
+    if not isinstance(tool, dict) or tool.get("type") != "function":
+        return False
+    function = tool.get("function")
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _json(value: Any) -> str:
@@ -33,16 +39,20 @@ def _json(value: Any) -> str:
     return json_lines.written(value, ensure_ascii=False)
 
 
-def told(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
+def with_tool_list(messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the messages with the tools in the system message, for a chat template that does not support tools.
 
     If the first message is not a system message, a system message is inserted before it.
     """
     lines = "\n".join(_json(tool["function"]) for tool in tools)
-    text = f"You may call these functions, which are given as JSON:\n<tools>\n{lines}\n</tools>\nTo call one write "
-    text += '<tool_call>{"name": NAME, "arguments": {..}}</tool_call> and nothing after it.'
-    first, rest = (messages[0], messages[1:]) if messages[0]["role"] == "system" else (None, messages)
-    return [{"role": "system", "content": f"{first['content']}\n\n{text}" if first else text}, *rest]
+    text = (
+        f"You may call these functions, which are given as JSON:\n<tools>\n{lines}\n</tools>\nTo call one write "
+        '<tool_call>{"name": NAME, "arguments": {..}}</tool_call> and nothing after it.'
+    )
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": text}, *messages]
+    system = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
+    return [system, *messages[1:]]
 
 
 def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
@@ -58,34 +68,40 @@ def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
     Raises:
         ValueError: there is no message, an item is not a message, or a part is not text.
     """
-    said = []
-    for message in messages if isinstance(messages, list) and messages else [messages]:
-        role, content = (message.get(x) for x in ("role", "content")) if isinstance(message, dict) else (None, None)
-        if isinstance(content, list):
-            content = "\n".join(map(_text_of_part, content))
-        calls = message.get("tool_calls") or [] if isinstance(message, dict) else []
-        try:
-            functions = [_function(call["function"]) for call in calls]
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"tool_calls={calls!r:.200} must have functions with a name and arguments") from None
-        if not isinstance(role, str) or not (isinstance(content, str) or (functions and content is None)):
-            raise ValueError(f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
-        if apart and functions and all(isinstance(function["arguments"], dict) for function in functions):
-            named = [
-                {"type": "function", "function": function} | _texts("id", call)
-                for call, function in zip(calls, functions, strict=True)
-            ]
-            said.append({"role": role, "content": content or "", "tool_calls": named})
-        else:
-            written = [f"{BEGIN}\n{_json(function)}\n{END}" for function in functions]
-            answered = _texts("tool_call_id", message) if apart else {}
-            said.append({"role": role, "content": "\n".join([*([content] if content else []), *written])} | answered)
-    return said
+    items = messages if isinstance(messages, list) and messages else [messages]
+    return [_text_message(message, messages, apart) for message in items]
 
 
-def _texts(key: str, given: dict[str, Any]) -> dict[str, str]:
+def _text_message(message: Any, messages: Any, apart: bool) -> dict[str, Any]:
+    """Return one message of ``texts_of``; ``messages`` is the whole list, for the error message."""
+    fields = message if isinstance(message, dict) else {}
+    role = fields.get("role")
+    content = fields.get("content")
+    if isinstance(content, list):
+        content = "\n".join(map(_text_of_part, content))
+    calls = fields.get("tool_calls") or []
+    try:
+        functions = [_function(call["function"]) for call in calls]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"tool_calls={calls!r:.200} must have functions with a name and arguments") from None
+    has_content = isinstance(content, str) or (bool(functions) and content is None)
+    if not isinstance(role, str) or not has_content:
+        raise ValueError(f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
+    if apart and functions and all(isinstance(function["arguments"], dict) for function in functions):
+        named_calls = []
+        for call, function in zip(calls, functions, strict=True):
+            named_calls.append({"type": "function", "function": function, **_text_field("id", call)})
+        return {"role": role, "content": content or "", "tool_calls": named_calls}
+    lines = [content] if content else []
+    lines += [f"{BEGIN}\n{_json(function)}\n{END}" for function in functions]
+    call_id = _text_field("tool_call_id", fields) if apart else {}
+    return {"role": role, "content": "\n".join(lines), **call_id}
+
+
+def _text_field(key: str, fields: dict[str, Any]) -> dict[str, str]:
     """Return ``{key: value}`` if the key's value is a string, else {}."""
-    return {key: given[key]} if isinstance(given.get(key), str) else {}
+    value = fields.get(key)
+    return {key: value} if isinstance(value, str) else {}
 
 
 def _text_of_part(part: Any) -> str:
@@ -99,17 +115,26 @@ def _kinds_of(function: dict[str, Any]) -> Kinds:
 
     Only the function's name has been checked, so that every part of its schema may be missing or malformed.
     """
-
-    def kinds(schema: Any) -> list[str]:
-        if not isinstance(schema, dict):
-            return []
-        own, others = schema.get("type"), schema.get("anyOf")
-        own = [*(own if isinstance(own, list) else [own]), *(["null"] if schema.get("nullable") else [])]
-        return own + [kind for other in (others if isinstance(others, list) else []) for kind in kinds(other)]
-
     parameters = function.get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
-    return {key: kinds(schema) for key, schema in properties.items()} if isinstance(properties, dict) else {}
+    if not isinstance(properties, dict):
+        return {}
+    return {key: _kinds_of_schema(schema) for key, schema in properties.items()}
+
+
+def _kinds_of_schema(schema: Any) -> list[Any]:
+    """Return the JSON types that a schema accepts."""
+    if not isinstance(schema, dict):
+        return []
+    types = schema.get("type")
+    kinds = list(types) if isinstance(types, list) else [types]
+    if schema.get("nullable"):
+        kinds.append("null")
+    alternatives = schema.get("anyOf")
+    if isinstance(alternatives, list):
+        for alternative in alternatives:
+            kinds += _kinds_of_schema(alternative)
+    return kinds
 
 
 def _function(function: dict[str, Any]) -> dict[str, Any]:
@@ -144,24 +169,31 @@ class Message:
         if self._reader is None:
             return ""
         self._reader.finish()
-        found = self._read()
-        for name, arguments in found:
-            arguments = arguments if isinstance(arguments, str) else _json(arguments)
-            function = {"name": name, "arguments": arguments}
-            self.tool_calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function})
-        return self._reader.rest(is_called=bool(found))
+        functions = self._functions(self._reader.calls)
+        for name, arguments in functions:
+            text = arguments if isinstance(arguments, str) else _json(arguments)
+            call = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
+            self.tool_calls.append({**call, "function": {"name": name, "arguments": text}})
+        return self._reader.rest(is_called=bool(functions))
 
-    def _read(self) -> list[tuple[str, dict[str, Any] | str]]:
+    def _functions(self, calls: Sequence[tool_calls.Call]) -> list[tuple[str, dict[str, Any] | str]]:
+        """Return the (name, arguments) of all calls; [] if any call cannot be parsed."""
+        functions = []
         try:
-            return [one for call in self._reader.calls for one in tool_calls.read(call, self._kinds)]
+            for call in calls:
+                functions += tool_calls.read(call, self._kinds)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             return []
+        return functions
 
 
 def message_of(turn: str, tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the assistant message of a whole turn. If the request had tools, calls are in ``tool_calls``."""
     content, calls = calls_in(turn, tools)
-    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def calls_in(turn: str, tools: Sequence[dict[str, Any]]) -> tuple[str | None, list[dict[str, Any]]]:

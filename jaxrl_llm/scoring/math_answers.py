@@ -29,7 +29,7 @@ try:
     import sympy
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 except ModuleNotFoundError as error:
-    raise ConfigError(f"rewards.functions: 'math' needs {error.name}: pip install 'jaxrl_llm[math]'") from error
+    raise ConfigError(f"rewards.functions='math' needs {error.name}: pip install 'jaxrl_llm[math]'") from error
 
 # Silence the warning that no timeout is set. math_verify's timeout uses a signal, which fails silently outside the main
 # thread. The deadline of the reward pool is enforced instead.

@@ -307,7 +307,7 @@ class _Chat(_Route):
         tokenizer = self.server.tokenizer
         how = {"system_prompt": "", "chat_template": True, "chat_template_kwargs": template_kwargs}
         if functions and not has_place_for_tools(tokenizer, how):
-            return tokenizer.encode_prompt(tools.told(tools.texts_of(messages), functions), **how)
+            return tokenizer.encode_prompt(tools.with_tool_list(tools.texts_of(messages), functions), **how)
         if functions:
             how = how | {"chat_template_kwargs": {**template_kwargs, "tools": functions}}
         with contextlib.suppress(ConfigError):

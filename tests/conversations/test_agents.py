@@ -65,9 +65,9 @@ def test_an_agent_whose_process_died_begins_anew_and_must_say_the_same():
 @pytest.mark.parametrize(
     ("start", "said"),
     [
-        ("forgets", "request 2 of the agent does not go on from what was said before it"),
-        ("rewrites", "request 2 of the agent does not go on from"),
-        ("repeats", "request 2 of the agent does not go on from"),
+        ("forgets", "request 2 of the agent does not continue the conversation so far"),
+        ("rewrites", "request 2 of the agent does not continue"),
+        ("repeats", "request 2 of the agent does not continue"),
         ("preaches", "request 2 of the agent must add messages of the user's or of tools'"),
         ("words", "the agent returned 'much', which is no reward"),
         ("infinite", "the agent returned inf"),
@@ -87,7 +87,7 @@ def test_what_an_agent_does_wrong_is_a_failure_that_says_so(start, said):
     ("start", "said"),
     [
         ("silent", "the agent returned before it asked the policy for anything"),
-        ("cold", "400: temperature is not an agent's to say: the run's sampling settings hold"),
+        ("cold", "400: temperature cannot be set by an agent: the run's sampling settings hold"),
         ("lost", "404: no route POST"),
     ],
 )
@@ -117,7 +117,7 @@ def test_an_agent_without_a_reward_of_its_own_leaves_it_to_reward_functions():
         assert reply.result(30).outcome == OUTCOME_SCORE
         scores = Played([[{"role": "assistant", "content": "a"}]], [[reply]], 2).own_scores()
     assert scores.outcome == [OUTCOME_ERROR] and scores.reasons == ["environment: an agent returned no reward"]
-    with pytest.raises(ConfigError, match=r"cannot play a\.jsonl:1.*given: prompt, base_url, number"):
+    with pytest.raises(ConfigError, match=r"cannot play a\.jsonl:1.*: prompt, base_url, number"):
         Environment(config("two_letters_alone"), [Example("p", {"number": 1}, "a.jsonl:1")])
 
 
@@ -251,8 +251,8 @@ def test_what_an_agent_says_that_asks_for_nothing_is_passed_over_and_what_cannot
         refused.append(client.ask("[" * 10**5))
         assert [status for status, _ in refused] == [400] * 4
         said = [json.loads(text)["error"]["message"] for _, text in refused]
-        assert said[0] == "top_p=0.5 is not there: only 1" and "must be a list of" in said[1]
-        assert said[2].startswith("max_tokens is not an agent's to say") and said[3].startswith("the body")
+        assert said[0] == "top_p=0.5 is not supported: it must be 1" and "must be a list of" in said[1]
+        assert said[2].startswith("max_tokens cannot be set by an agent") and said[3].startswith("the body")
         return 1.0
 
     episode = agents.Episode(play, {})
@@ -261,7 +261,7 @@ def test_what_an_agent_says_that_asks_for_nothing_is_passed_over_and_what_cannot
 
 def test_a_template_with_a_place_for_tools_is_told_those_that_every_question_of_an_agent_has():
     """As ``serve`` tells them; others stand in the system's message."""
-    told = tools.told(USER, TOOLS)
+    told = tools.with_tool_list(USER, TOOLS)
     examples = [Example("p", {"number": 1}), Example("p", {"number": 2})]
     for name, takes, wanted in (
         ("with_tools", True, ([USER] * 2, TOOLS)),
@@ -281,7 +281,7 @@ def test_a_template_with_a_place_for_tools_is_told_those_that_every_question_of_
 def test_tools_in_the_system_s_message_stand_behind_the_system_prompt():
     """They were a system message of the agent's own, before which `prompts.system_prompt` does not stand."""
     settings = dataclasses.replace(config("with_tools"), prompts=PromptsConfig(system_prompt="Be brief."))
-    whole = tools.told([{"role": "system", "content": "Be brief."}, *USER], TOOLS)
+    whole = tools.with_tool_list([{"role": "system", "content": "Be brief."}, *USER], TOOLS)
     assert whole[0]["content"].startswith("Be brief.\n\nYou may call these functions") and whole[1:] == USER
     for takes, wanted in ((True, USER), (False, whole)):
         _, ((one,),), _ = shown(settings, Template(takes), [Example("p", {"number": 1})])
@@ -290,7 +290,7 @@ def test_tools_in_the_system_s_message_stand_behind_the_system_prompt():
             assert [x.reason for x in play(environment, ["a"], example=one)] == [""]
     for role in ("system", "developer"):
         own = [{"role": role, "content": "Play."}, *USER]
-        assert agents.prompt_of(own, TOOLS, [], "Be brief.") == tools.told(own, TOOLS)
+        assert agents.prompt_of(own, TOOLS, [], "Be brief.") == tools.with_tool_list(own, TOOLS)
 
 
 @pytest.mark.torch

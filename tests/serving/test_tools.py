@@ -288,7 +288,7 @@ def test_arguments_that_are_no_json_come_back_as_they_went():
         ({"tools": [{"type": "retrieval"}]}, "tools={'type': 'retrieval'} must be a list of"),
         ({"tools": "weather"}, "tools='weather' must be"),
         ({"tools": TOOLS[0]}, "must be a list of"),
-        ({"skip_special_tokens": False}, "skip_special_tokens=False is not there: only True"),
+        ({"skip_special_tokens": False}, "skip_special_tokens=False is not supported: it must be True"),
         ({"stop": ["a"] * 17}, "must be at most 16 texts of at most 256 characters"),
         ({"stop": "a" * 257}, "must be at most 16 texts of at most 256 characters"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice='required' must be 'auto' or 'none'"),
@@ -341,7 +341,7 @@ def test_texts_that_are_not_english_are_told_as_they_are():
     """JSON's escapes are tokens that no model has been trained on."""
     function = {"name": "wetter", "description": "Wie warm ist es in Zürich? 天气"}
     call = {"function": {"name": "wetter", "arguments": '{"ort": "Zürich"}'}}
-    (system, _) = tools.told(USER, [{"type": "function", "function": function}])
+    (system, _) = tools.with_tool_list(USER, [{"type": "function", "function": function}])
     assert "Zürich? 天气" in system["content"]
     (said,) = tools.texts_of([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert '"ort": "Zürich"' in said["content"]
@@ -446,7 +446,7 @@ def test_an_address_of_ip_6_is_listened_at():
 
 def test_a_client_is_told_why_it_is_refused():
     with scripted("No.") as (server, _):
-        with pytest.raises(OSError, match=r"HTTP Error 400: Bad Request: top_p=0\.5 is not there: only 1"):
+        with pytest.raises(OSError, match=r"HTTP Error 400: Bad Request: top_p=0\.5 is not supported: it must be 1"):
             chat_client.said(f"http://127.0.0.1:{server.server_port}/v1", USER, top_p=0.5)
         assert chat_client.said(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
 

@@ -315,8 +315,8 @@ def test_config_file_that_is_none(text, named, tmp_path, refused):
         ("optimizer.learning_rate=-1", ["optimizer.learning_rate=-1.0", "at least 0"]),
         ("sampling.temperature=nan", ["sampling.temperature=nan"]),
         ("rewards.functions=('none.py:f',)", ["rewards.functions", "none.py"]),
-        ("rewards.functions=('nosuch:f',)", ["rewards.functions: 'nosuch:f' cannot be used: ModuleNotFoundError"]),
-        ("rewards.functions=('/tmp:f',)", ["rewards.functions: '/tmp:f' cannot be used: ModuleNotFoundError"]),
+        ("rewards.functions=('nosuch:f',)", ["rewards.functions='nosuch:f' cannot be used: ModuleNotFoundError"]),
+        ("rewards.functions=('/tmp:f',)", ["rewards.functions='/tmp:f' cannot be used: ModuleNotFoundError"]),
         ("rollout.prompts_per_iteration=4", ["rollout.prompts_per_iteration=4", "multiple of 8"]),
         ("sampling.temperature=0", ["sampling.temperature=0.0"]),
         ("sampling.stop_strings=('a<|eos|>',)", ["sampling.stop_strings has 'a<|eos|>'", "sampling.stop_tokens"]),
@@ -335,7 +335,7 @@ def test_a_reward_function_that_does_not_take_the_columns(name, argument, tmp_pa
     evaluation = [f"--config={DEBUG_CONFIG}", "--model=random:debug", f"--config.{override}"]
     for line in (refused("train", *train_arguments(tmp_path, override)), refused("evaluate", *evaluation)):
         assert f"{name}' cannot score letters:" in line and f"'{argument}'" in line
-        assert "given: prompts, completions, allowed" in line
+        assert ": prompts, completions, allowed" in line
 
 
 def test_a_workdir_that_is_a_file_or_in_one(tmp_path, refused):
