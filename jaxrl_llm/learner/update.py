@@ -35,8 +35,7 @@ from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT, surrogate_terms
 from jaxrl_llm.config import AlgorithmConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import adapter_modules
 from jaxrl_llm.learner.low_memory import apply_updates
-from jaxrl_llm.learner.micro_batches import MicroBatches, padded
-from jaxrl_llm.learner.packed_batches import packed
+from jaxrl_llm.learner.micro_batches import MicroBatches, packed, padded
 from jaxrl_llm.models import lora, moe
 from jaxrl_llm.models.row_logp import RowValues, row_logp
 from jaxrl_llm.models.transformer import Model
@@ -197,7 +196,7 @@ class Update:
             found = self._ratios(self._tokens(policy_logp, rows, mask, moment))
             return jax.tree.map(lambda x, new: x.at[i].set(new), seen, found)
 
-        shape = (micros.most, *jax.eval_shape(micros.at, 0)[1].shape)
+        shape = (micros.max_count, *jax.eval_shape(micros.at, 0)[1].shape)
         nothing = Ratios(jnp.zeros(shape), jnp.zeros(shape), jnp.zeros(shape, bool))
         seen = jax.lax.fori_loop(0, micros.count, ratios, nothing)
         seen = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), seen)
