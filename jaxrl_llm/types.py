@@ -15,6 +15,7 @@ from typing import Annotated, Any, Protocol, Self, TypeVar
 
 import flax.struct
 import jax
+import jax.numpy as jnp
 
 # Two kinds of values if several hosts run one job. An Agreed value enters a program, or decides whether a program is
 # called. If one host had another value, the other hosts would wait forever. A PerHost value is for that host's rows.
@@ -233,3 +234,46 @@ class TrainState:
     # previous iteration), "reference" (only if the run resets the reference).
     others: Mapping[str, Any] = flax.struct.field(default_factory=dict)
     scalars: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # "entropy_coefficient" if it changes
+
+
+@flax.struct.dataclass
+class Sums:
+    """Sums and maxima over the tokens or rows of a batch, by name. A name is either a total or a maximum.
+
+    The pieces of a batch, and the batches of an iteration, are combined without a division. Means are computed at the
+    end, from totals (``reports.metrics``).
+    """
+
+    totals: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # numbers that add up
+    maxima: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)
+    # [len(AGE_BUCKETS) + 1], the part of a total that the rows of each age bucket contribute
+    by_age: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return self.totals[name] if name in self.totals else self.maxima[name]
+
+    def union(self, other: Sums) -> Sums:
+        """Return the sums of both. No name may be in both."""
+        return Sums({**self.totals, **other.totals}, {**self.maxima, **other.maxima}, {**self.by_age, **other.by_age})
+
+    def plus(self, other: Sums) -> Sums:
+        """Combine the same sums of two pieces of a batch."""
+        return Sums(
+            jax.tree.map(jnp.add, self.totals, other.totals),
+            jax.tree.map(jnp.maximum, self.maxima, other.maxima),
+            jax.tree.map(jnp.add, self.by_age, other.by_age),
+        )
+
+    def over_batches(self) -> Sums:
+        """Combine the sums of several batches, which are stacked along the first axis."""
+
+        def total(x: jax.Array) -> jax.Array:
+            return jnp.sum(x, axis=0)
+
+        return Sums(
+            jax.tree.map(total, self.totals), jax.tree.map(jnp.max, self.maxima), jax.tree.map(total, self.by_age)
+        )
+
+    def named(self) -> dict[str, jax.Array]:
+        """Return totals and maxima by name, without the sums by age."""
+        return {**self.totals, **self.maxima}

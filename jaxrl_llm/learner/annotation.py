@@ -126,7 +126,7 @@ class Annotation:
             # Only the readout is used. The compiler removes the unused log-probs.
             outputs = self.update.logp(params["policy"], rows, group_size=unit, head=params["critic"]).readout
             mask = sampled_mask(rows.prompt_length, rows.length, rows.policy_version)
-            return jnp.where(mask, expected_value(outputs, self.update.bins), 0.0)
+            return jnp.where(mask, expected_value(outputs, self.update.objective.bins), 0.0)
 
         return self._by_micro_batch(look, rollout)
 

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.learner.update import HIGH_GAP
+from jaxrl_llm.learner.loss import HIGH_GAP
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.runtime.checkpoint_files import by_name

@@ -178,7 +178,9 @@ class LearnerPrograms:
 
     def _init_state(self, params: Any) -> TrainState:
         config, bonus = self.config, self.config.algorithm.entropy_bonus
-        head = {"critic": values.new_head(self.model.arch.width, self.update.bins)} if config.has_critic else {}
+        head = (
+            {"critic": values.new_head(self.model.arch.width, self.update.objective.bins)} if config.has_critic else {}
+        )
         learned = {"policy": params, **head}
         kept = {
             "average": config.keeps_average,
@@ -226,11 +228,18 @@ class LearnerPrograms:
 
         state, ring, sums = self.update.step(state, ring, iteration, jax.random.fold_in(key, iteration), draw, base)
         if config.replay.min_ess:
-            by_age = (sums[f"{name}_by_age"] for name in ("ratio_sum", "ratio_square_sum", "token_count"))
-            ring = replay.retire_stale(ring, iteration, corrections.effective_share(*by_age), config.replay)
+            effective = corrections.effective_share(
+                sums.by_age["ratio_sum"], sums.by_age["ratio_square_sum"], sums.by_age["token_count"]
+            )
+            ring = replay.retire_stale(ring, iteration, effective, config.replay)
         rate = optim.schedule(config.optimizer, config.num_updates)(jnp.maximum(state.step - 1, 0))
-        sums |= {"filled_slots": replay.num_filled(ring), "wasted_share": replay.wasted_share(ring)}
-        return state, ring, sums | {"learning_rate": rate}
+        figures = {
+            "by_age": sums.by_age,
+            "filled_slots": replay.num_filled(ring),
+            "wasted_share": replay.wasted_share(ring),
+            "learning_rate": rate,
+        }
+        return state, ring, sums.named() | figures
 
     def _reset_reference(self, state: TrainState, ring: RingState) -> tuple[TrainState, RingState]:
         """Return the state with the policy's weights as the reference, and an empty ring.

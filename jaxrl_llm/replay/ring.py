@@ -37,7 +37,7 @@ from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay import choice
 from jaxrl_llm.replay.choice import lanes
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState
+from jaxrl_llm.types import AGE_BUCKETS, Experience, RingState, Sums
 
 
 @flax.struct.dataclass
@@ -291,17 +291,17 @@ def _age_bucket(age: jax.Array) -> jax.Array:
     return jnp.searchsorted(jnp.asarray(AGE_BUCKETS), age).astype(jnp.int32)
 
 
-def sums(info: DrawInfo) -> dict[str, Any]:
+def sums(info: DrawInfo) -> Sums:
     """Return sums, a maximum and counts [] i32 over the real rows of a draw. The metrics compute means from them."""
-    return {
+    totals = {
         "age_sum": jnp.sum(info.age),
-        "age_max": jnp.max(info.age),
         "uses_sum": jnp.sum(info.uses),
         "first_use_count": jnp.sum(info.first_use, dtype=jnp.int32),
         "since_last_use_sum": jnp.sum(info.since_last_use),
         "real_count": jnp.sum(info.is_real, dtype=jnp.int32),
         "unique_prompt_count": _num_different(info.question, info.is_real),
     }
+    return Sums(totals, {"age_max": jnp.max(info.age)})
 
 
 def usage(ring: RingState) -> tuple[jax.Array, jax.Array]:

@@ -126,7 +126,7 @@ def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
         "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
     }
     names = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
-    by_age = (map(float, used[f"{name}_by_age"]) for name in names)
+    by_age = (map(float, used["by_age"][name]) for name in names)
     for label, tokens, clipped, total, square in zip(AGE_LABELS, *by_age, strict=True):
         if tokens:
             values[f"update/clip_frac_age_{label}"] = clipped / tokens

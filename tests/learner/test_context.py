@@ -48,7 +48,7 @@ def check_equal(name, mesh):
     update, rows, (expected, sums_expected) = whole(name)
     # Two key heads are copied for four devices of attention.
     found, sums = gradient(update, rows, mesh)
-    for key, value in sums_expected.items():
+    for key, value in sums_expected.named().items():
         np.testing.assert_allclose(sums[key], value, rtol=1e-5, atol=1e-5, err_msg=key)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())

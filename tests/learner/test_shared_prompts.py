@@ -73,7 +73,7 @@ def test_gradient_is_that_of_unshared_prompts_padded_or_packed():
         for other, sums_other in others:
             # Measured: 3e-7 of the norm.
             assert float(optax.tree.norm(jax.tree.map(jnp.subtract, one, other))) < 2e-6 * norm
-            for name, value in sums_one.items():
+            for name, value in sums_one.named().items():
                 np.testing.assert_allclose(value, sums_other[name], rtol=2e-6, atol=2e-5, err_msg=name)
 
 

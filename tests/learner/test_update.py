@@ -23,7 +23,7 @@ from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Sums, TrainState
 
 # --- the loss and its gradient ---
 
@@ -208,7 +208,7 @@ def test_the_policy_before_is_what_the_iteration_before_began_with():
     update = building.make_update({"divergence": building.penalty("k3", "convex"), "updates_per_iteration": 2})
     update = dataclasses.replace(update, optimizer=optax.sgd(1e-3))
     rows = building.on_mesh(update, building.random_experience())
-    draw = lambda ring, key: (ring, rows, {})
+    draw = lambda ring, key: (ring, rows, Sums())
     step = jax.jit(lambda state: update.step(state, None, jnp.int32(0), jax.random.key(0), draw)[0])
     first = building.train_state(update)
     params = first.params["policy"]
@@ -231,7 +231,7 @@ def test_each_update_has_a_draw_of_its_own_and_the_start_is_before_the_first():
 
     def draw(ring, key):
         count, keys = ring
-        return (count + 1, keys.at[count].set(jax.random.key_data(key))), batch, {}
+        return (count + 1, keys.at[count].set(jax.random.key_data(key))), batch, Sums()
 
     first = building.train_state(update)
     first = first.replace(opt_state={"policy": update.optimizer.init(first.params["policy"])})
@@ -246,7 +246,7 @@ def test_each_update_has_a_draw_of_its_own_and_the_start_is_before_the_first():
 
 def test_each_iteration_has_draws_of_its_own(monkeypatch):
     learner = assemble(freeze({}), TINY, (5,), mesh_of(ONE)).learner
-    monkeypatch.setattr(Update, "step", lambda self, state, ring, iteration, key, *_: (state, ring, {"key": key}))
+    monkeypatch.setattr(Update, "step", lambda self, state, ring, iteration, key, *_: (state, ring, Sums({"key": key})))
     state, ring = types.SimpleNamespace(step=jnp.int32(1)), learner._init_ring()
     keys = [learner._update(state, ring, jnp.int32(i), jax.random.key(0))[2]["key"] for i in range(3)]
     assert len(np.unique(jax.random.key_data(jnp.stack(keys)), axis=0)) == 3
@@ -474,7 +474,7 @@ def test_metrics_are_sums_over_the_trained_tokens():
     by_token = {"clipped_count": clipped, "ratio_sum": ratio, "ratio_square_sum": ratio**2}
     for name, value in (by_token | {"token_count": np.ones(size)}).items():
         by_age = [value[bucket == k].sum() for k in range(6)]
-        np.testing.assert_allclose(sums[f"{name}_by_age"], by_age, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(sums.by_age[name], by_age, rtol=1e-5, err_msg=name)
 
 
 def test_the_gap_is_of_rows_of_one_version_where_the_sampler_kept_keys_of_older_weights():
@@ -567,7 +567,7 @@ def step_of_batches(update):
     """The update's step, jitted, whose draws are the batches that it is given, one after the other."""
 
     def step(state, batches, iteration=0):
-        draw = lambda i, key: (i + 1, jax.tree.map(lambda x: x[i], batches), {})
+        draw = lambda i, key: (i + 1, jax.tree.map(lambda x: x[i], batches), Sums())
         return update.step(state, jnp.int32(0), iteration, jax.random.key(0), draw)
 
     return jax.jit(step)
@@ -646,7 +646,7 @@ def test_a_runs_rate_falls_over_all_updates_of_all_its_iterations(monkeypatch):
             updates, state = step(jnp.ones(1), state, jnp.zeros(1))
             moved.append(-updates[0])
         np.testing.assert_allclose(moved, rates, rtol=1e-4)
-    monkeypatch.setattr(Update, "step", lambda self, state, ring, *_: (state, ring, {}))
+    monkeypatch.setattr(Update, "step", lambda self, state, ring, *_: (state, ring, Sums()))
     ring, now = learner._init_ring(), (jnp.int32(0), jax.random.key(0))
     told = jax.jit(lambda step: learner._update(types.SimpleNamespace(step=step), ring, *now)[2]["learning_rate"])
     np.testing.assert_allclose([told(step) for step in range(7)], [0.6, *rates], rtol=1e-5)  # 0: none was usable

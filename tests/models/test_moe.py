@@ -336,8 +336,8 @@ def test_padding_packing_microbatches_and_meshes_do_not_change_loss_and_gradient
         layouts += [(update_of(micro_batch_size=4, remat="full"), ONE), (update_of(**packed), ONE)]
     for update, mesh in layouts:
         gradient, found = building.gradient(update, rows, mesh=mesh)
-        assert found.keys() == sums.keys()
-        for name, value in sums.items():
+        assert found.named().keys() == sums.named().keys()
+        for name, value in sums.named().items():
             np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
         flat = lambda tree: np.concatenate([x.astype(np.float64).ravel() for x in jax.tree.leaves(tree)])
         assert np.linalg.norm(flat(gradient) - flat(expected[0])) <= 1e-5 * np.linalg.norm(flat(expected[0]))

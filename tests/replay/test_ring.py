@@ -19,7 +19,7 @@ from jaxrl_llm.learner import faults
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.replay.choice import is_spent
 from jaxrl_llm.runtime import sharding
-from jaxrl_llm.types import Experience, Rollout
+from jaxrl_llm.types import Experience, Rollout, Sums
 
 WIDTH = 4
 
@@ -318,7 +318,7 @@ def test_uses_ages_and_first_uses_follow_the_closed_forms():
             ended = replay.ended(before, ring, num_new=num_in)
             key = jax.random.fold_in(jax.random.key(0), iteration)
             ring, rows, info = replay.draw(ring, key, iteration, ReplayConfig(), batch_size=num_out)
-            return ring, (ids_of(rows), info, replay.sums(info) | ended)
+            return ring, (ids_of(rows), info, replay.sums(info).union(Sums(ended)))
 
         ring = replay.init(shape_of(1), capacity=num_slots, num_shards=2)
         return jax.lax.scan(step, ring, jnp.arange(steps))[1]
@@ -363,7 +363,7 @@ def test_a_ring_of_one_iteration_is_on_policy():
         key = jax.random.key(iteration)
         ring, rows, info = jit_draw(ring, key, np.int32(iteration), ReplayConfig(), batch_size=8)
         assert sorted(ids_of(rows).ravel().tolist()) == ids.tolist()
-        sums = {name: int(value) for name, value in jit_sums(info).items()}
+        sums = {name: int(value) for name, value in jit_sums(info).named().items()}
         unique = sums.pop("unique_prompt_count")
         assert unique == 4  # two rows of each question
         expected = {"age_sum": 0, "age_max": 0, "uses_sum": 8, "first_use_count": 8, "real_count": 8}

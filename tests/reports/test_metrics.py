@@ -234,7 +234,7 @@ def learned(config=None, **sums):
     names = "real_count first_use_count since_last_use_sum filled_slots gap_max own_token_count row_count ratio_sum"
     names += " ratio_square_sum sequence_ratio_sum sequence_ratio_square_sum token_count update_count"
     by_age = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
-    used = dict.fromkeys(names.split(), 0.0) | {f"{name}_by_age": np.zeros(6, np.float32) for name in by_age}
+    used = dict.fromkeys(names.split(), 0.0) | {"by_age": {name: np.zeros(6, np.float32) for name in by_age}}
     return metrics.update_values(freeze(config or {}), used | sums)
 
 
@@ -325,7 +325,7 @@ def test_a_maximum_of_nothing_is_none():
 def test_figures_by_age_are_of_the_tokens_of_that_age():
     by_age = lambda x: np.array([0, x, 0, 0, 0, 0], np.float32)
     sums = {"token_count": 8, "clipped_count": 2, "ratio_sum": 6, "ratio_square_sum": 9}
-    values = learned(**{f"{name}_by_age": by_age(x) for name, x in sums.items()})
+    values = learned(by_age={name: by_age(x) for name, x in sums.items()})
     found = {name: x for name, x in values.items() if "_age_" in name and name.startswith("update/")}
     assert found == {"update/clip_frac_age_1": 0.25, "update/ess_frac_age_1": 0.5}
 

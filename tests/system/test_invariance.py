@@ -39,8 +39,8 @@ def wider(rows, extra):
 def assert_same(actual, expected):
     """Sums to 1e-5, gradients to 1e-5 of the gradient's norm."""
     (gradient, sums), (gradient_expected, sums_expected) = actual, expected
-    assert sums.keys() == sums_expected.keys()
-    for name, value in sums_expected.items():
+    assert sums.named().keys() == sums_expected.named().keys()
+    for name, value in sums_expected.named().items():
         np.testing.assert_allclose(sums[name], value, rtol=1e-5, err_msg=name)
     flat = lambda tree: np.concatenate([x.astype(np.float64).ravel() for x in jax.tree.leaves(tree)])
     difference = np.linalg.norm(flat(gradient) - flat(gradient_expected))
