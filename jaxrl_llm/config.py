@@ -11,14 +11,9 @@ dataclasses (nested), which sizes fit together (limits), devices, files, models.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import importlib.metadata
 import json
-import pathlib
-import platform
-import subprocess
 from typing import Annotated, Any, Literal
 
 import ml_collections
@@ -430,52 +425,10 @@ def to_json(config: Config) -> str:
 
 
 def from_json(text: str) -> Config:
-    """Return the config that ``to_json`` or ``record`` has written; see ``recorded``."""
+    """Return the config that ``to_json`` or a run's record has written; see ``recorded``."""
     mapping = json.loads(text)
     mapping.pop("made_with", None)
     return recorded(mapping)
 
 
 DATE = "strftime_now"  # of prompts.chat_template_kwargs: the day that a chat template prints (models.files.templates)
-
-# Packages that a run's numbers depend on.
-PACKAGES = (
-    *("jaxrl_llm", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy"),
-    *("tokenizers", "transformers", "math-verify", "reasoning-gym"),
-)
-
-
-def record(config: Config, mesh: Any = None, *, processor: str = "") -> str:
-    """Return the text of a run's config.json: every setting, and what the run was made with under "made_with".
-
-    Args:
-        processor: of the host (``machine.processor``). Hosts of one run may have different ones.
-    """
-    devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" if mesh else ""
-    made_with = {"versions": versions(), "commit": _commit(), "devices": devices, "files": config.files}
-    if processor:
-        made_with["processor"] = processor
-    return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)
-
-
-def versions() -> dict[str, str]:
-    """Of Python, and of the packages that what a run computes may depend on, as far as they are installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
-
-
-def _commit() -> str:
-    """Of the checkout that this module is a file of, "+" where files differ from it; "" where there is none."""
-    here = pathlib.Path(__file__)
-    asked = ("ls-files", "--error-unmatch", here.name), ("rev-parse", "HEAD"), ("status", "--porcelain", "-uno")
-    git = {"cwd": here.parent, "capture_output": True, "text": True, "check": True, "timeout": 10}
-    try:
-        # Without its lock, which one that is killed with the run would leave behind.
-        done = [subprocess.run(["git", "--no-optional-locks", *what], **git) for what in asked]
-        _, commit, changes = (x.stdout.strip() for x in done)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return commit + ("+" if changes else "")

@@ -48,6 +48,7 @@ from jaxrl_llm.reports.metric_table import METRICS, evaluation_values
 from jaxrl_llm.reports.records import NUMBER, read_metric_rows
 from jaxrl_llm.runtime import cli
 from jaxrl_llm.runtime.checkpoint_files import changed_files, changed_settings, listed
+from jaxrl_llm.runtime.run_record import RunRecord, read_run_record
 from jaxrl_llm.runtime.stop import StopRequest
 from jaxrl_llm.settings.functions import resolve
 from jaxrl_llm.settings.schema import differences, flatten, visible
@@ -139,18 +140,17 @@ def check_folders(folder: pathlib.Path, points: Points) -> None:
     for name, (_, config) in points.items():
         path, rows = folder / name / "config.json", rows_of(folder / name)
         # What was cut short, or is being written, tells nothing: the run itself holds its checkpoint against it.
-        if not rows or not (stored := _object(path)):
+        record = _record(folder / name)
+        if not rows or record is None or not record.settings:
             continue
         if rows[-1]["iteration"] > config.num_iterations:
             said = f"{rows[-1]['iteration']} iterations, more than num_iterations={config.num_iterations}"
             raise ConfigError(f"{folder / name} was run for {said}. Use another workdir")
-        made_of = _made_with(stored).get("files", {})
-        stored.pop("made_with", None)
         try:
-            before = recorded(stored)
+            before = recorded(record.settings)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
-        if changed := changed_settings(before, config) | changed_files(made_of, config):
+        if changed := changed_settings(before, config) | changed_files(record.files, config):
             raise ConfigError(f"{folder / name} was run with other settings: {listed(changed)}. Use another workdir")
 
 
@@ -167,8 +167,7 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
         rows = rows_of(folder / name)
         finished = share_done(folder / name, rows, config, sweep) == 1
         status = "finished" if finished else "failed" if name in failed else "unfinished"
-        path = folder / name / "config.json"
-        made_with = _made_with(_object(path)) if rows else {}
+        made_with = made_with_of(folder / name) if rows else {}
         after = {column: afters[name].get(column) for column in columns}
         status, stage = status if rows or name in failed else "", FIRST if name in first else THEN
         lost = rows[-1]["iteration"] - len(rows) if rows else 0
@@ -194,10 +193,18 @@ def _object(path: pathlib.Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _made_with(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the versions, commit and files that a config.json records; none if it is damaged."""
-    made_with = settings.get("made_with", {})
-    return made_with if isinstance(made_with, dict) else {}
+def made_with_of(workdir: pathlib.Path) -> dict[str, Any]:
+    """Return the environment that a run's config.json records; {} if the file is missing or damaged."""
+    record = _record(workdir)
+    return (record.made_with or {}) if record is not None else {}
+
+
+def _record(workdir: pathlib.Path) -> RunRecord | None:
+    """Return the content of a run's config.json; None if it is missing, damaged or still being written."""
+    try:
+        return read_run_record(workdir / "config.json")
+    except ConfigError:
+        return None
 
 
 def write_results(

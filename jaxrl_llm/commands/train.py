@@ -23,7 +23,7 @@ from ml_collections import config_flags
 from jaxrl_llm.actor.actor import Actor, too_many_failures
 from jaxrl_llm.actor.evaluation import Evaluation, questions
 from jaxrl_llm.actor.external import External
-from jaxrl_llm.config import Config, freeze, record
+from jaxrl_llm.config import Config, freeze
 from jaxrl_llm.conversations import environment as environments
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models.files import peft, pretrained, run_models, templates
@@ -37,6 +37,7 @@ from jaxrl_llm.runtime import cli, hosts, machine, programs, sharding, weights
 from jaxrl_llm.runtime.checkpoint import Checkpointer, claim
 from jaxrl_llm.runtime.executables import keep_what_fits, load_all
 from jaxrl_llm.runtime.programs import check_memory, compile_all, host_share, memory_limit, memory_table, use_cache
+from jaxrl_llm.runtime.run_record import record
 from jaxrl_llm.runtime.stop import Stopped, StopRequest
 from jaxrl_llm.scoring.rewards import RewardPool
 

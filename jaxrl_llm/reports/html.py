@@ -23,9 +23,9 @@ from jaxrl_llm.reports import page
 from jaxrl_llm.reports.charts import CHARTS, Chart
 from jaxrl_llm.reports.metrics import METRICS, read_metrics
 from jaxrl_llm.reports.page import SERIES
-from jaxrl_llm.reports.records import ANSWER_FIELDS, read_evaluation, read_made_with, read_samples
+from jaxrl_llm.reports.records import ANSWER_FIELDS, read_evaluation, read_samples
 from jaxrl_llm.runtime.checkpoint_files import step_of
-from jaxrl_llm.runtime.json_lines import read_json
+from jaxrl_llm.runtime.run_record import read_run_record
 from jaxrl_llm.settings.schema import function_defaults
 
 Rows = list[dict[str, Any]]
@@ -43,17 +43,18 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     metrics = read_metrics(workdir)
     if not metrics:
         raise ConfigError(f"{workdir / 'metrics.jsonl'} is empty: no iteration was finished")
-    settings = read_json(workdir / "config.json") if (workdir / "config.json").is_file() else None
+    record_path = workdir / "config.json"
+    record = read_run_record(record_path) if record_path.is_file() else None
     before = read_evaluation(workdir / "eval_before.json")
     after = read_evaluation(workdir / "eval_after.json")
     samples = read_samples(workdir / "samples.jsonl")
     steps = (step_of(path.name) for path in workdir.glob("checkpoints/*"))
     newest = max((step for step in steps if step is not None), default=0)
-    made_with = read_made_with(settings or {}, workdir / "config.json")
+    made_with = (record.made_with or {}) if record is not None else {}
     try:
-        config = recorded(settings) if settings is not None else None
+        config = recorded(record.settings) if record is not None else None
     except ConfigError as error:
-        raise ConfigError(f"{workdir / 'config.json'}: {error}") from None
+        raise ConfigError(f"{record_path}: {error}") from None
     title, made_of = workdir.resolve().name, ""
     if config is not None:
         if max(metrics[-1]["iteration"], newest) < config.num_iterations:

@@ -119,21 +119,6 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
     return evaluation
 
 
-def read_made_with(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Remove ``made_with`` from the settings of config.json and return it.
-
-    Its keys are ``versions``, ``commit``, ``devices``, ``files``.
-
-    Raises:
-        ConfigError: ``made_with`` or its ``versions`` is not an object.
-    """
-    made_with = settings.pop("made_with", {})
-    is_mapping = isinstance(made_with, dict) and isinstance(made_with.get("versions", {}), dict)
-    if not is_mapping:
-        raise ConfigError(f"{path}: made_with={_shortened(made_with)} must be an object; the file is damaged")
-    return made_with
-
-
 def _check_row(row: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
     for name, kind in fields.items():
         if name not in row:

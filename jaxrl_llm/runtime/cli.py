@@ -9,7 +9,6 @@ import contextlib
 import errno
 import gc
 import glob
-import json
 import os
 import pathlib
 import re
@@ -24,6 +23,7 @@ from absl import app, flags
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.runtime import hosts as distributed
 from jaxrl_llm.runtime import package_files
+from jaxrl_llm.runtime.run_record import RunRecord, read_run_record
 from jaxrl_llm.settings.schema import Text, build, override, visible
 
 # Device nodes of TPUs (older and newer drivers) and of NVIDIA and AMD GPUs.
@@ -172,30 +172,26 @@ def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
             file = file / "config.json"
         if file.suffix != ".json":
             continue
-        settings = _read_record(path, file)
-        made_with = settings.pop("made_with")
-        build(Config, settings)  # check names and types; combinations are checked after the overrides
-        flags.FLAGS["config"].value = settings
-        return argv[:i] + argv[i + (1 if equals else 2) :], made_with
+        found = _read_record(path, file)
+        build(Config, found.settings)  # check names and types; combinations are checked after the overrides
+        flags.FLAGS["config"].value = found.settings
+        return argv[:i] + argv[i + (1 if equals else 2) :], found.made_with
     return argv, None
 
 
-def _read_record(path: str, file: pathlib.Path) -> dict[str, Any]:
+def _read_record(path: str, file: pathlib.Path) -> RunRecord:
     """Return the content of the config.json ``file`` that ``--config=path`` refers to.
 
     Raises:
         ConfigError: the file cannot be read, or no run has written it.
     """
     try:
-        settings = json.loads(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--config={path!r:.200} cannot be read: {file}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+        found = read_run_record(file)
+    except ConfigError as error:
         raise ConfigError(f"--config={path!r:.200} must be a Python file or a run's config.json: {error}") from error
-    made_with = settings.get("made_with") if isinstance(settings, dict) else None
-    if not isinstance(made_with, dict) or not isinstance(made_with.get("files", {}), dict):
+    if found.made_with is None:
         raise ConfigError(f"--config={path!r:.200} must be a Python file or the config.json that a run has written")
-    return settings
+    return found
 
 
 def check_files_of(recorded: dict[str, str], settings: Any) -> None:

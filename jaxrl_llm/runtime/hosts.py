@@ -44,7 +44,8 @@ import numpy as np
 from jax._src import distributed, xla_bridge
 from jax._src.lib import _jax
 
-from jaxrl_llm.config import ConfigError, versions
+from jaxrl_llm.config import ConfigError
+from jaxrl_llm.runtime.run_record import versions
 
 # Seconds without a heartbeat after which the service treats a host as dead. The defaults of jax, 100 and 300 seconds,
 # are longer than a user waits.

@@ -24,8 +24,9 @@ from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.commands import sweep as sweep_module
 from jaxrl_llm.commands import sweep_worker
 from jaxrl_llm.commands.train import train
-from jaxrl_llm.config import Config, ConfigError, freeze, record
+from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
+from jaxrl_llm.runtime.run_record import record
 from jaxrl_llm.sweeps.points import Sweep, freeze_points, grid, product, seeds
 from jaxrl_llm.sweeps.table import (
     THEN,
@@ -829,4 +830,4 @@ def test_damaged_files_of_a_run_are_left_out_of_the_table(text, tmp_path):
     for name in ("eval_before.json", "config.json"):
         (tmp_path / name).write_text(text)
     assert sweep_module.before(tmp_path) == {}
-    assert sweep_module._made_with(sweep_module._object(tmp_path / "config.json")) == {}
+    assert sweep_module.made_with_of(tmp_path) == {}
