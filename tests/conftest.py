@@ -32,6 +32,9 @@ gc.set_threshold(100_000, 50, 50)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# Tests also pass numpy arrays and numbers to functions whose signatures say Array. jax functions accept both.
+jaxtyping.Array = jax.typing.ArrayLike
+
 # The signatures in these are checked at every call, arrays' shapes and types too; in this process alone. Where they say
 # float, an int is one.
 CHECK = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"

@@ -1,1 +1,1 @@
-"""Pure mathematics on arrays. Imports jax, and jaxtyping for signatures; knows nothing of models, files or configs."""
+"""Pure functions of arrays, which import only jax and jaxtyping. They do not know models, files or configs."""

@@ -1,25 +1,43 @@
-"""Which tokens may be drawn: temperature, top-k, top-p and min-p, and what they leave of the vocabulary.
+"""Filters of the sampling distribution: temperature, top-k, top-p and min-p.
 
-Sampler and learner pass their logits through the same ``filter_logits``, or where a filter leaves tokens out the
-learner takes what the sampler kept (``support_of``), so that a log-probability is always of the distribution that was
-sampled. Letters, and what ``axis`` is: ``ops.sampling``.
+Sampler and learner pass their logits through the same ``filter_logits``. If a filter makes tokens impossible, the
+learner uses the support that the sampler kept (``support_of``). A log-probability is therefore always one of the
+distribution that was sampled.
+
+Letters and the argument ``axis``: see ``ops.sampling``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
-# Among the ids of a support: nothing, in a vocabulary of any size.
+# Fills the free places of a support. It is not an id of any vocabulary.
 NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 
+class SamplingSettings(Protocol):
+    """Settings that have the fields of a ``Filter``, under the same names."""
+
+    @property
+    def temperature(self) -> float: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @property
+    def min_p(self) -> float: ...
+
+
 class Filter(NamedTuple):
-    """Settings of the distribution that tokens are drawn from."""
+    """Settings of the distribution that tokens are sampled from."""
 
     temperature: float  # above 0
     top_k: int  # 0 = all
@@ -27,31 +45,36 @@ class Filter(NamedTuple):
     min_p: float  # in [0, 1]; 0.0 = all
 
     @classmethod
-    def of(cls, sampling: Any) -> Filter:
-        """Those of a config that calls them so."""
-        return cls(*(getattr(sampling, name) for name in cls._fields))
+    def of(cls, sampling: SamplingSettings) -> Filter:
+        """Return the filter with the settings of a config."""
+        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
     def leaves_out(self, vocab_size: int) -> bool:
-        """Whether any token may be impossible."""
+        """Return whether any token can be impossible."""
         return 0 < self.top_k < vocab_size or self.top_p < 1 or self.min_p > 0
 
 
 def filter_logits(
-    logits: Float[ArrayLike, "*rows V"], settings: Filter, *, keep_token: Int[ArrayLike, "*rows"] | None = None
-) -> Float32[ArrayLike, "*rows V"]:
-    """Tempered logits with the tokens that may not be sampled at ``-inf``.
+    logits: Float[Array, "*rows V"], settings: Filter, *, keep_token: Int[Array, "*rows"] | None = None
+) -> Float32[Array, "*rows V"]:
+    """Return the logits divided by the temperature, with ``-inf`` for every token that must not be sampled.
 
-    In this order: divide by the temperature; keep the ``top_k`` largest; of what is left, renormalised, keep the
-    smallest set with mass of at least ``top_p``; keep ``p >= min_p * max p``. Tokens equal to the last one kept are
-    kept too (here: ``support_of`` cuts them), so the result does not depend on the order of the vocabulary. The most
-    likely token always stays. The settings are Python numbers: one that is off (0, 1.0, 0.0) adds nothing to the
-    program. Which tokens stay is a constant to differentiation.
+    The filters apply in this order:
+
+    - temperature: divide by it.
+    - top-k: keep the ``top_k`` largest logits.
+    - top-p: renormalise, and keep the smallest set with a mass of at least ``top_p``.
+    - min-p: keep ``p >= min_p * max p``.
+
+    Tokens that are equal to the last kept token are kept too (``support_of`` cuts them). The result therefore does not
+    depend on the order of the vocabulary. The most likely token always stays. Settings are Python numbers, and a filter
+    that is off (0, 1.0, 0.0) adds nothing to the program. The set of kept tokens is constant for differentiation.
 
     Args:
         logits: [..., V]; computed in float32.
-        keep_token: [...] i32, a token of each row that stays whatever the filters say. For the learner: as the policy
-            moves, or by rounding at the threshold, a token sampled earlier can leave the support, and its
-            log-probability would be -inf. (Of a run's rollouts the support itself is kept: ``support_of``.)
+        keep_token: [...] i32, a token of each row that always stays. The learner passes the sampled token. When the
+            policy changes, or because of rounding at the threshold, a sampled token can leave the set of kept tokens,
+            and its log-probability would be -inf. (The rollouts of a run store the support itself: ``support_of``.)
 
     Returns:
         [..., V] f32.
@@ -82,46 +105,53 @@ def filter_logits(
     return jnp.where(is_kept, tempered, -jnp.inf)
 
 
-def support_of(logits: Float[ArrayLike, "S V"], size: int, axis: tuple[str, ...] = ()) -> Int[Array, "S {size}"]:
-    """The tokens that may be sampled, ``size`` of them at most: of more that are tied at the end, the first ones.
+def support_of(logits: Float[Array, "S V"], size: int, axis: tuple[str, ...] = ()) -> Int[Array, "S {size}"]:
+    """Return the ids of the possible tokens, at most ``size``. If tokens tie for the last places, low ids win.
 
     Args:
         logits: [S, V], already filtered; -inf = impossible.
 
     Returns:
-        [S, size] i32 ascending ids, ``NO_TOKEN`` past the last.
+        [S, size] i32 ascending ids; ``NO_TOKEN`` after the last id.
     """
     value, token = jax.lax.top_k(logits, min(size, logits.shape[-1]))
-    if axis:  # of each device's candidates; equal ones stay in the order of the vocabulary
+    if axis:
+        # Choose among the candidates of all devices. Equal candidates stay in the order of the vocabulary.
         token += jax.lax.axis_index(axis) * logits.shape[-1]
-        value, token = (jax.lax.all_gather(x, axis, axis=1, tiled=True) for x in (value, token))
+        value = jax.lax.all_gather(value, axis, axis=1, tiled=True)
+        token = jax.lax.all_gather(token, axis, axis=1, tiled=True)
         value, place = jax.lax.top_k(value, size)
         token = jnp.take_along_axis(token, place, axis=1)
     return jnp.sort(jnp.where(value > -jnp.inf, token, NO_TOKEN).astype(jnp.int32), axis=-1)
 
 
 def keep_support(
-    logits: Float[ArrayLike, "S V"], support: Int[ArrayLike, "S K"], axis: tuple[str, ...] = ()
+    logits: Float[Array, "S V"], support: Int[Array, "S K"], axis: tuple[str, ...] = ()
 ) -> Float[Array, "S V"]:
-    """``logits`` [S, V] at the ids ``support`` [S, K] i32, -inf elsewhere."""
-    if axis:  # ids of this device's part; a negative one would count from its end
+    """Return ``logits`` [S, V] with -inf at every id that is not in ``support`` [S, K] i32."""
+    if axis:
+        # Ids relative to the part of this device. A negative id would count from the end of the part.
         support = support - jax.lax.axis_index(axis) * logits.shape[1]
         support = jnp.where(support < 0, NO_TOKEN, support)
-    # Row by row: with the rows in the index, a mesh would gather it.
-    is_kept = jax.vmap(lambda ids: jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop"))(support)
+
+    def mark(ids: jax.Array) -> jax.Array:
+        return jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop")
+
+    # Row by row: if the index contained the rows, a mesh would gather the array.
+    is_kept = jax.vmap(mark)(support)
     return jnp.where(is_kept, logits, -jnp.inf)
 
 
 def _keep_largest(
-    values: Float[ArrayLike, "*rows V"], weight: Float[ArrayLike, "*rows V"], target: float
+    values: Float[Array, "*rows V"], weight: Float[Array, "*rows V"], target: float
 ) -> Float[Array, "*rows V"]:
-    """``values`` [..., V] down to the largest t with ``sum(weight where values >= t) >= target``, -inf below it.
+    """Return ``values`` [..., V] with -inf below a threshold t.
 
-    t is built bit by bit, on integers in the order of the floats: 32 sums over the vocabulary. Exact, and on a CPU
-    several times faster than sorting it.
+    t is the largest number with ``sum(weight where values >= t) >= target``. It is built bit by bit, on integers in the
+    order of the floats, with 32 sums over the vocabulary. This is exact, and on a CPU several times faster than a sort.
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
-    # Floats compare as their bits when positive and in reverse when negative.
+    # Positive floats compare as their bits do, negative floats in reverse.
     rank = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))), jnp.uint32)
 
     def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
@@ -130,4 +160,5 @@ def _keep_largest(
         return jnp.where(mass >= target, candidate, threshold)
 
     lowest = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)
-    return jnp.where(rank >= jax.lax.fori_loop(0, 32, set_bit, lowest), values, -jnp.inf)
+    threshold = jax.lax.fori_loop(0, 32, set_bit, lowest)
+    return jnp.where(rank >= threshold, values, -jnp.inf)

@@ -1,8 +1,8 @@
 """Log-probability and entropy of tokens from hidden states, a few positions at a time.
 
-Only completion positions are projected to the vocabulary, a chunk of them at once, and the backward pass makes each
-chunk's logits again: of several chunks no [rows, length, vocabulary] array ever lives. A chunk holds whole vocabulary
-rows: a top-p filter needs them, and on a mesh the vocabulary may be split over devices.
+Only completion positions are projected to the vocabulary, one chunk of positions at a time. The backward pass computes
+the logits of each chunk again. With several chunks, no array [rows, length, vocabulary] ever exists. A chunk has whole
+rows of the vocabulary, because a top-p filter needs them. On a mesh, devices may split the vocabulary.
 
 Letters: B rows, S row width, C completion width, X positions, D model width, V vocabulary, K ids of a support.
 """
@@ -11,69 +11,101 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Float32, Int, Shaped
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from jaxrl_llm.ops.filters import Filter, filter_logits, keep_support
 from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.ops.sampling import token_logp
 
-LIVE_CHUNK = "live_chunk"  # by which `plan` knows a chunk that may be left out
+LIVE_CHUNK = "live_chunk"  # name scope by which `plan` recognises a chunk that may be skipped
+
+Arrays = TypeVar("Arrays")  # pytree of arrays
 
 
-def project(hidden_XD: Float[ArrayLike, "X D"], head_VD: Float[ArrayLike, "V D"]) -> Float32[Array, "X V"]:
-    """Logits [X,V] in float32."""
+def project(hidden_XD: Float[Array, "X D"], head_VD: Float[Array, "V D"]) -> Float32[Array, "X V"]:
+    """Return the logits [X,V] in float32."""
     return jnp.einsum("XD,VD->XV", hidden_XD, head_VD.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
 
 
-def _filtered_logits(settings: Filter, hidden_XD, cast_VD, target_X, support_XK) -> jax.Array:
+def _filtered_logits(
+    settings: Filter, hidden_XD: jax.Array, cast_VD: jax.Array, target_X: jax.Array, support_XK: jax.Array | None
+) -> jax.Array:
+    """Return the filtered logits [X,V]. The target always stays possible.
+
+    A replayed target may be outside the support that the filters leave today. A position without a token has no
+    support.
+    """
     logits_XV = project(hidden_XD, cast_VD)
-    # The sampled token stays in: a replayed one may be outside the support the filters leave today, and where there is
-    # no token there is no support.
     if support_XK is None:
         return filter_logits(logits_XV, settings, keep_token=target_X)
     return keep_support(logits_XV / settings.temperature, jnp.append(support_XK, target_X[:, None], axis=1))
 
 
-def _if_live(is_live: jax.Array | None, compute: Callable[..., Any], *operands: Any) -> Any:
-    """``compute(*operands)`` where the chunk is live, zeros where it is not; None = it is."""
+def _if_live(is_live: jax.Array | None, compute: Callable[..., Arrays], *operands: jax.Array | None) -> Arrays:
+    """Return ``compute(*operands)`` if the chunk is live, else zeros. None = the chunk is live."""
     if is_live is None:
         return compute(*operands)
-    nothing = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))
+
+    def zeros(*operands: jax.Array | None) -> Arrays:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))
+
     with jax.named_scope(LIVE_CHUNK):
-        return jax.lax.cond(is_live, compute, nothing, *operands)
+        return jax.lax.cond(is_live, compute, zeros, *operands)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _projected_logp(settings: Filter, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live):
-    """Log-probability of each target, and entropy, [X] f32; 0.0 where the chunk is not live.
+def _projected_logp(
+    settings: Filter,
+    head_VD: jax.Array,
+    hidden_XD: jax.Array,
+    cast_VD: jax.Array,
+    target_X: jax.Array,
+    support_XK: jax.Array | None,
+    is_live: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probability of each target and the entropy, [X] f32; 0.0 if the chunk is not live.
 
-    ``head_VD`` takes the gradient, so that chunks add up in float32; ``cast_VD`` is read, cast once for all.
-    The gradient is written out: from one more projection and the two results it needs no maximum and no sum over the
-    vocabulary, and what autodiff would keep or redo for them is one pass. Whether the chunk is live is asked in here,
-    for autodiff of a condition would keep a copy of the head with every chunk.
+    ``head_VD`` receives the gradient in float32, so that chunks add up in float32. ``cast_VD`` is the head that is
+    read; it is cast once for all chunks. The gradient is written out. From one more projection and two results of the
+    forward pass it needs no maximum and no sum over the vocabulary, and one pass replaces what autodiff would store or
+    compute again. The condition on ``is_live`` is in this function, because autodiff of a condition would keep a copy
+    of the head with every chunk.
 
         dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
     """
     return _projected_logp_forward(settings, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live)[0]
 
 
-def _projected_logp_forward(settings, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live):
-    def compute(hidden_XD, cast_VD, target_X, support_XK):
+def _projected_logp_forward(
+    settings: Filter,
+    head_VD: jax.Array,
+    hidden_XD: jax.Array,
+    cast_VD: jax.Array,
+    target_X: jax.Array,
+    support_XK: jax.Array | None,
+    is_live: jax.Array | None,
+):
+    del head_VD
+
+    def compute(
+        hidden_XD: jax.Array, cast_VD: jax.Array, target_X: jax.Array, support_XK: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         filtered_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK)
         logp, entropy = token_logp(filtered_XV, target_X)
-        return logp, entropy, jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
+        log_total = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
+        return logp, entropy, log_total
 
     inputs = (hidden_XD, cast_VD, target_X, support_XK)
     logp, entropy, log_total = _if_live(is_live, compute, *inputs)
     return (logp, entropy), (inputs, is_live, log_total, entropy)
 
 
-def _projected_logp_backward(settings, kept, gradients):
-    inputs, is_live, *of_vocabulary = kept
+def _projected_logp_backward(settings: Filter, residuals, gradients):
+    inputs, is_live, log_total, entropy = residuals
 
     def compute(hidden_XD, cast_VD, target_X, support_XK, log_total, entropy, g_logp, g_entropy):
         logp_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK) - log_total[:, None]
@@ -86,74 +118,79 @@ def _projected_logp_backward(settings, kept, gradients):
         g_head = jnp.einsum("XV,XD->VD", g_XV, hidden_XD, preferred_element_type=jnp.float32)
         return g_head, g_hidden.astype(hidden_XD.dtype)
 
-    return *_if_live(is_live, compute, *inputs, *of_vocabulary, *gradients), None, None, None, None
+    g_head, g_hidden = _if_live(is_live, compute, *inputs, log_total, entropy, *gradients)
+    return g_head, g_hidden, None, None, None, None
 
 
 _projected_logp.defvjp(_projected_logp_forward, _projected_logp_backward)
 
 
 def chunked_logp(
-    hidden_BCD: Float[ArrayLike, "B C D"],
-    head_VD: Float[ArrayLike, "V D"],
-    target_BC: Int[ArrayLike, "B C"],
+    hidden_BCD: Float[Array, "B C D"],
+    head_VD: Float[Array, "V D"],
+    target_BC: Int[Array, "B C"],
     *,
     chunk: int,
     settings: Filter,
-    support_BCK: Int[ArrayLike, "B C K"] | None = None,
-    live: Int[ArrayLike, ""] | None = None,
-    cast_VD: Float[ArrayLike, "V D"] | None = None,
+    support_BCK: Int[Array, "B C K"] | None = None,
+    live: Int[Array, ""] | None = None,
+    cast_VD: Float[Array, "V D"] | None = None,
 ) -> tuple[Float32[Array, "B C"], Float32[Array, "B C"]]:
-    """Log-probability of each target and entropy of the distribution it was drawn from.
+    """Return the log-probability of each target and the entropy of the target's distribution.
 
     Args:
-        hidden_BCD: final hidden states, each the one that predicts its target.
-        head_VD: output projection, as the embedding lies: no transpose of it is made, nor of its gradient.
+        hidden_BCD: final hidden states. Each state predicts its target.
+        head_VD: output projection in the layout of the embedding. Neither it nor its gradient is transposed.
         target_BC: [B,C] i32 token ids.
-        chunk: positions of each row projected at once.
-        settings: of the distribution the targets were drawn from.
-        support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.filters.support_of``); the filters are
-            then not asked. None = what they leave of today's logits, and the target.
-        live: [] i32, positions that hold a target in any row; of several chunks, later ones are left out. None = all.
-        cast_VD: the head in the dtype of the hidden states, to be read in its place; None = made here.
+        chunk: positions of each row that are projected at a time.
+        settings: settings of the distribution that the targets were drawn from.
+        support_BCK: [B,C,K] i32 ids that each target was drawn among (``ops.filters.support_of``). They replace the
+            filters. None = filter the current logits, and keep the target.
+        live: [] i32, number of leading positions that hold a target in some row. Later chunks are skipped. None = all.
+        cast_VD: the head in the dtype of the hidden states; None = cast it here.
 
     Returns:
-        logp and entropy, each [B,C] f32 nats; 0.0 in chunks that are not computed.
+        logp and entropy, each [B,C] f32 nats; 0.0 in chunks that are skipped.
     """
     B, C, _ = hidden_BCD.shape
     chunk = min(chunk, C)
     num_chunks = -(-C // chunk)
-    spare = num_chunks * chunk - C
-    cast_VD = jax.lax.stop_gradient(head_VD.astype(hidden_BCD.dtype) if cast_VD is None else cast_VD)
-    head_VD = head_VD.astype(jnp.float32)  # what takes the gradient: chunks add up in float32, whatever the head is
+    num_spare = num_chunks * chunk - C
+    if cast_VD is None:
+        cast_VD = head_VD.astype(hidden_BCD.dtype)
+    cast_VD = jax.lax.stop_gradient(cast_VD)
+    head_VD = head_VD.astype(jnp.float32)  # receives the gradient: chunks add up in float32 for any dtype of the head
 
-    def one_chunk(first, of_positions):
-        hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), of_positions)
+    def next_chunk(first: jax.Array, inputs):
+        hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), inputs)
         is_live = None if live is None or num_chunks == 1 else first < live
         logp, entropy = _projected_logp(settings, head_VD, hidden, cast_VD, target, support, is_live)
         return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
-    def split(x):  # [B, C, ...] -> [chunks, B, chunk, ...]
-        x = jnp.pad(x, ((0, 0), (0, spare)) + ((0, 0),) * (x.ndim - 2))
+    def split(x: jax.Array) -> jax.Array:  # [B, C, ...] -> [chunks, B, chunk, ...]
+        x = jnp.pad(x, ((0, 0), (0, num_spare)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    of_chunks = (split(hidden_BCD), split(target_BC), None if support_BCK is None else split(support_BCK))
-    _, both = jax.lax.scan(one_chunk, jnp.int32(0), of_chunks)
-    logp, entropy = (x.swapaxes(0, 1).reshape(B, num_chunks * chunk)[:, :C] for x in both)
-    return logp, entropy
+    def join(x: jax.Array) -> jax.Array:  # [chunks, B, chunk] -> [B, C]
+        return x.swapaxes(0, 1).reshape(B, num_chunks * chunk)[:, :C]
+
+    support = None if support_BCK is None else split(support_BCK)
+    _, (logp, entropy) = jax.lax.scan(next_chunk, jnp.int32(0), (split(hidden_BCD), split(target_BC), support))
+    return join(logp), join(entropy)
 
 
 def completion_window(
-    x_BS: Shaped[ArrayLike, "B S *rest"], first: Int[ArrayLike, " B"], width: int
+    x_BS: Shaped[Array, "B S *rest"], first: Int[Array, " B"], width: int
 ) -> Shaped[Array, "B {width} *rest"]:
-    """``width`` positions of each row [B,S,...] from position ``first`` [B] on, clipped to the row: [B,width,...]."""
+    """Return ``width`` positions of each row [B,S,...] from ``first`` [B] on, clipped to the row: [B,width,...]."""
     at = jnp.minimum(first[:, None] + jnp.arange(width)[None, :], x_BS.shape[1] - 1)
     return jnp.take_along_axis(x_BS, at.reshape(*at.shape, *(1,) * (x_BS.ndim - 2)), axis=1)
 
 
 def place_completion(
-    x_BC: Float[ArrayLike, "B C"], prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], row_width: int
+    x_BC: Float[Array, "B C"], prompt_length: Int[Array, " B"], length: Int[Array, " B"], row_width: int
 ) -> Float[Array, "B {row_width}"]:
-    """Values of completion tokens [B,C] at their places in rows [B,S]; 0.0 off the completion."""
+    """Return the values of completion tokens [B,C] at the tokens' positions in rows [B,S]; 0.0 off the completion."""
     back = jnp.clip(jnp.arange(row_width)[None, :] - prompt_length[:, None], 0, x_BC.shape[1] - 1)
     mask_BS = completion_mask(prompt_length, length, row_width)
     return jnp.where(mask_BS, jnp.take_along_axis(x_BC, back, axis=1), 0.0)

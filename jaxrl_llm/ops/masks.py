@@ -1,20 +1,19 @@
-"""Which positions of a row count.
+"""Masks of the positions of a row: the completion, and the tokens that the policy sampled.
 
-Masks come from lengths and policy versions, never from the value of a token. Owns: which positions are of the
-completion, which of them the policy drew. Does not know: tokens, end-of-sequence ids, who reads the mask. Letters: B
-rows, T row width.
+Masks come from lengths and policy versions, never from the value of a token.
+
+Letters: B rows, T row width.
+Owns: the rules for both masks. Does not know: tokens, end-of-sequence ids, who reads the mask.
 """
 
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Int
+from jaxtyping import Array, Bool, Int
 
 
-def completion_mask(
-    prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], width: int
-) -> Bool[Array, "B {width}"]:
-    """True at ``prompt_length <= t < length``: all after the prompt, the end-of-sequence token among them.
+def completion_mask(prompt_length: Int[Array, " B"], length: Int[Array, " B"], width: int) -> Bool[Array, "B {width}"]:
+    """Return the mask ``prompt_length <= t < length``: all tokens after the prompt, with the end-of-sequence token.
 
     Args:
         prompt_length: [B] i32, tokens of the prompt.
@@ -33,15 +32,14 @@ def completion_mask(
 
 
 def sampled_mask(
-    prompt_length: Int[ArrayLike, " B"], length: Int[ArrayLike, " B"], policy_version: Int[ArrayLike, "B T"]
+    prompt_length: Int[Array, " B"], length: Int[Array, " B"], policy_version: Int[Array, "B T"]
 ) -> Bool[Array, "B T"]:
-    """[B, T] bool of the completion's tokens: those that a policy drew, whose ``policy_version`` is 0 or more.
+    """Return the mask [B, T] of the completion tokens that a policy sampled: their ``policy_version`` is 0 or more.
 
-    An environment wrote the others, between the policy's turns.
+    An environment wrote the other tokens of the completion, between the policy's turns.
 
     Example:
         >>> sampled_mask(jnp.array([1]), jnp.array([4]), jnp.array([[-1, 0, -1, 2, -1]]))
         Array([[False,  True, False,  True, False]], dtype=bool)
     """
-    policy_version = jnp.asarray(policy_version)
     return completion_mask(prompt_length, length, policy_version.shape[1]) & (policy_version >= 0)

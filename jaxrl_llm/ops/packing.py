@@ -1,14 +1,15 @@
-"""Packing: ragged rows laid side by side in lines, so that the learner computes few positions that hold no token.
+"""Packing: ragged rows side by side in lines, so that the learner computes few padding positions.
 
-A unit is what shares a prompt: a group of G rows, or one row. It lies in its line whole: its prompt once, then its
-completions one after the other. Each position counts on from its prompt, and sees the prompt and its own completion:
+A unit is a set of rows that share a prompt: a group of G rows, or one row. A unit lies in one line: its prompt once,
+then its completions one after another. Positions of a completion continue the positions of the prompt. A token sees the
+prompt and its own completion:
 
     line   | prompt a | a's 1st | a's 2nd | prompt b | b's 1st | b's 2nd | empty |
 
-A completion's last token predicts nothing, and so it has no place.
+The last token of a completion predicts no token, so it has no place in the line.
 
-Letters: U units, W tokens of a line, n lines, X units that a line has place for, K = X*G rows of a line, S row width.
-Does not know: models, what rows mean.
+Letters: U units, W tokens of a line, n lines, X places for units in a line, K = X*G rows of a line, S row width.
+Owns: which units share a line, where their tokens lie. Does not know: models, the meaning of rows.
 """
 
 from __future__ import annotations
@@ -17,43 +18,45 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
-# A line has place for this many times the units that fill it at full length: few batches are raggeder.
+# A line has places for this many times the units that fill it at full length. Few batches are more ragged.
 DENSEST = 4
 
 
 class Reading(NamedTuple):
-    """A part of every row, completion or prompt, as a list of what predicts its tokens: chunks of it are full."""
+    """One part of every row, completion or prompt, as a list of targets without gaps."""
 
-    source: jax.Array  # [n,W] i32 places that predict the part's tokens, in the rows' order; 0 after the last
-    target: jax.Array  # [n,W] i32 the tokens they predict; 0 after the last
-    count: jax.Array  # [n] i32 how many there are
-    index: jax.Array  # [n,K,S] i32 which of them is each token of a row; W off the part
+    source: jax.Array  # [n,W] i32 places in the line that predict the targets, in the rows' order; 0 after the last
+    target: jax.Array  # [n,W] i32 predicted tokens; 0 after the last
+    count: jax.Array  # [n] i32 number of targets
+    index: jax.Array  # [n,K,S] i32 index of each token of a row in the list; W outside the part
 
 
 class Line(NamedTuple):
-    """What lies at each place of n lines of K rows: the tokens that predict another."""
+    """Content of n lines of K rows. A line has the tokens that predict another token."""
 
-    position: jax.Array  # [n,W] i32 of each token in its row, 0 where a line is empty
-    unit: jax.Array  # [n,W] i32 1.. by unit, 0 where empty
-    row: jax.Array  # [n,W] i32 1.. by row, 0 of a prompt or where empty
-    tokens: jax.Array  # [n,W] i32, 0 where empty
+    position: jax.Array  # [n,W] i32 position of each token in its row; 0 at an empty place
+    unit: jax.Array  # [n,W] i32 number of the unit, from 1; 0 at an empty place
+    row: jax.Array  # [n,W] i32 number of the row, from 1; 0 in a prompt or at an empty place
+    tokens: jax.Array  # [n,W] i32; 0 at an empty place
     completions: Reading
-    prompts: Reading  # from their second token on; a group's prompt is there once
+    prompts: Reading  # from the second token of each prompt on; the prompt of a group is listed once
 
 
 def units_per_line(width: int, unit_width: int) -> int:
-    """X = 4 W / unit_width: places for units of at most ``unit_width`` tokens in a line of W = ``width``."""
+    """Return X = 4 W / unit_width: places for units of at most ``unit_width`` tokens in a line of W = ``width``."""
     return DENSEST * width // unit_width
 
 
-def unit_size(prompt_length: Int[ArrayLike, "*units"], own: Int[ArrayLike, "*units G"]) -> Int[Array, "*units"]:
-    """What units take of their lines: places, or targets where those are more (short prompts of many rows).
+def unit_size(prompt_length: Int[Array, "*units"], own: Int[Array, "*units G"]) -> Int[Array, "*units"]:
+    """Return the number of places that each unit needs in its line.
+
+    The size is the number of tokens, or the number of targets if that is larger (many rows with short prompts).
 
     Args:
         prompt_length: [...] i32 of each unit's prompt.
-        own: [...,G] i32 completion tokens of its rows.
+        own: [...,G] i32 completion tokens of the unit's rows.
 
     Returns:
         [...] i32 ``max(prompt + sum(own - 1), sum(own))`` over rows with a completion.
@@ -63,39 +66,44 @@ def unit_size(prompt_length: Int[ArrayLike, "*units"], own: Int[ArrayLike, "*uni
 
 
 def first_fit(
-    size: Int[ArrayLike, " U"], *, width: int, max_units: int
+    size: Int[Array, " U"], *, width: int, max_units: int
 ) -> tuple[Int[Array, "U {max_units}"], Int[Array, ""]]:
-    """First-fit decreasing: units, the longest first, each to the first line that has room.
+    """Assign units to lines by first-fit decreasing: the largest unit first, each to the first line that has room.
 
-    At most 11/9 as many lines as there must be, and one (Johnson 1973), where no line has ``max_units`` of them.
+    If no line is limited by ``max_units``, the number of lines is at most 11/9 of the minimum, plus one (Johnson 1973).
 
     Args:
-        size: [U] i32 of each unit (``unit_size``), at most ``width``; a unit of 0 is left out.
+        size: [U] i32 of each unit (``unit_size``), at most ``width``. A unit of size 0 is left out.
         width: W.
         max_units: X.
 
     Returns:
-        unit_of [U,X] i32, the units of each line, -1 = none; and how many lines are used, [] i32: the first ones.
+        unit_of [U,X] i32, the units of each line, -1 = free; and the number of used lines, [] i32. Used lines come
+        first.
     """
     U = size.shape[0]
 
-    def put(lines, unit):
+    def put(lines: tuple[jax.Array, jax.Array, jax.Array], unit: jax.Array):
         filled, count, unit_of = lines
-        fits = (filled + size[unit] <= width) & (count < max_units)
-        line = jnp.where(size[unit] > 0, jnp.argmax(fits), U)  # one does, at the worst the last; line U is nowhere
+        has_room = (filled + size[unit] <= width) & (count < max_units)
+        # The first line with room; an empty line always has room. Index U drops a unit of size 0.
+        line = jnp.where(size[unit] > 0, jnp.argmax(has_room), U)
         unit_of = unit_of.at[line, count[line]].set(unit, mode="drop")
-        return (filled.at[line].add(size[unit], mode="drop"), count.at[line].add(1, mode="drop"), unit_of), None
+        filled = filled.at[line].add(size[unit], mode="drop")
+        count = count.at[line].add(1, mode="drop")
+        return (filled, count, unit_of), None
 
-    nothing = jnp.zeros(U, jnp.int32)
-    order = jnp.argsort(-size, stable=True).astype(jnp.int32)
-    (_, count, unit_of), _ = jax.lax.scan(put, (nothing, nothing, jnp.full((U, max_units), -1, jnp.int32)), order)
+    empty = jnp.zeros(U, jnp.int32)
+    free = jnp.full((U, max_units), -1, jnp.int32)
+    largest_first = jnp.argsort(-size, stable=True).astype(jnp.int32)
+    (_, count, unit_of), _ = jax.lax.scan(put, (empty, empty, free), largest_first)
     return unit_of, jnp.sum(count > 0, dtype=jnp.int32)
 
 
 def lay(
-    tokens: Int[ArrayLike, "n K S"],
-    prompt_length: Int[ArrayLike, "n K"],
-    length: Int[ArrayLike, "n K"],
+    tokens: Int[Array, "n K S"],
+    prompt_length: Int[Array, "n K"],
+    length: Int[Array, "n K"],
     *,
     width: int,
     group_size: int,
@@ -103,9 +111,9 @@ def lay(
     """Lay rows in their lines.
 
     Args:
-        tokens: [n,K,S] i32 right-padded rows ``prompt ++ completion``; each run of ``group_size`` has one prompt.
-        prompt_length, length: [n,K] i32; both 0 where there is no row.
-        width: W, at least what the units of every line take.
+        tokens: [n,K,S] i32 right-padded rows ``prompt ++ completion``. Every ``group_size`` neighbours share a prompt.
+        prompt_length, length: [n,K] i32. Both are 0 at a place without a row.
+        width: W, at least the total size of the units of any line.
         group_size: G.
 
     Returns:
@@ -114,76 +122,96 @@ def lay(
     n, K, S = tokens.shape
     own = length - prompt_length
     laid = jnp.maximum(own - 1, 0)
-    before, laid_before = (jnp.cumsum(x, axis=1) - x for x in (own, laid))  # of the rows before, in the line
-    of_unit = lambda x: x.reshape(n, K // group_size, group_size)
-    prompt_once = of_unit(prompt_length)[..., 0]
-    prompts_before = jnp.cumsum(prompt_once, axis=1) - prompt_once
-    prompt_at = jnp.repeat(prompts_before + of_unit(laid_before)[..., 0], group_size, axis=1)  # [n,K]
-    completion_at = jnp.repeat(prompts_before + prompt_once, group_size, axis=1) + laid_before
+    own_before = _sum_before(own)
+    laid_before = _sum_before(laid)
+
+    def by_unit(x: jax.Array) -> jax.Array:
+        return x.reshape(n, K // group_size, group_size)
+
+    def by_row(x: jax.Array) -> jax.Array:
+        return jnp.repeat(x, group_size, axis=1)
+
+    unit_prompt = by_unit(prompt_length)[..., 0]
+    prompts_before = _sum_before(unit_prompt)
+    prompt_at = by_row(prompts_before + by_unit(laid_before)[..., 0])  # [n,K]
+    completion_at = by_row(prompts_before + unit_prompt) + laid_before
 
     at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (n, K, S))
     in_prompt = at < prompt_length[..., None]
     place = jnp.where(in_prompt, prompt_at[..., None] + at, (completion_at - prompt_length)[..., None] + at)
-    # The prompt's last token predicts the first completion token, and each other token the next.
+    # The last token of the prompt predicts the first token of the completion. Every other token predicts the next one.
     is_first = at == prompt_length[..., None]
     source = jnp.where(is_first, (prompt_at + prompt_length)[..., None] - 1, place - 1)
-    place = jnp.where(in_prompt | (at + 1 < length[..., None]), place, width)  # W is nowhere
-    predicted_once = jnp.maximum(prompt_once - 1, 0)  # of a prompt, all but its first token
-    prompts_read_before = jnp.repeat(jnp.cumsum(predicted_once, axis=1) - predicted_once, group_size, axis=1)
-    number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
+    place = jnp.where(in_prompt | (at + 1 < length[..., None]), place, width)  # index W is dropped
+    prompt_targets = jnp.maximum(unit_prompt - 1, 0)  # the first token of a prompt is not predicted
+    prompt_targets_before = by_row(_sum_before(prompt_targets))
+    row_number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
 
-    def put(values: jax.Array, places: jax.Array) -> jax.Array:  # [n,K,S] to [n,W]; siblings write one prompt alike
-        one = lambda value, place: jnp.zeros(width, jnp.int32).at[place].set(value, mode="drop")
-        return jax.vmap(one)(values.reshape(n, -1), places.reshape(n, -1))
+    def put(values: jax.Array, places: jax.Array) -> jax.Array:
+        """Write values [n,K,S] to the lines [n,W]. Rows of a group write the same prompt to the same places."""
+        return jax.vmap(put_line)(values.reshape(n, -1), places.reshape(n, -1))
 
-    def read(part: jax.Array, first: jax.Array | int, read_before: jax.Array, count: jax.Array) -> Reading:
-        index = jnp.where(part, (read_before - first)[..., None] + at, width)
+    def put_line(values: jax.Array, places: jax.Array) -> jax.Array:
+        return jnp.zeros(width, jnp.int32).at[places].set(values, mode="drop")
+
+    def read(part: jax.Array, first: jax.Array | int, targets_before: jax.Array, count: jax.Array) -> Reading:
+        index = jnp.where(part, (targets_before - first)[..., None] + at, width)
         return Reading(put(source, index), put(tokens, index), count, index)
 
     return Line(
         position=put(at, place),
-        unit=put((number - 1) // group_size + 1, place),
-        row=put(jnp.where(in_prompt, 0, number), place),
+        unit=put((row_number - 1) // group_size + 1, place),
+        row=put(jnp.where(in_prompt, 0, row_number), place),
         tokens=put(tokens, place),
-        completions=read((at < length[..., None]) & ~in_prompt, prompt_length, before, jnp.sum(own, axis=1)),
-        prompts=read(in_prompt & (at > 0), 1, prompts_read_before, jnp.sum(predicted_once, axis=1)),
+        completions=read((at < length[..., None]) & ~in_prompt, prompt_length, own_before, jnp.sum(own, axis=1)),
+        prompts=read(in_prompt & (at > 0), 1, prompt_targets_before, jnp.sum(prompt_targets, axis=1)),
     )
 
 
+def _sum_before(x: jax.Array) -> jax.Array:
+    """Return for each entry of a line the sum of the entries before it, [n,...] i32."""
+    return jnp.cumsum(x, axis=1) - x
+
+
 def visible(line: Line) -> Bool[Array, "n W W"]:
-    """Which places each place sees: of its unit the prompt, and its own row, up to itself.
+    """Return which places each place attends to: the prompt of its unit and its own row, up to itself.
 
     Returns:
         [n,W,W] bool.
     """
     W = line.unit.shape[1]
     same_unit = line.unit[:, :, None] == line.unit[:, None, :]
-    own = (line.row[:, None, :] == 0) | (line.row[:, :, None] == line.row[:, None, :])
-    return same_unit & own & jnp.tril(jnp.ones((W, W), bool))[None]
+    is_prompt = line.row[:, None, :] == 0
+    same_row = line.row[:, :, None] == line.row[:, None, :]
+    is_causal = jnp.tril(jnp.ones((W, W), bool))[None]
+    return same_unit & (is_prompt | same_row) & is_causal
 
 
-def of_targets(values: Shaped[ArrayLike, "n K S *rest"], reading: Reading) -> Shaped[Array, "n W *rest"]:
-    """What the rows' tokens [n,K,S,...] have, by target: the inverse of ``take_rows``.
+def of_targets(values: Shaped[Array, "n K S *rest"], reading: Reading) -> Shaped[Array, "n W *rest"]:
+    """Return the values [n,K,S,...] of the rows' tokens in the order of the targets. Inverse of ``take_rows``.
 
     Returns:
         [n,W,...], 0 after the last target.
     """
     n, K, S, *rest = values.shape
     W = reading.target.shape[1]
-    one = lambda value, index: jnp.zeros((W, *rest), value.dtype).at[index].set(value, mode="drop")
-    return jax.vmap(one)(values.reshape(n, K * S, *rest), reading.index.reshape(n, K * S))
+
+    def put_line(values: jax.Array, index: jax.Array) -> jax.Array:
+        return jnp.zeros((W, *rest), values.dtype).at[index].set(values, mode="drop")
+
+    return jax.vmap(put_line)(values.reshape(n, K * S, *rest), reading.index.reshape(n, K * S))
 
 
-def take_rows(values: Shaped[ArrayLike, "n W *rest"], reading: Reading) -> Shaped[Array, "n K S *rest"]:
-    """Put what is of the targets back to the tokens of the rows.
+def take_rows(values: Shaped[Array, "n W *rest"], reading: Reading) -> Shaped[Array, "n K S *rest"]:
+    """Return the values of the targets at the tokens of the rows.
 
     Args:
         values: [n,W,...], one of each target.
 
     Returns:
-        [n,K,S,...], 0 off the part that was read.
+        [n,K,S,...], 0 outside the part of the rows that ``reading`` lists.
     """
     W = values.shape[1]
-    taken = jax.vmap(lambda x, i: x[i])(values, jnp.minimum(reading.index, W - 1))
+    taken = jax.vmap(lambda line, index: line[index])(values, jnp.minimum(reading.index, W - 1))
     is_read = (reading.index < W).reshape(*reading.index.shape, *(1,) * (taken.ndim - 3))
     return jnp.where(is_read, taken, jnp.zeros((), taken.dtype))

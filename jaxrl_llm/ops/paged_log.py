@@ -1,15 +1,14 @@
-"""Rows of mixed lengths without padding: a circular log of pages beside the slots of a ring.
+"""Rows of mixed lengths without padding: a circular log of pages next to the slots of a ring.
 
-A row of l tokens takes ceil(l / T) consecutive pages of its shard's log, over the oldest. Pages are numbered by the
-order of writing, page i lies at i mod N, and the log holds the last N: a row is there as long as its first page is.
-Rows are as old as their pages, so those that are gone are always the oldest ones.
+A row of l tokens takes ceil(l / T) consecutive pages of its shard's log and overwrites the oldest pages. Pages are
+numbered in the order of writing. Page i lies at index i mod N, and the log holds the last N pages. A row is complete as
+long as the log holds its first page. A row is as old as its pages, so the rows that are lost are always the oldest.
+
 Letters: M data shards, N pages of a shard, T tokens of a page, n rows, W width of a row with padding, k = ceil(W / T).
-Owns: where tokens lie in the log. Does not know: what they mean, which rows are drawn, the mesh.
+Owns: where tokens lie in the log. Does not know: the meaning of tokens, which rows are drawn, the mesh.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,12 @@ from jaxrl_llm.ops import ring_buffer
 
 
 def next_pages(
-    oldest: Int[ArrayLike, " M"], length: Int[ArrayLike, "M n"], *, num_pages: int, page: int
+    oldest: Int[Array, " M"], length: Int[Array, "M n"], *, num_pages: int, page: int
 ) -> tuple[Int[Array, "M n"], Int[Array, " M"]]:
-    """The pages that the next rows begin at, [M, n] i32, and then the oldest one that the log holds, [M] i32.
+    """Return the first page of each new row, [M, n] i32, and the oldest page that the log then holds, [M] i32.
 
     Args:
-        oldest: [M] i32, number of the oldest page now; an empty log is one of pages that nobody has.
+        oldest: [M] i32, number of the oldest page before the write. An empty log has pages that belong to no row.
         length: [M, n] i32, tokens of each row.
         num_pages: N.
         page: T.
@@ -34,29 +33,30 @@ def next_pages(
     return oldest[:, None] + num_pages + end - pages, oldest + end[:, -1]
 
 
-def is_held(first: Int[ArrayLike, "M n"], oldest: Int[ArrayLike, " M"]) -> Bool[ArrayLike, "M n"]:
-    """Whether rows that begin at pages ``first`` [M, n] are there as a whole, [M, n] bool."""
+def is_held(first: Int[Array, "M n"], oldest: Int[Array, " M"]) -> Bool[Array, "M n"]:
+    """Return whether the log holds all of each row, [M, n] bool. ``first`` [M, n] are the rows' first pages."""
     return first - oldest[:, None] >= 0
 
 
 def write(
-    log: PyTree[Shaped[ArrayLike, "M N T ..."], " L"],
-    first: Int[ArrayLike, "M n"],
-    length: Int[ArrayLike, "M n"],
-    rows: PyTree[Shaped[ArrayLike, "M n W ..."], " L"],
+    log: PyTree[Shaped[Array, "M N T ..."], " L"],
+    first: Int[Array, "M n"],
+    length: Int[Array, "M n"],
+    rows: PyTree[Shaped[Array, "M n W ..."], " L"],
 ) -> PyTree[Shaped[Array, "M N T ..."], " L"]:
-    """The log with these rows in their pages.
+    """Return the log with these rows in their pages.
 
     Args:
-        log: pytree of [M, N, T, ...]. Donate it: the cost is then that of the rows.
-        first: [M, n] i32, as ``next_pages`` gave them.
-        length: [M, n] i32; a row's tokens from there on are not kept.
-        rows: pytree of [M, n, W, ...], same structure and dtypes, n * k <= N: else one would overwrite another.
+        log: pytree of [M, N, T, ...]. Donate it: the cost is then the cost of writing the rows.
+        first: [M, n] i32, the result of ``next_pages``.
+        length: [M, n] i32. Tokens of a row from this position on are not stored.
+        rows: pytree of [M, n, W, ...], same structure and dtypes. n * k must be at most N, so that no row overwrites
+            another.
     """
     num_pages, page = jax.tree.leaves(log)[0].shape[1:3]
     width = jax.tree.leaves(rows)[0].shape[2]
     index, is_used = _pages(first, length, num_pages=num_pages, page=page, width=width)
-    index = jnp.where(is_used, index, num_pages)  # that page is nowhere
+    index = jnp.where(is_used, index, num_pages)  # a write to page number N is dropped
 
     def cut(x: jax.Array) -> jax.Array:
         x = jnp.pad(x, ((0, 0), (0, 0), (0, -width % page)) + ((0, 0),) * (x.ndim - 3))
@@ -66,29 +66,30 @@ def write(
 
 
 def take(
-    log: PyTree[Shaped[ArrayLike, "M N T ..."], " L"],
-    first: Int[ArrayLike, "M n"],
-    length: Int[ArrayLike, "M n"],
+    log: PyTree[Shaped[Array, "M N T ..."], " L"],
+    first: Int[Array, "M n"],
+    length: Int[Array, "M n"],
     *,
     width: int,
     padding: PyTree[Shaped[ArrayLike, ""], " L"],
 ) -> PyTree[Shaped[Array, "M n {width} ..."], " L"]:
-    """Rows of the log, padded: a pytree of [M, n, W, ...], on the device.
+    """Return padded rows of the log: a pytree of [M, n, W, ...], on the device.
 
     Args:
         log: pytree of [M, N, T, ...].
-        first: [M, n] i32; of a row that is not held comes what has been written over it.
+        first: [M, n] i32. If the log no longer holds a row, the result is the data written over it.
         length: [M, n] i32.
         width: W.
-        padding: same structure, what stands in a row from its length on.
+        padding: same structure, value of a row's positions from its length on.
     """
     num_pages, page = jax.tree.leaves(log)[0].shape[1:3]
     index, _ = _pages(first, length, num_pages=num_pages, page=page, width=width)
     is_token = jnp.arange(width)[None, None, :] < length[:, :, None]
 
-    def join(x: jax.Array, fill: Any) -> jax.Array:
+    def join(x: jax.Array, fill: jax.typing.ArrayLike) -> jax.Array:
         x = x.reshape(*length.shape, -1, *x.shape[3:])[:, :, :width]
-        return jnp.where(is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 3)), x, jnp.asarray(fill, x.dtype))
+        mask = is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 3))
+        return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
 
     return jax.tree.map(join, ring_buffer.take(log, index), padding)
 
@@ -96,7 +97,7 @@ def take(
 def _pages(
     first: jax.Array, length: jax.Array, *, num_pages: int, page: int, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Where k pages of each row lie, [M, n * k] i32, and whether a row of its length has them."""
+    """Return the indices of k pages of each row, [M, n * k] i32, and whether the row's length needs each page."""
     ahead = jnp.arange(-(-width // page), dtype=jnp.int32)[None, None, :]
     index = (first[:, :, None] + ahead) % num_pages
     is_used = ahead * page < length[:, :, None]

@@ -1,10 +1,13 @@
-"""Rings of rows, one or two per shard, in one array of slots, on the device or in its host's memory.
+"""Rings of rows in one array of slots: one or two rings per shard, on the device or in the memory of its host.
 
-Leaves are [M, C, ...]: the mesh shards M and a ring runs over C, so writing and reading need no collective. A ring
-is a ``Lane`` of the slots; a second one keeps some of what the first overwrites. A lane knows its slots in the order of
-time, so any limit on ages is an interval of it; new rows go over those that are spent, then over the oldest.
+Leaves are [M, C, ...]. The mesh shards M, and a ring runs along C, so writing and reading need no collective. A ring is
+a ``Lane`` of the slots. A second lane keeps some of the rows that the first lane overwrites. A lane has its slots in
+the order of time, so a limit on the age of rows is an interval of the lane. New rows overwrite spent slots first, then
+the oldest rows.
+
 Letters: M data shards, C slots per shard, L slots of a lane, n rows written per shard, b rows read per shard.
-Owns: where rows are written and in which order they stand. Does not know: what a row is, what is drawn, the mesh.
+Owns: where rows are written, the order of the slots. Does not know: the content of a row, which rows are drawn, the
+mesh.
 """
 
 from __future__ import annotations
@@ -14,19 +17,21 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import compute_on as _compute_on
-from jaxtyping import Array, ArrayLike, Bool, Int, PyTree, Shaped
+from jax.experimental import compute_on as compute_on_module
+from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
-# jax 0.10 has two of them; what the second takes, the only one of 0.12 takes.
-compute_on = getattr(_compute_on, "compute_on2", _compute_on.compute_on)
+# jax 0.10 calls this function compute_on2. jax 0.12 has one function, compute_on, with the arguments of compute_on2.
+compute_on: Callable[..., Callable[..., jax.Array]] = getattr(
+    compute_on_module, "compute_on2", compute_on_module.compute_on
+)
 
 
 class Lane(NamedTuple):
     """A ring of every shard.
 
     Attributes:
-        order: [M, L] i32, its slots, the one with the oldest row first; those that hold none before all others.
-        filled: [M] i32, slots that hold a row.
+        order: [M, L] i32, slots of the ring. Empty slots come first, then the slots with rows, oldest row first.
+        filled: [M] i32, number of slots that hold a row.
     """
 
     order: jax.Array
@@ -34,25 +39,28 @@ class Lane(NamedTuple):
 
     @property
     def size(self) -> int:
+        """Number of slots per shard, L."""
         return self.order.shape[1]
 
     def of_groups(self, group_size: int) -> Lane:
-        """The same of groups, each so many neighbouring slots that were written together."""
+        """Return the lane of groups. A group is ``group_size`` neighbouring slots that were written together."""
         return Lane(self.order[:, ::group_size] // group_size, self.filled // group_size)
 
-    def newest_first(self, position: Int[ArrayLike, "M k"]) -> Int[Array, "M k"]:
-        """Slots [M, k] i32 of positions [M, k] i32; 0 = the last row written."""
+    def newest_first(self, position: Int[Array, "M k"]) -> Int[Array, "M k"]:
+        """Return the slots [M, k] i32 at positions [M, k] i32. Position 0 is the last row written."""
         return take(self.order, (self.size - 1 - position) % self.size)
 
     def count_newest(self, is_in: Callable[[Int[Array, "M 1"]], Bool[Array, "M 1"]]) -> Int[Array, " M"]:
-        """Rows [M] i32 before the first one, newest first, that is not in; all after it are not in either.
+        """Return the number of newest rows for which ``is_in`` is true, [M] i32.
+
+        If ``is_in`` is false for a row, it must be false for all older rows.
 
         Args:
             is_in: slots [M, 1] i32 to [M, 1] bool.
         """
 
-        # Binary search: rows before `low` are in, rows from `high` on are not.
-        def halve(_, bounds):
+        # Binary search, newest row first: rows before `low` are in, rows from `high` on are not.
+        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             low, high = bounds
             middle = (low + high) // 2
             inside = is_in(self.newest_first(middle[:, None]))[:, 0] & (middle < high)
@@ -62,107 +70,115 @@ class Lane(NamedTuple):
         return jax.lax.fori_loop(0, self.size.bit_length(), halve, bounds)[0]
 
 
-def slots_of_groups(group: Int[ArrayLike, "M k"], group_size: int) -> Int[Array, "M _"]:
-    """The neighbouring slots [M, k * group_size] i32 of groups [M, k] i32."""
+def slots_of_groups(group: Int[Array, "M k"], group_size: int) -> Int[Array, "M _"]:
+    """Return the neighbouring slots [M, k * group_size] i32 of groups [M, k] i32."""
     slots = group[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
     return slots.reshape(group.shape[0], -1)
 
 
 def renew(
-    lane: Lane, is_spent: Bool[ArrayLike, "M C"], count: Int[ArrayLike, "M 1"] | int, *, group_size: int = 1
+    lane: Lane, is_spent: Bool[Array, "M C"], count: Int[Array, "M 1"] | int, *, group_size: int = 1
 ) -> Int[Array, "M L"]:
-    """The lane's order with the next ``count`` slots to be written at its end: spent ones first, then the oldest.
+    """Return the lane's order with the next ``count`` slots to be written at the end.
+
+    Spent slots are written first, then the slots with the oldest rows.
 
     Args:
-        is_spent: [M, C] bool, slots that hold no row that will be read.
+        is_spent: [M, C] bool, slots whose row will never be read.
         count: [M, 1] i32 or a number, at most L.
-        group_size: so many neighbouring slots are renewed together, as spent when all of them are.
+        group_size: number of neighbouring slots that are renewed together. A group is spent if all its slots are.
 
     Returns:
         [M, L] i32.
     """
     groups = lane.of_groups(group_size)
-    num_groups, count = groups.size, count // group_size
+    num_groups = groups.size
+    count = count // group_size
     spent = jnp.all(is_spent.reshape(is_spent.shape[0], -1, group_size), axis=2)
     spent = take(spent, groups.order)
-    rank = lambda x: jnp.cumsum(x, axis=1, dtype=jnp.int32)
-    spare = rank(spent)
-    is_next = jnp.where(spent, spare <= count, rank(~spent) <= count - spare[:, -1:])
-    place = jnp.where(is_next, num_groups - count + rank(is_next), rank(~is_next)) - 1
-    order = jax.vmap(lambda place, slot: jnp.zeros_like(slot).at[place].set(slot, unique_indices=True))(
-        place, groups.order
-    )
+    spare = _rank(spent)
+    is_next = jnp.where(spent, spare <= count, _rank(~spent) <= count - spare[:, -1:])
+    place = jnp.where(is_next, num_groups - count + _rank(is_next), _rank(~is_next)) - 1
+
+    def permute(place: jax.Array, slot: jax.Array) -> jax.Array:
+        return jnp.zeros_like(slot).at[place].set(slot, unique_indices=True)
+
+    order = jax.vmap(permute)(place, groups.order)
     return slots_of_groups(order, group_size)
 
 
-def write_some(
-    slots: PyTree[Shaped[ArrayLike, "M C ..."]],
-    lane: Lane,
-    is_spent: Bool[ArrayLike, "M C"],
-    rows: PyTree[Shaped[ArrayLike, "M n ..."]],
-    is_kept: Bool[ArrayLike, "M n"],
-) -> tuple[PyTree[Shaped[Array, "M C ..."]], Int[Array, "M L"]]:
-    """The slots with those of the rows [M, n] that are kept, in their order, and the lane's new order [M, L].
+def _rank(is_counted: jax.Array) -> jax.Array:
+    """Return the number of true entries up to each position of a row, [M, L] i32."""
+    return jnp.cumsum(is_counted, axis=1, dtype=jnp.int32)
 
-    Of too many for the lane the last ones.
+
+def write_some(
+    slots: PyTree[Shaped[Array, "M C ..."]],
+    lane: Lane,
+    is_spent: Bool[Array, "M C"],
+    rows: PyTree[Shaped[Array, "M n ..."]],
+    is_kept: Bool[Array, "M n"],
+) -> tuple[PyTree[Shaped[Array, "M C ..."]], Int[Array, "M L"]]:
+    """Write the rows [M, n] that are kept, in their order. Return the slots and the lane's new order [M, L].
+
+    If the lane has too few slots for the kept rows, only the last rows are written.
     """
-    rank = jnp.cumsum(is_kept, axis=1, dtype=jnp.int32)
+    rank = _rank(is_kept)
     total = rank[:, -1:]
     is_kept = is_kept & (total - rank < lane.size)
     order = renew(lane, is_spent, jnp.minimum(total, lane.size))
     target = take(order, jnp.maximum(lane.size - 1 - (total - rank), 0))
-    return put(slots, jnp.where(is_kept, target, jax.tree.leaves(slots)[0].shape[1]), rows), order
+    num_slots = jax.tree.leaves(slots)[0].shape[1]
+    return put(slots, jnp.where(is_kept, target, num_slots), rows), order
 
 
 def put(
-    slots: PyTree[Shaped[ArrayLike, "M C ..."]],
-    slot_index: Int[ArrayLike, "M b"],
-    rows: PyTree[Shaped[ArrayLike, "M b ..."]],
+    slots: PyTree[Shaped[Array, "M C ..."]],
+    slot_index: Int[Array, "M b"],
+    rows: PyTree[Shaped[Array, "M b ..."]],
 ) -> PyTree[Shaped[Array, "M C ..."]]:
-    """Slots [M, C, ...] with rows [M, b, ...] at ``slot_index`` [M, b] i32; index C is nowhere."""
+    """Return slots [M, C, ...] with rows [M, b, ...] at ``slot_index`` [M, b] i32. A row at index C is dropped."""
 
-    def one(slot_C: jax.Array, index: jax.Array, row_b: jax.Array) -> jax.Array:
+    def put_shard(slot_C: jax.Array, index: jax.Array, row_b: jax.Array) -> jax.Array:
         return slot_C.at[index].set(row_b, mode="drop")
 
-    return jax.tree.map(lambda slot, row: where_it_lies(jax.vmap(one), slot, slot_index, row), slots, rows)
+    return jax.tree.map(lambda slot, row: where_it_lies(jax.vmap(put_shard), slot, slot_index, row), slots, rows)
 
 
-def take(
-    slots: PyTree[Shaped[ArrayLike, "M C ..."]], slot_index: Int[ArrayLike, "M b"]
-) -> PyTree[Shaped[Array, "M b ..."]]:
-    """Rows of a pytree of [M, C, ...] at ``slot_index`` [M, b] i32: a pytree of [M, b, ...], on the device."""
-    rows_of = jax.vmap(lambda slot_C, index: slot_C[index])
+def take(slots: PyTree[Shaped[Array, "M C ..."]], slot_index: Int[Array, "M b"]) -> PyTree[Shaped[Array, "M b ..."]]:
+    """Return the rows of a pytree of [M, C, ...] at ``slot_index`` [M, b] i32, on the device: [M, b, ...]."""
+    take_rows = jax.vmap(lambda slot_C, index: slot_C[index])
 
-    def one(leaf: jax.Array) -> jax.Array:
-        rows = where_it_lies(rows_of, leaf, slot_index)
+    def take_leaf(leaf: jax.Array) -> jax.Array:
+        rows = where_it_lies(take_rows, leaf, slot_index)
         return jax.device_put(rows, jax.memory.Space.Device) if _is_on_host(rows) else rows
 
-    return jax.tree.map(one, slots)
+    return jax.tree.map(take_leaf, slots)
 
 
 def zeros(
     shapes: PyTree[Shaped[jax.ShapeDtypeStruct, "M _ ..."]], *, on_host: bool = False
 ) -> PyTree[Shaped[Array, "M _ ..."]]:
-    """Zeros of a pytree of shapes [M, C, ...], on the device or in the host's memory.
+    """Return zeros of a pytree of shapes [M, C, ...], on the device or in the host's memory.
 
-    The host repeats a slot of the device: what is constant the TPU compiler would make on the device and move.
+    The host repeats one slot of the device. The TPU compiler would make a constant array on the device and move it.
     """
 
-    def one(x: jax.ShapeDtypeStruct) -> jax.Array:
+    def zeros_of(x: jax.ShapeDtypeStruct) -> jax.Array:
         slot = jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
         if on_host:
             slot = jax.device_put(slot, jax.memory.Space.Host)
         return where_it_lies(lambda slot: jnp.broadcast_to(slot, x.shape), slot)
 
-    return jax.tree.map(one, shapes)
+    return jax.tree.map(zeros_of, shapes)
 
 
 def where_it_lies(
-    function: Callable[..., Shaped[Array, "..."]], leaf: Shaped[ArrayLike, "..."], *rows: Shaped[ArrayLike, "..."]
+    function: Callable[..., Shaped[Array, "..."]], leaf: Shaped[Array, "..."], *rows: Shaped[Array, "..."]
 ) -> Shaped[Array, "..."]:
-    """``function(leaf, *rows)``, by the host's processor where the leaf lies in the host's memory.
+    """Return ``function(leaf, *rows)``, computed by the host's processor if the leaf is in the host's memory.
 
-    Only what the rows hold then moves between host and device, never the leaf. Returns: what lies where the leaf lies.
+    Then only the rows move between host and device, not the leaf. The result is in the same memory as the leaf.
     """
     if not _is_on_host(leaf):
         return function(leaf, *rows)

@@ -1,37 +1,38 @@
 """One draw from a distribution over tokens, and its log-probabilities.
 
 Owns: the inverse-CDF draw, log-probability and entropy. Does not know: which tokens may be drawn (``ops.filters``),
-models, keys (a draw takes a uniform number), greedy decoding.
+models, random keys (a draw takes a uniform number), greedy decoding.
 Letters: S rows, V vocabulary, N blocks, K tokens per block. Log-probabilities and entropies are in nats, float32.
 
-Where devices hold parts of the vocabulary, a function that takes ``axis`` is run by each on its part [S, V/devices]
-(``jax.shard_map``), with the names of the mesh axes that split it: sums and candidates move between them, no logits,
-and each gets the whole result. () = the vocabulary is whole.
+The devices of a mesh can hold parts of the vocabulary. Each device then calls the function on its part [S, V/devices]
+(``jax.shard_map``), and ``axis`` has the names of the mesh axes that split the vocabulary. Sums and candidates move
+between the devices; logits do not. Every device gets the whole result. () = the vocabulary is not split.
 """
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, Float, Int
 
-# Tokens per block of the two-level search: about the square root of a vocabulary of 50-250 thousand.
+# Tokens per block of the two-level search: about the square root of a vocabulary of 50 to 250 thousand tokens.
 BLOCK_TOKENS = 256
 
 
 def sample_inverse_cdf(
-    logits: Float[ArrayLike, "S V"], uniform: Float[ArrayLike, " S"], axis: tuple[str, ...] = ()
+    logits: Float[Array, "S V"], uniform: Float[Array, " S"], axis: tuple[str, ...] = ()
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Draw one token per row by inverse CDF, from one uniform number per row.
 
         token = min{v : F(v) > u},   F(v) = sum_{w <= v} softmax(logits)_w
 
-    The search has two levels, the sums of blocks and the tokens of one block: noise over the whole vocabulary would
-    cost more than the rest of the draw. The vocabulary's weights have one use, so that none are kept, and the total is
-    the last running sum, for of the blocks' sums XLA would make it of all weights again. A token of probability zero is
-    never returned, whatever the rounding of sums and whatever ``u``. float32 resolves u to 2**-24, so probabilities are
-    exact to about 1e-7 of the whole mass. However the vocabulary is split, the token is the same, but where ``u`` is
-    within the rounding of float32 sums, about 1e-6, of a step of F.
+    The search has two levels: the sums of blocks, then the tokens of one block. Noise for the whole vocabulary would
+    cost more than the rest of the draw. The weights of the vocabulary are used once, so that XLA does not store them.
+    The total is the last running sum, because XLA would compute a sum of the blocks' sums from all weights again.
+
+    A token of probability zero is never returned, for any rounding and any ``u``. float32 resolves u to 2**-24, so
+    probabilities are exact to about 1e-7 of the whole mass. A split of the vocabulary does not change the token, except
+    if ``u`` is within the rounding of float32 sums (about 1e-6) of a step of F.
 
     Args:
         logits: [S, V] f32, already filtered; -inf = impossible. Each row has a finite entry.
@@ -47,24 +48,43 @@ def sample_inverse_cdf(
     weight_SN = jnp.sum(weight_SV.reshape(num_rows, -1, BLOCK_TOKENS), axis=-1)
     running_SN = jnp.cumsum(weight_SN, axis=-1)
     total = running_SN[:, -1]
-    target = uniform * total
-    if axis:  # a third level, above blocks: the sums of the devices' parts
-        total_ST = jax.lax.all_gather(total, axis, axis=1)
-        running_ST = jnp.cumsum(total_ST, axis=-1)
-        total = running_ST[:, -1]
-        part, before = _first_above(total_ST, running_ST, uniform * total)
-        target = uniform * total - before
-    block, before = _first_above(weight_SN, running_SN, target)
+    if not axis:
+        token, shifted = _search(logits, top_S1, weight_SN, running_SN, uniform * total)
+        return token, shifted - jnp.log(total)
+    # A third level above the blocks: the sums of the devices' parts.
+    total_ST = jax.lax.all_gather(total, axis, axis=1)
+    running_ST = jnp.cumsum(total_ST, axis=-1)
+    total = running_ST[:, -1]
+    part, mass_before = _first_above(total_ST, running_ST, uniform * total)
+    token, shifted = _search(logits, top_S1, weight_SN, running_SN, uniform * total - mass_before)
+    is_own = part == jax.lax.axis_index(axis)
+    token = jax.lax.psum(jnp.where(is_own, token + part * num_tokens, 0), axis)
+    shifted = jax.lax.psum(jnp.where(is_own, shifted, 0), axis)
+    return token, shifted - jnp.log(total)
+
+
+def _search(
+    logits: Float[Array, "S V"],
+    top_S1: Float[Array, "S 1"],
+    weight_SN: Float[Array, "S N"],
+    running_SN: Float[Array, "S N"],
+    target: Float[Array, " S"],
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Find the token where the running sum of weights exceeds ``target``. Return its id and ``logit - max``.
+
+    Args:
+        top_S1: largest logit of each row.
+        weight_SN: sum of the weights of each block.
+        running_SN: running sums of ``weight_SN``.
+    """
+    num_tokens = logits.shape[1]
+    block, mass_before = _first_above(weight_SN, running_SN, target)
     token_SK = block[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)[None, :]
     shifted_SK = jnp.take_along_axis(logits, jnp.minimum(token_SK, num_tokens - 1), axis=-1) - top_S1
     weight_SK = jnp.where(token_SK < num_tokens, jnp.exp(shifted_SK), 0.0)
-    offset, _ = _first_above(weight_SK, jnp.cumsum(weight_SK, axis=-1), target - before)
-    chosen = jnp.take_along_axis(shifted_SK, offset[:, None], axis=-1)[:, 0]
-    token = block * BLOCK_TOKENS + offset
-    if axis:
-        is_own = part == jax.lax.axis_index(axis)
-        token, chosen = (jax.lax.psum(jnp.where(is_own, x, 0), axis) for x in (token + part * num_tokens, chosen))
-    return token, chosen - jnp.log(total)
+    offset, _ = _first_above(weight_SK, jnp.cumsum(weight_SK, axis=-1), target - mass_before)
+    shifted = jnp.take_along_axis(shifted_SK, offset[:, None], axis=-1)[:, 0]
+    return block * BLOCK_TOKENS + offset, shifted
 
 
 def _max_over(axis: tuple[str, ...], x: jax.Array) -> jax.Array:
@@ -74,23 +94,25 @@ def _max_over(axis: tuple[str, ...], x: jax.Array) -> jax.Array:
 def _first_above(
     weight: Float[Array, "S N"], running: Float[Array, "S N"], target: Float[Array, " S"]
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """Per row the first index of positive weight whose ``running`` sum exceeds ``target``, and the sum before it.
+    """Return per row the first index of positive weight whose running sum exceeds the target, and the sum before it.
 
-    A float32 running sum is rounded, maybe not even monotone (XLA adds in a tree), and ``target`` may round up
-    to the total: so weights of zero are excluded explicitly, and the last positive index is the fallback.
+    A float32 running sum is rounded. It may not even be monotone, because XLA adds in a tree, and ``target`` may round
+    up to the total. Weights of zero are therefore excluded explicitly. If no sum exceeds the target, the result is the
+    last positive index.
     """
     is_positive = weight > 0
     is_above = is_positive & (running > target[:, None])
-    last = weight.shape[-1] - 1 - jnp.argmax(is_positive[:, ::-1], axis=-1)
-    index = jnp.where(jnp.any(is_above, axis=-1), jnp.argmax(is_above, axis=-1), last).astype(jnp.int32)
+    last_positive = weight.shape[-1] - 1 - jnp.argmax(is_positive[:, ::-1], axis=-1)
+    first_above = jnp.argmax(is_above, axis=-1)
+    index = jnp.where(jnp.any(is_above, axis=-1), first_above, last_positive).astype(jnp.int32)
     before = jnp.take_along_axis(running - weight, index[:, None], axis=-1)[:, 0]
     return index, before
 
 
 def surprise_moments(
-    logits: Float[ArrayLike, "*rows V"], axis: tuple[str, ...] = ()
+    logits: Float[Array, "*rows V"], axis: tuple[str, ...] = ()
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Mean and variance of ``-log p`` of a token of the distribution, each [...] f32 nats: its entropy, and
+    """Return mean and variance of ``-log p`` of a token of the distribution, each [...] f32. The mean is the entropy.
 
         variance = sum_v p_v (log p_v)^2 - entropy^2
 
@@ -98,8 +120,12 @@ def surprise_moments(
         logits: [..., V] f32, already filtered; -inf = impossible. Each row has a finite entry.
     """
     shifted = logits - _max_over(axis, jnp.max(logits, axis=-1, keepdims=True))
-    weight, surprise = jnp.exp(shifted), jnp.where(shifted > -jnp.inf, -shifted, 0.0)
-    total_of = lambda x: jax.lax.psum(jnp.sum(x, axis=-1), axis)  # nothing moves where no axis is
+    weight = jnp.exp(shifted)
+    surprise = jnp.where(shifted > -jnp.inf, -shifted, 0.0)
+
+    def total_of(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(jnp.sum(x, axis=-1), axis)  # without an axis, psum returns the sum itself
+
     total = total_of(weight)
     mean = total_of(weight * surprise) / total
     square = total_of(weight * jnp.square(surprise)) / total
@@ -107,9 +133,9 @@ def surprise_moments(
 
 
 def token_logp(
-    logits: Float[ArrayLike, "*rows V"], token: Int[ArrayLike, "*rows"]
+    logits: Float[Array, "*rows V"], token: Int[Array, "*rows"]
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Log-probability of a token and entropy of the distribution.
+    """Return the log-probability of a token and the entropy of the distribution.
 
         logp = l_token - max - log Z,   entropy = log Z - sum_v p_v (l_v - max),   Z = sum_v exp(l_v - max)
 
@@ -122,13 +148,15 @@ def token_logp(
     Returns:
         logp, entropy: [...] f32 nats.
     """
-    # The maximum cancels in both results: no gradient needs to pass through it.
+    # The maximum cancels in both results, so no gradient needs to pass through it.
     maximum = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
     shifted = logits - maximum
-    weight, possible = jnp.exp(shifted), shifted > -jnp.inf
+    weight = jnp.exp(shifted)
+    is_possible = shifted > -jnp.inf
     total = jnp.sum(weight, axis=-1)
     log_total = jnp.log(total)
-    # Of ``logits``, and the sum of a choice: XLA's CPU backend would keep ``shifted``, and sums a product 8 x slower.
+    # Read the token's logit from ``logits``, because XLA's CPU backend would store ``shifted``. Sum a ``where`` of the
+    # product, because that backend sums a plain product 8 times slower.
     chosen = (jnp.take_along_axis(logits, token[..., None], axis=-1) - maximum)[..., 0]
-    summand = jnp.where(possible, weight * jnp.where(possible, shifted, 0.0), 0.0)
+    summand = jnp.where(is_possible, weight * jnp.where(is_possible, shifted, 0.0), 0.0)
     return chosen - log_total, log_total - jnp.sum(summand, axis=-1) / total

@@ -1,13 +1,16 @@
-"""Sequential draws without repeats, in proportion to a weight, at a cost that does not grow with the capacity.
+"""Sequential draws without repeats, in proportion to a weight. The cost does not grow with the capacity.
 
-Draw one of n things with probability w_i / sum w, put it aside, go on with the rest: the law of sorting by E_i / w_i,
-E_i ~ Exp(1) (Gumbel top-k is the same in logarithms), and of throwing away repeats of independent draws, each a
-uniform candidate accepted with probability w_i / bound. The second needs no look at the n things, so it is tried
-first with a fixed number of candidates. Draws still missing then are taken by sorting those left over: what was found
-is a prefix of the sequence and independent draws have no memory, so the law is exact either way.
+Draw one of n slots with probability w_i / sum w, put it aside, and go on with the rest. Two methods have this law:
 
-Letters: M shards, n things of a shard, k candidates, b draws.
-Owns: which positions are drawn. Does not know: rings, ages, what a weight means.
+- Sort by E_i / w_i, with E_i ~ Exp(1). (Gumbel top-k is the same in logarithms.)
+- Draw uniform candidates independently, accept each with probability w_i / bound, and discard repeats.
+
+The second method does not read all n slots. It is therefore tried first, with a fixed number of candidates. Draws that
+are still missing are taken by sorting the remaining slots. The law stays exact: the accepted candidates are a prefix of
+the sequence, and independent draws have no memory.
+
+Letters: M shards, n slots of a shard, k candidates, b draws.
+Owns: which positions are drawn. Does not know: rings, ages, the meaning of a weight.
 """
 
 from __future__ import annotations
@@ -18,37 +21,39 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Key
 
-# Candidates per draw. A share 1/8 of full weight fills a batch from a large ring with probability about one half.
+# Candidates per draw. If an eighth of the slots has full weight, they fill a batch with probability about one half.
 CANDIDATES_PER_DRAW = 8
-# So few things are always sorted.
+# At most this many slots are always sorted.
 MIN_CANDIDATES = 128
 
 # Slots [M, k] i32 and whether each was drawn [M, k] bool, the drawn ones first.
 Drawn = tuple[Int[Array, "M _"], Bool[Array, "M _"]]
+SlotAt = Callable[[Int[Array, "M k"]], Int[Array, "M k"]]
+WeightOf = Callable[[Int[Array, "M k"]], Float[Array, "M k"]]
 
 
 def draw(
     keys: Key[Array, " M"],
-    slot_at: Callable[[Int[Array, "M k"]], Int[Array, "M k"]],
+    slot_at: SlotAt,
     length: Int[Array, " M"],
-    weight: Callable[[Int[Array, "M k"]], Float[Array, "M k"]],
+    weight: WeightOf,
     *,
     num: int,
     max_length: int,
     taken: Drawn | None = None,
 ) -> Drawn:
-    """Draw ``num`` slots of each shard without repeats, each in proportion to its weight among those left.
+    """Draw ``num`` slots of each shard without repeats, each in proportion to its weight among the remaining slots.
 
         P(next = i) = w_i / sum of w_j over the slots not drawn yet
 
-    Exact but for the granularity of float32. Where all shards are found by candidates, the cost is that of
-    ``CANDIDATES_PER_DRAW * num`` slots; otherwise that of sorting ``max_length``, a ``cond`` over all shards given:
-    on several devices call it for the shards of each (``sharding.by_device``), lest they wait for one another. A
-    shard's draw depends on its key and slots alone.
+    The law is exact up to the granularity of float32. If candidates suffice for all shards, the cost is that of
+    ``CANDIDATES_PER_DRAW * num`` slots. Otherwise it is the cost of sorting ``max_length`` slots, behind one ``cond``
+    over all shards. On several devices, call this function for the shards of each device (``sharding.by_device``), so
+    that no device waits for another. A shard's draw depends on its key and its slots alone.
 
     Args:
         keys: [M] random keys.
-        slot_at: positions [M, k] i32 to slots [M, k] i32, all different; any position may be asked for.
+        slot_at: positions [M, k] i32 to slots [M, k] i32, all different. It is called with any positions.
         length: [M] i32, positions 0..length-1 hold a slot that may be drawn.
         weight: slots [M, k] i32 to [M, k] f32 in [0, 1]; 0 = may not be drawn.
         num: b.
@@ -56,11 +61,11 @@ def draw(
         taken: slots that may not be drawn.
 
     Returns:
-        Slots [M, b] i32 and whether they were drawn [M, b] bool, in the order of drawing; slots that were not drawn
+        Slots [M, b] i32 and whether they were drawn [M, b] bool, in the order of drawing. Slots that were not drawn
         come last and are arbitrary.
 
     Source: Efraimidis and Spirakis 2006 (weighted sampling without replacement); as Gumbel top-k, Kool et al.
-        2019, arXiv:1903.06059. Rejection of repeats with a sort of the rest is ours.
+        2019, arXiv:1903.06059. The combination of rejection and a sort of the rest is our own.
     """
     num_shards = length.shape[0]
     if taken is None:
@@ -69,57 +74,67 @@ def draw(
     keys = jax.vmap(jax.random.split)(keys)
     bits = jax.vmap(lambda key: jax.random.bits(key, (2, num_candidates), jnp.uint32))(keys[:, 0])
     chance = _uniform(bits[:, 0])
-    first = jnp.broadcast_to(jnp.arange(num_candidates, dtype=jnp.int32), chance.shape)
+    first_positions = jnp.broadcast_to(jnp.arange(num_candidates, dtype=jnp.int32), chance.shape)
     if num_candidates == max_length:
-        return _first(*_sorting(slot_at, first, chance, length, weight, taken), num)
+        return _first(*_sorting(slot_at, first_positions, chance, length, weight, taken), num)
 
-    # A short window is sorted whole, a long one tried at random places.
+    # A shard with few slots is sorted. A shard with many slots is tried at random positions.
     is_short = (length <= num_candidates)[:, None]
-    anywhere, is_even = _anywhere(length[:, None], bits[:, 1])
-    slot = slot_at(jnp.where(is_short, first, anywhere))
+    random_positions, is_even = _anywhere(length[:, None], bits[:, 1])
+    slot = slot_at(jnp.where(is_short, first_positions, random_positions))
     w = weight(slot)
-    is_accepted = jnp.where(is_short, (first < length[:, None]) & (w > 0), (chance < w) & is_even)
+    is_accepted = jnp.where(is_short, (first_positions < length[:, None]) & (w > 0), (chance < w) & is_even)
     is_accepted &= _is_new(taken, (slot, is_accepted))
-    order = jnp.where(is_short, _race(chance, w), first.astype(jnp.float32))
-    found = _first(slot, jnp.where(is_accepted, order, jnp.inf), num)
+    order = jnp.where(is_short, _race(chance, w), first_positions.astype(jnp.float32))
+    candidates = _first(slot, jnp.where(is_accepted, order, jnp.inf), num)
 
-    def finish(found: Drawn) -> Drawn:
+    def sort_the_rest(drawn: Drawn) -> Drawn:
         chance = _uniform(jax.vmap(lambda key: jax.random.bits(key, (max_length,), jnp.uint32))(keys[:, 1]))
-        whole = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), chance.shape)
-        gone = tuple(jnp.concatenate(pair, axis=1) for pair in zip(taken, found, strict=True))
-        return chain(found, _first(*_sorting(slot_at, whole, chance, length, weight, gone), num))
+        positions = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), chance.shape)
+        all_taken = _joined(taken, drawn)
+        return chain(drawn, _first(*_sorting(slot_at, positions, chance, length, weight, all_taken), num))
 
-    is_missing = jnp.any(~is_short & ~found[1])
-    return jax.lax.cond(is_missing, finish, lambda found: found, found)
+    is_missing = jnp.any(~is_short & ~candidates[1])
+    return jax.lax.cond(is_missing, sort_the_rest, lambda drawn: drawn, candidates)
 
 
 def chain(first: Drawn, second: Drawn) -> Drawn:
-    """The drawn slots of ``first``, then those of ``second``, as many [M, b] as ``second`` has."""
-    num_first, num = first[0].shape[1], second[0].shape[1]
+    """Return the drawn slots of ``first``, then those of ``second``, in the width [M, b] of ``second``."""
+    num_first = first[0].shape[1]
+    num = second[0].shape[1]
     place = jnp.arange(num)[None, :]
-    behind = place - jnp.sum(first[1], axis=1, keepdims=True)
+    place_in_second = place - jnp.sum(first[1], axis=1, keepdims=True)
 
-    def one(a: jax.Array, b: jax.Array) -> jax.Array:
+    def join(a: jax.Array, b: jax.Array) -> jax.Array:
         a = jnp.take_along_axis(a, jnp.minimum(place, num_first - 1), axis=1)
-        return jnp.where(behind < 0, a, jnp.take_along_axis(b, jnp.maximum(behind, 0), axis=1))
+        b = jnp.take_along_axis(b, jnp.maximum(place_in_second, 0), axis=1)
+        return jnp.where(place_in_second < 0, a, b)
 
-    return one(first[0], second[0]), one(first[1], second[1])
+    return join(first[0], second[0]), join(first[1], second[1])
+
+
+def _joined(first: Drawn, second: Drawn) -> Drawn:
+    """Return both lists, one after the other."""
+    slots = jnp.concatenate([first[0], second[0]], axis=1)
+    return slots, jnp.concatenate([first[1], second[1]], axis=1)
 
 
 def _uniform(bits: jax.Array) -> jax.Array:
-    """[0, 1) f32 from u32."""
+    """Return uniform numbers in [0, 1), f32, from u32."""
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
 def _anywhere(length: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions 0..length-1 i32 from u32, and whether to keep them: those kept are exactly uniform."""
+    """Return positions 0..length-1, i32 from u32, and whether to keep each. The kept positions are exactly uniform."""
     n = jnp.maximum(length, 1).astype(jnp.uint32)
     surplus = (jnp.uint32(0) - n) % n  # 2^32 mod n
     return (bits % n).astype(jnp.int32), bits <= jnp.uint32(2**32 - 1) - surplus
 
 
-def _sorting(slot_at, position, chance, length, weight, taken) -> tuple[jax.Array, jax.Array]:
-    """Slots at these positions [M, k] and the order of drawing them [M, k] f32, infinite where they may not be."""
+def _sorting(
+    slot_at: SlotAt, position: jax.Array, chance: jax.Array, length: jax.Array, weight: WeightOf, taken: Drawn
+) -> tuple[jax.Array, jax.Array]:
+    """Return the slots at these positions [M, k] and their order [M, k] f32; inf = may not be drawn."""
     slot = slot_at(position)
     w = weight(slot)
     is_open = (position < length[:, None]) & (w > 0)
@@ -128,24 +143,29 @@ def _sorting(slot_at, position, chance, length, weight, taken) -> tuple[jax.Arra
 
 
 def _race(chance: jax.Array, w: jax.Array) -> jax.Array:
-    """Arrival times of exponential clocks of rate w, finite."""
+    """Return finite arrival times of exponential clocks of rate w."""
     return jnp.minimum(-jnp.log1p(-chance) / jnp.maximum(w, 1e-30), 3e38)
 
 
 def _first(slot: jax.Array, order: jax.Array, num: int) -> Drawn:
-    """The ``num`` slots that come first. A sort, because XLA gathers the operand of top_k over the mesh."""
-    if (lack := num - slot.shape[1]) > 0:
-        slot, order = jnp.pad(slot, ((0, 0), (0, lack))), jnp.pad(order, ((0, 0), (0, lack)), constant_values=jnp.inf)
+    """Return the ``num`` slots that come first. Use a sort, because XLA gathers the operand of top_k over the mesh."""
+    num_missing = num - slot.shape[1]
+    if num_missing > 0:
+        slot = jnp.pad(slot, ((0, 0), (0, num_missing)))
+        order = jnp.pad(order, ((0, 0), (0, num_missing)), constant_values=jnp.inf)
     order, slot = jax.lax.sort((order, slot), dimension=1, num_keys=1, is_stable=True)
     return slot[:, :num], jnp.isfinite(order[:, :num])
 
 
 def _is_new(taken: Drawn, slots: Drawn) -> jax.Array:
-    """Whether each slot [M, k] is neither taken nor given earlier in the row; ones that do not count bar nobody."""
+    """Return whether each slot [M, k] is neither taken nor earlier in the row. Slots that do not count are ignored."""
     num_taken = taken[0].shape[1]
-    slot, counts = (jnp.concatenate(pair, axis=1) for pair in zip(taken, slots, strict=True))
+    slot, counts = _joined(taken, slots)
     place = jnp.broadcast_to(jnp.arange(slot.shape[1], dtype=jnp.int32), slot.shape)
     slot, place = jax.lax.sort((jnp.where(counts, slot, -1), place), dimension=1, num_keys=2)
     is_first = jnp.concatenate([jnp.ones_like(slot[:, :1], bool), slot[:, 1:] != slot[:, :-1]], axis=1)
-    is_new = jax.vmap(lambda p, first: jnp.zeros(p.shape, bool).at[p].set(first, unique_indices=True))(place, is_first)
-    return is_new[:, num_taken:]
+
+    def unsort(place: jax.Array, is_first: jax.Array) -> jax.Array:
+        return jnp.zeros(place.shape, bool).at[place].set(is_first, unique_indices=True)
+
+    return jax.vmap(unsort)(place, is_first)[:, num_taken:]
