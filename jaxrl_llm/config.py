@@ -1,12 +1,12 @@
-"""Configuration: frozen dataclasses, and ``freeze`` from a ``ConfigDict`` with every check.
+"""Configuration: frozen dataclasses, and ``freeze``, which turns a ``ConfigDict`` into a checked ``Config``.
 
-A file in ``configs/`` takes ``defaults()`` and sets what differs;
-the command line overrides it with ``--config.a.b=v``; ``freeze`` turns it into a ``Config`` once. An unknown key,
-a wrong type or an impossible combination is a ``ConfigError`` naming the key, the value and what is
-allowed. No default stands in two places.
+A config file starts from ``defaults()`` and changes settings. The command line overrides settings with
+``--config.a.b=VALUE``. ``freeze`` then makes the ``Config`` of the run, once. An unknown key, a wrong type and an
+impossible combination raise a ``ConfigError`` with the key, the value and the allowed values. Every default has one
+place.
 
-Owns: names, types with their bounds, defaults. Does not know: methods' settings (method_config), how a mapping becomes
-dataclasses (nested), which sizes fit together (limits), devices, files, models.
+Owns: names, types with their bounds, defaults. Does not know: the settings of methods (method_config), how a mapping
+becomes dataclasses (settings.schema), which settings fit together (limits), devices, files, models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxrl_llm.settings.schema import (
     flatten,
 )
 
-# When settings are read that others switch on.
+# Conditions under which a run reads a setting.
 WITH_REFERENCE = ReadWhen(
     lambda c: c.keeps_reference,
     "without an algorithm.divergence or algorithm.surrogate that reads the reference",
@@ -57,257 +57,291 @@ WITH_ROWS_OF_OTHERS = ReadWhen(
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    # Hugging Face folder, GGUF file, folder of a run, "smollm2-135m-instruct", hub id, or "random:PRESET".
+    # The model: a Hugging Face folder, a GGUF file, a folder of a run, "smollm2-135m-instruct", a hub id, or
+    # "random:PRESET" for random weights.
     path: str = "random:debug"
-    # Reference model, frozen, named like `path` and of the same token ids: a teacher, with algorithm.divergence
-    # (on-policy distillation). "" = path, as training finds it.
+    # The frozen reference model, named like `path`. It must have the same token ids. With another model than `path` it
+    # is a teacher, and algorithm.divergence is on-policy distillation. "" uses `path` as it is before training.
     reference_path: Annotated[str, WITH_REFERENCE] = ""
-    # Arithmetic of the forward pass.
+    # The dtype of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Weights that are learned, and their gradient; with adapters, of what is not. bfloat16: half the memory, steps are
-    # rounded stochastically.
+    # The dtype of the trained weights and their gradient. With adapters, it is the dtype of the frozen weights.
+    # bfloat16 needs half the memory, and optimizer steps are rounded stochastically.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Rematerialisation, what the backward pass keeps: "none" all, "dots" the layers' inputs, the MLPs' and their
-    # matmuls, "full" the layers' inputs alone; "auto" is "dots" where that fits the device, else "full" (so on CPU).
+    # Rematerialisation: what the backward pass keeps. "none" keeps everything. "dots" keeps the inputs of layers and of
+    # MLPs and the results of their matmuls. "full" keeps only the inputs of layers. "auto" is "dots" if that fits the
+    # device, else "full"; on a CPU it is "full".
     remat: Literal["none", "dots", "full", "auto"] = "full"
-    # Attention: "auto" takes a flash kernel where the devices have one (TPU; NVIDIA in bfloat16), "xla" never.
+    # Attention: "auto" uses a flash kernel on devices that have one (TPU; NVIDIA with bfloat16). "xla" never does.
     attention: Literal["auto", "xla"] = "auto"
     lora: LoraConfig = LoraConfig()
-    # Routing replay: rollouts carry the experts that the sampler chose for each token, and the learner takes the same.
+    # Routing replay: rollouts record the experts that the sampler chose for each token. The learner uses the same
+    # experts.
     routing_replay: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptsConfig:
-    # Source of the questions: files ("jsonl", "parquet", "code", "text"), "reasoning_gym", or one that is built in.
+    # The source of the questions: files ("jsonl", "parquet", "code", "text"), "reasoning_gym", or a built-in source.
     source: Literal[
         "letters", "arithmetic", "maze", "kolmogorov", "reasoning_gym", "jsonl", "parquet", "code", "text", "grids"
     ] = "letters"
-    # Name of the reasoning-gym dataset, or path of the file, or a pattern of several ("train-*.parquet").
+    # The name of the reasoning-gym dataset, the path of a file, or a pattern for several files ("train-*.parquet").
     name: str = ""
-    # Arguments of the reasoning-gym dataset, or of another source, as its module says (questions/tasks).
+    # Arguments of the reasoning-gym dataset or of another source. The module of the source lists them
+    # (questions/tasks).
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Questions to make (generated sources) or to read at most (files; 0 = all).
+    # The number of questions to generate, or the largest number of questions to read from files. 0 reads all.
     size: int = 1024
-    # Longest prompt in tokens, and the width of the prompt part of every row.
+    # The longest prompt in tokens. It is also the width of the prompt part of every row.
     max_tokens: Count = 32
-    # System message put before prompts that have none of their own; "" leaves the chat template's own default.
+    # The system message of prompts that have no system message of their own. "" keeps the chat template's default.
     system_prompt: str = ""
-    # Chat template: wrap prompts in the model's. False: the text is the prompt.
+    # Whether prompts are wrapped in the model's chat template. If False, the text is the prompt.
     chat_template: bool = True
-    # What the chat template is told besides, by its own names: {"enable_thinking": False}, {"tools": [...]}.
+    # Additional arguments of the chat template: {"enable_thinking": False}, {"tools": [...]}.
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Special tokens: read what looks like one ("<|im_end|>") in prompts and answers of others as one. False: as text.
+    # Whether text such as "<|im_end|>" in prompts and in answers of others becomes a special token. If False, it stays
+    # text.
     special_tokens: bool = False
-    # Bad row, one that cannot be read: "error" stops before the run, "skip" reports, counts and goes on.
+    # What to do with a row that cannot be read. "error" stops before the run begins. "skip" reports and counts the row.
     bad_row: Annotated[Literal["error", "skip"], WITH_ROWS_OF_OTHERS] = "error"
-    # Long prompt, one of more than max_tokens: "error" or "skip", as of a bad row.
+    # What to do with a prompt of more than max_tokens tokens: "error" or "skip", as for bad_row.
     long_prompt: Literal["error", "skip"] = "error"
-    # Shuffle: visit questions in a new random order each epoch.
+    # Whether each epoch visits the questions in a new random order.
     shuffle: bool = True
-    # Retirement: do not ask again what has passed at this rate over all its answers so far; 0 = ask everything.
+    # A question is retired when its pass rate over all answers so far reaches this value. 0 retires no question.
     retire_pass_rate: Share = 0.0
 
     @property
     def encoding(self) -> dict[str, Any]:
-        """How prompts become token ids, for ``Tokenizer.encode_prompts``."""
+        """Settings that determine how prompts become token ids, for ``Tokenizer.encode_prompts``."""
         names = ("chat_template", "chat_template_kwargs", "system_prompt", "special_tokens")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
-    # Softmax temperature; 0 means greedy and is for generate/evaluate alone.
+    # The temperature of the softmax. 0 is greedy decoding, which only generate and evaluate allow.
     temperature: Annotated[float, Bounds(0.01, 100.0)] = 1.0
-    # Top-k: keep the k most likely tokens; 0 = all.
+    # Top-k keeps the k most likely tokens. 0 keeps all.
     top_k: int = 0
-    # Top-p: keep the smallest set of tokens with this much mass; 1.0 = all.
+    # Top-p keeps the smallest set of tokens with at least this probability mass. 1.0 keeps all.
     top_p: Annotated[float, Bounds(0.0, 1.0, closed=False)] = 1.0
-    # Min-p: keep tokens at least this fraction as likely as the most likely; 0.0 = all.
+    # Min-p keeps the tokens whose probability is at least this fraction of the largest probability. 0.0 keeps all.
     min_p: Share = 0.0
-    # Support: where top-k, top-p or min-p leaves tokens out, the most likely ids that are left, so many at most. They
-    # are kept with the token, 4 bytes each, so that the learner's ratio is over the same ones. 0 = top_k, or else 64.
-    # Evaluations and generate have no learner, and draw among all that are left.
+    # If top-k, top-p or min-p makes tokens impossible, at most this many of the most likely remaining ids are sampled
+    # from. The ids are stored with each token (4 bytes each), so that the learner's ratio is over the same ids. 0 =
+    # top_k if it is set, else 64. Evaluations and generate have no learner and sample from all remaining ids.
     support_tokens: Annotated[CountOrZero, WITH_FILTER] = 0
-    # Longest completion in tokens, EOS counted.
+    # The longest completion in tokens. The end-of-sequence token counts.
     max_completion_tokens: Count = 16
-    # Stop strings: completions end at the first of them (kept in the completion).
+    # Completions end at the first stop string. The stop string stays in the completion.
     stop_strings: tuple[str, ...] = ()
-    # Stop tokens, each by its text ("<|eot_id|>"): they end completions as the model's own ends do.
+    # Stop tokens by their text ("<|eot_id|>"). They end a completion like the model's own end tokens.
     stop_tokens: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     prompts_per_iteration: Count = 8
-    # Group size, completions sampled for each prompt; 1 only where algorithm.advantage does not compare siblings.
+    # The number of completions of each prompt. 1 is allowed if algorithm.advantage does not compare the completions of
+    # a prompt.
     group_size: Count = 8
-    # Slots, sequences decoded side by side; 0 = one for every rollout of the iteration.
+    # The number of sequences that are decoded side by side. 0 = one for every rollout of the iteration.
     slots: int = 0
-    # Chunk: decode steps between refills of finished slots.
+    # The number of decode steps between refills of finished slots.
     chunk_steps: Count = 8
-    # Lookahead: prompts started ahead, lest slots idle. Rollouts may then span policy versions (recorded per token).
+    # The number of prompts that are started ahead, so that no slot is idle. A rollout can then have tokens of several
+    # policy versions, which are recorded per token.
     lookahead_prompts: int = 0
-    # Stale caches: what becomes of the cached keys and values (or states) of a half-written answer when the weights
-    # change. "recompute" computes them anew from the answer's tokens: later tokens are then exactly the new policy's.
-    # "keep" goes on with those of the older weights, which costs nothing. Prompts are always computed anew.
+    # What happens to the cached keys and values (or states) of an unfinished completion when the weights change.
+    # "recompute" computes them again from the tokens: later tokens then come from exactly the new policy. "keep" uses
+    # the cache of the older weights, which costs nothing. Caches of prompts are always computed again.
     stale_cache: Literal["recompute", "keep"] = "recompute"
-    # Staleness gate: no prompt stays open for more than so many iterations beyond its first. Stragglers are waited for,
-    # and fewer prompts started ahead if need be; a round of max_resample_rounds counts like one. 0 = it may stay.
+    # Staleness gate: a prompt stays open for at most this many iterations after its first. The sampler waits for
+    # stragglers and starts fewer prompts ahead if necessary. A round of max_resample_rounds counts as an iteration. 0 =
+    # no limit.
     max_lag_iterations: int = 0
-    # Dynamic sampling: how often at most an iteration asks prompts_per_iteration more prompts because groups of it are
-    # tied (no two rewards differ): mixed ones take their place. What is left out counts as generated. 0 = never.
+    # Dynamic sampling: the largest number of times that an iteration samples prompts_per_iteration more prompts because
+    # groups are tied (all rewards are equal). Groups with different rewards replace tied groups. Rollouts that are left
+    # out count as generated. 0 = never.
     max_resample_rounds: Annotated[int, Bounds(0, 1000)] = 0
-    # The sampler's matrices: "compute" has them in model.compute_dtype; "int8" and "fp8" a byte a weight, "fp4" 3/4,
-    # rounded anew with every policy. Its probabilities are not the learner's: see update.weights and corrections.
+    # The weights of the sampler's matmuls. "compute" has them in model.compute_dtype. "int8" and "fp8" need one byte
+    # per weight, "fp4" 3/4 of a byte. They are rounded again for every policy version. The sampler's probabilities then
+    # differ from the learner's: see update.weights and algorithm.correction.
     weights: Literal["compute", "int8", "fp8", "fp4"] = "compute"
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardsConfig:
-    # "task" (the task's own scorer), "math" (math-verify against column `answer`),
+    # Reward functions: "task" (the scorer of the task), "math" (math-verify against the column `answer`),
     # "package.module:function" or "path/to/file.py:function".
     functions: tuple[str, ...] = ("task",)
-    # One weight per function.
+    # One weight for each function.
     weights: tuple[Number, ...] = (1.0,)
-    # Workers: processes that score.
+    # The number of processes that score completions.
     num_workers: Annotated[int, Bounds(1, 1024)] = 2
-    # Timeout: seconds that a function may take for all completions of one prompt before its process is replaced.
+    # The time in seconds that a function may take for all completions of one prompt. After that its process is
+    # replaced.
     timeout_s: Annotated[float, Bounds(0.01, 86400.0)] = 10.0
-    # Failures: stop with a checkpoint when more than this fraction of an iteration's rewards failed.
+    # The run stops with a checkpoint if more than this fraction of an iteration's rewards failed.
     max_failure_frac: Share = 0.5
-    # A rollout passes when its total reward is at least this.
+    # A rollout passes if its total reward is at least this value.
     pass_threshold: Number = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class ExternalConfig:
-    # Answers of others, from each in turn: JSONL files (their form: jaxrl_llm/actor/external.py), workdirs of runs
-    # with metrics.share_rollouts, and hindsight functions of the run's own answers (actor/external_sources.py).
+    # Sources of answers of others, used in turn: JSONL files (format: jaxrl_llm/actor/external.py), workdirs of runs
+    # with metrics.share_rollouts, and functions that rewrite the run's own answers in hindsight
+    # (actor/external_sources.py).
     paths: tuple[str, ...] = ()
-    # Groups of theirs that go into the ring in each iteration, in addition to the run's own.
+    # The number of groups from these sources that enter the ring in each iteration, in addition to the run's own.
     groups_per_iteration: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class UpdateConfig:
-    # Batch size: rollouts in one optimizer step.
+    # The number of rollouts in one optimizer step.
     batch_size: Count = 64
-    # Micro-batch: rollouts in one forward and backward pass, over all devices.
+    # The number of rollouts in one forward and backward pass, over all devices.
     micro_batch_size: Count = 16
-    # Packing: tokens in one such pass instead, of rollouts side by side in lines without padding; 0 = padded.
+    # The number of tokens in one forward and backward pass, if rollouts are packed side by side in lines without
+    # padding. 0 = rollouts are padded, and micro_batch_size applies.
     micro_batch_tokens: int = 0
-    # Tokens of such a line, at least what one draw takes at full length; 0 = twice that.
+    # The number of tokens of a packed line. It must hold the rows of one draw at full length. 0 = twice that number.
     pack_width: int = 0
-    # Balance of experts: weight in the loss of their router's balance cost (models/moe.py); transformers' own is 0.001.
+    # The weight of the balance cost of the experts' routers in the loss (models/moe.py). transformers uses 0.001.
     load_balance: Exponent = 0.0
-    # Optimizer steps per iteration, all in one dispatch.
+    # The number of optimizer steps per iteration, all in one dispatch.
     updates_per_iteration: Count = 1
-    # Forward pass of the learner: "full", or with what rollout.weights rounds, whose gradient goes to what is learned.
+    # The weights of the learner's forward pass. "rollout" rounds them like rollout.weights, and the gradient goes to
+    # the unrounded weights. "full" does not round.
     weights: Annotated[Literal["full", "rollout"], WITH_ROUNDED_SAMPLER] = "full"
-    # Positions of a device whose logits are live at once in the learner; 0 = by device (models.row_logp.chunk_tokens).
+    # The number of positions per device whose logits the learner holds at a time. 0 = a default for the device
+    # (models.row_logp.chunk_tokens).
     logp_chunk_tokens: int = 0
-    # Batch size that learning rates and decays of averages (of weights, `norm_decay` of advantages) are
-    # meant for; with c times that many rollouts in a step (and in an iteration), rates are multiplied by sqrt(c) and
-    # what a decay averages over is divided by c, so that a run does the same per rollout. 0 = meant for batch_size.
+    # The batch size for which learning rates and decays of averages (of the weights, `norm_decay` of advantages) are
+    # chosen. With c times as many rollouts in a step and in an iteration, rates are multiplied by sqrt(c), and the
+    # number of steps that a decay averages over is divided by c. A run then does the same per rollout. 0 = batch_size.
     scaled_from_batch_size: int = 0
-    # Refuse to train when on the first batch log-probs of learner and sampler differ by more than this many nats: any
-    # token's; where one of them rounds (bfloat16, rollout.weights) the mean, or by ten times as many a hundredth.
+    # Training is refused if the log-probabilities of learner and sampler differ by more than this many nats on the
+    # first batch. The limit applies to every token. If one of the two rounds (bfloat16, rollout.weights), it applies to
+    # the mean, and at most one token in a hundred may differ by more than ten times the limit.
     max_sampler_learner_gap_nats: Positive = 0.05
-    # Stop, with the batch in a file, after so many updates in a row whose loss or gradient was not finite (skipped).
+    # The run stops after this many consecutive updates with a loss or gradient that is not finite. Such updates are
+    # skipped. The last batch is written to a file.
     max_nonfinite_steps: Count = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    # "adamw"; "subset_norm": AdamW with one second moment a row; "adafactor": that by rows and columns alone, no first.
+    # The optimizer. "subset_norm" is AdamW with one second moment per row. "adafactor" has second moments only by rows
+    # and columns, and no first moment.
     name: Literal["adamw", "subset_norm", "adafactor"] = "adamw"
-    # Moments between steps, rounded stochastically: bfloat16, half the memory; int8 (8-bit Adam), a quarter.
+    # The dtype of the moments between steps. Moments are rounded stochastically. bfloat16 needs half the memory, int8
+    # (8-bit Adam) a quarter.
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    # Adam moves a weight by up to the rate in a step, and divides by what its averages forget.
+    # Adam changes a weight by about this much in a step, for any size of the gradient.
     learning_rate: Rate = 1e-5
-    # "constant", "linear" or "cosine" (to zero at the last step), after the warm-up.
+    # The learning rate after the warm-up: "constant", or "linear" or "cosine" to zero at the last step.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    # The number of steps in which the learning rate rises from zero.
     warmup_steps: int = 0
+    # The decay of the first moment.
     b1: Annotated[Decay, WITH_MOMENTS] = 0.9
+    # The decay of the second moment.
     b2: Annotated[float, Bounds(0.0, 0.999999), WITH_MOMENTS] = 0.999
     eps: Annotated[float, Bounds(0.0, 1.0, closed=False), WITH_MOMENTS] = 1e-8
     weight_decay: Exponent = 0.0
-    # Global-norm clip; 0 = none.
+    # The gradient is scaled down to this global norm. 0 = no limit.
     max_grad_norm: float = 1.0
-    # Optimizer reset: start the moments anew, not the schedule, every so many steps (Kimi: an iteration); 0 = never.
+    # The moments, but not the schedule, start anew every so many steps. Kimi resets them after every iteration. 0 =
+    # never.
     reset_every_steps: Annotated[CountOrZero, WITH_MOMENTS] = 0
-    # Offload: keep the moments in the host's pinned memory; an optimizer step moves them to the device and back.
+    # Whether the moments are in the pinned memory of the host. An optimizer step moves them to the device and back.
     offload: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig:
-    # Devices per axis; data = 0 takes what the others leave.
+    # The number of devices on each axis. data = 0 uses all devices that the other axes leave.
     data: int = 0
     fsdp: Count = 1
-    # Expert parallelism: the experts of a mixture are split over these, which have rows of their own as fsdp's have.
+    # Expert parallelism: the experts of a mixture are split over these devices. The devices have rows of their own,
+    # like those of fsdp.
     expert: Count = 1
-    # Context parallelism: parts that the learner splits the tokens of each row in, which its attention exchanges for
-    # parts of the heads; to the sampler they are further devices of fsdp, with rows of their own.
+    # Context parallelism: the learner splits the tokens of each row over these devices, and its attention exchanges
+    # tokens for heads. The sampler uses them as further devices of fsdp, with rows of their own.
     context: Count = 1
     tensor: Count = 1
-    # Tensor parallelism of the sampler: devices that its copy of each layer is split over, of fsdp's and context's in
-    # addition to tensor's; 0 = as tensor.
+    # Tensor parallelism of the sampler: the number of devices that split each layer of its copy of the weights. It may
+    # use the devices of fsdp and context in addition to those of tensor. 0 = as tensor.
     sampler_tensor: int = 0
-    # Sharding rules: axes of weights (vocab, embed, heads, kv_heads, mlp, expert) lying on other mesh axes than
-    # runtime/sharding.py says, such as {"embed": ("data", "fsdp")}. Of experts, mlp may lie on tensor alone.
+    # Sharding rules: mesh axes of the axes of weights (vocab, embed, heads, kv_heads, mlp, expert) that differ from
+    # runtime/sharding.py, such as {"embed": ("data", "fsdp")}. The axis mlp of experts may be on tensor only.
     rules: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    # Beside the one at the end: every so many iterations (0 = not), and when the last is so many minutes old (0 = not).
+    # The number of iterations between checkpoints. 0 = none by number. A checkpoint is always written at the end.
     every_iterations: int = 0
+    # The number of minutes after which the next checkpoint is written. 0 = none by time.
     every_minutes: float = 30.0
+    # The number of newest checkpoints that are kept.
     keep_last: Count = 2
-    # Best by eval/pass_rate: so many are kept in addition, and written after such an evaluation.
+    # The number of checkpoints with the best eval/pass_rate that are kept in addition. If it is not 0, a checkpoint is
+    # written after every evaluation that belongs to the best.
     keep_best: Annotated[CountOrZero, WITH_HELD_OUT] = 0
-    # Grace: seconds from SIGTERM to the end of a preempted host (spot VM: 30; jobs of launch/: 120). A run warns when
-    # writing a checkpoint takes longer.
+    # The time in seconds from SIGTERM to the end of a preempted host (spot VM: 30; jobs of launch/: 120). The run warns
+    # if writing a checkpoint takes longer.
     grace_s: Positive = 30.0
-    # Write a Hugging Face folder at the end.
+    # Whether a Hugging Face folder is written at the end.
     export: bool = True
-    # Where checkpoints lie: gs://BUCKET/FOLDER (extra gcs), for hosts that share no disk; "" = in the workdir.
+    # The bucket for checkpoints: gs://BUCKET/FOLDER (extra gcs), for hosts that share no disk. "" = the workdir.
     bucket: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    # 0 = before the first and after the last iteration alone.
+    # The number of iterations between evaluations. 0 = evaluate only before the first and after the last iteration.
     every_iterations: Annotated[CountOrZero, WITH_HELD_OUT] = 0
-    # Held-out questions (0 = no evaluation), completions of each, those decoded side by side (0 = as many as training).
+    # The number of held-out questions. 0 = no evaluation.
     num_prompts: int = 0
+    # The number of completions of each held-out question.
     num_samples: Count = 1
+    # The number of sequences that are decoded side by side. 0 = as many as in training.
     slots: int = 0
     temperature: Exponent = 1.0
-    # File of held-out questions; "" holds out num_prompts questions of the training source.
+    # The file of held-out questions. "" holds out num_prompts questions of the training source.
     name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class MetricsConfig:
+    # Whether metrics are also written for TensorBoard.
     tensorboard: bool = True
-    # Rollouts of each iteration written to samples.jsonl.
+    # The number of rollouts of each iteration that are written to samples.jsonl.
     samples_per_iteration: int = 4
-    # Write all of them to shared_rollouts.jsonl, where other runs find them (external.paths).
+    # Whether all rollouts are written to shared_rollouts.jsonl. Other runs can read them (external.paths).
     share_rollouts: bool = False
-    # Compare every iteration, bit by bit, what several hosts must have alike; slow, to find out why they do not.
+    # Whether every iteration compares, bit by bit, the values that must be equal on all hosts. This is slow. Use it to
+    # find the cause of a difference.
     compare_hosts: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Config(MethodFacts):
+    # The seed of all random numbers.
     seed: int = 0
+    # The number of iterations of the whole run.
     num_iterations: Count = 10
-    # Folder that keeps compiled programs for the next start; "" keeps none. JAX_COMPILATION_CACHE_DIR wins over it.
+    # The folder of compiled programs, which the next start reuses. "" keeps none. The environment variable
+    # JAX_COMPILATION_CACHE_DIR takes precedence.
     compilation_cache: str = "~/.cache/jaxrl_llm"
-    # Executables: folder of programs that `plan --save` compiled for these devices, in place of compiling; "" = none.
+    # The folder of programs that `plan --save` compiled for these devices. They replace compilation. "" = none.
     executables: str = ""
     model: ModelConfig = ModelConfig()
     prompts: PromptsConfig = dataclasses.field(default_factory=PromptsConfig)
@@ -327,16 +361,17 @@ class Config(MethodFacts):
 
     @property
     def rollouts_per_iteration(self) -> int:
+        """Number of rollouts that an iteration generates and keeps."""
         return self.rollout.prompts_per_iteration * self.rollout.group_size
 
     @property
     def rows_per_iteration(self) -> int:
-        """Rollouts that go into the ring: those generated, and those of others."""
+        """Number of rollouts that enter the ring in an iteration: generated and external rollouts."""
         return self.rollouts_per_iteration + self.external.groups_per_iteration * self.rollout.group_size
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return self.num_iterations * self.update.updates_per_iteration
 
     @property
@@ -346,59 +381,70 @@ class Config(MethodFacts):
 
     @property
     def num_slots(self) -> int:
+        """Number of sequences that the sampler decodes side by side."""
         return self.rollout.slots or self.rollouts_per_iteration
 
     @property
     def rows_per_draw(self) -> int:
-        """Neighbouring rows of an update batch that are drawn together, and have one prompt."""
+        """Number of neighbouring rows of an update batch that are drawn together and share a prompt."""
         return self.rollout.group_size if self.replay.unit == "group" else 1
 
     @property
     def draw_tokens(self) -> int:
-        """Tokens of the rows of one draw at full length, their prompt counted once."""
+        """Number of tokens of the rows of one draw at full length. Their prompt counts once."""
         return self.prompts.max_tokens + self.rows_per_draw * self.sampling.max_completion_tokens
 
     @property
     def line_tokens(self) -> int:
-        """Width of the lines that an update batch is packed in; 0 = it is padded."""
-        return (self.update.pack_width or 2 * self.draw_tokens) if self.update.micro_batch_tokens else 0
+        """Width of the lines that an update batch is packed in; 0 = the batch is padded."""
+        if not self.update.micro_batch_tokens:
+            return 0
+        return self.update.pack_width or 2 * self.draw_tokens
 
     @property
     def ring_capacity(self) -> int:
+        """Number of rollouts that the ring holds."""
         return self.replay.capacity or self.rows_per_iteration
 
-    @functools.cached_property  # of when a run begins, which imports them then: what is edited later it does not use
+    # Computed once, when the run begins and imports the files. Later changes of the files do not affect the run.
+    @functools.cached_property
     def files(self) -> dict[str, str]:
-        """Digests of the files that rewards, the environment and hindsight of the user's own are functions of."""
+        """Digests of the files of the user's own rewards, environment and hindsight functions."""
         return functions.digests((*self.rewards.functions, self.environments.factory, *self.external.paths))
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page of the ring with replay.capacity_tokens: a row of full width has at most 32 pages."""
+        """Number of tokens of a page of the ring with replay.capacity_tokens.
+
+        A row of full width has at most 32 pages.
+        """
         return 2 ** max(0, (self.row_tokens - 1).bit_length() - 5)
 
 
 class Settings(ml_collections.ConfigDict):
-    """A ``ConfigDict`` whose ``update`` is our group of settings, not the dictionary method of that name."""
+    """A ``ConfigDict`` whose attribute ``update`` is the group of settings, not the method of a dictionary."""
 
     @property
-    def update(self) -> ml_collections.ConfigDict:
+    def update(self) -> ml_collections.ConfigDict:  # pyrefly: ignore[bad-override], a group has the name of a method
         return self["update"]
 
 
 def defaults() -> Settings:
-    """Every setting with its default, locked: what ``get_config()`` of a config file starts from."""
-    return Settings(as_mapping(Config())).lock()
+    """Return every setting with its default, locked. ``get_config()`` of a config file starts from it."""
+    settings = Settings(as_mapping(Config()))
+    settings.lock()
+    return settings
 
 
 def freeze(mapping: Any) -> Config:
-    """Turn a ``ConfigDict`` (or nested dict) into the checked ``Config`` of a run that is about to start.
+    """Return the checked ``Config`` of a run that is about to start.
 
     Args:
-        mapping: names only what differs from the defaults.
+        mapping: a ``ConfigDict`` or a nested dictionary. Settings that it does not contain keep their defaults.
 
     Raises:
-        ConfigError: unknown key, wrong type, value out of bounds, impossible combination, a setting that nothing reads.
+        ConfigError: a key is unknown, a value has a wrong type or is out of bounds, a combination is impossible, or
+            nothing reads a setting.
     """
     config = recorded(mapping)
     if complaint := limits.complaint(config, flatten(config)):
@@ -407,13 +453,13 @@ def freeze(mapping: Any) -> Config:
 
 
 def recorded(mapping: Any) -> Config:
-    """Return the ``Config`` that a checkpoint or a config.json has recorded, to be read and not to be run.
+    """Return the ``Config`` that a checkpoint or a config.json has recorded.
 
-    Names, types and bounds are checked. The rules between settings (``limits``) are not: they are for runs that are
-    about to start, and an older run may have started under other rules.
+    Names, types and bounds are checked. The rules between settings (``limits``) are not checked, because an older run
+    may have started under other rules.
 
     Raises:
-        ConfigError: unknown key, wrong type, value out of bounds.
+        ConfigError: a key is unknown, or a value has a wrong type or is out of bounds.
     """
     if hasattr(mapping, "to_dict"):
         mapping = mapping.to_dict()
@@ -421,6 +467,7 @@ def recorded(mapping: Any) -> Config:
 
 
 def to_json(config: Config) -> str:
+    """Return the settings as JSON text."""
     return json.dumps(as_mapping(config), indent=2, sort_keys=True)
 
 
@@ -431,4 +478,5 @@ def from_json(text: str) -> Config:
     return recorded(mapping)
 
 
-DATE = "strftime_now"  # of prompts.chat_template_kwargs: the day that a chat template prints (models.files.templates)
+# Key of prompts.chat_template_kwargs: the date that a chat template prints (models.files.templates).
+DATE = "strftime_now"
