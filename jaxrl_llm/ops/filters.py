@@ -10,7 +10,7 @@ Letters and the argument ``axis``: see ``ops.sampling``.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Float32, Int
 NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 
+@runtime_checkable
 class SamplingSettings(Protocol):
     """Settings that have the fields of a ``Filter``, under the same names."""
 

@@ -1,1 +1,1 @@
-"""How a mapping becomes settings: schemas, functions that users name, functions with settings."""
+"""Conversion of mappings to settings: schemas of settings, and functions that users name."""

@@ -50,11 +50,15 @@ def named(function: Callable, names: tuple[str, ...]) -> tuple[str, ...]:
 
     If a decorator accepts ``**kwargs``, the parameters of the decorated function count too.
     """
-    with contextlib.suppress(ValueError):  # a C function may have no signature
-        own, decorated = (inspect.signature(function, follow_wrapped=x).parameters for x in (False, True))
-        passes_on = any(argument.kind is argument.VAR_KEYWORD for argument in own.values())
-        return tuple(x for x in names if x in own or (passes_on and x in decorated))
-    return ()
+    try:
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+        decorated_parameters = inspect.signature(function, follow_wrapped=True).parameters
+    except ValueError:  # a C function may have no signature
+        return ()
+    accepted = {*parameters}
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        accepted |= {*decorated_parameters}
+    return tuple(name for name in names if name in accepted)
 
 
 def awaited(value: Any) -> Any:
@@ -87,26 +91,39 @@ def digests(specs: Iterable[str]) -> dict[str, str]:
 
     Functions of this package, other texts and names whose file is not found have no entry.
     """
-    found = {}
+    by_spec = {}
     for spec in specs:
         place = spec.rpartition(":")[0]
-        with contextlib.suppress(Exception, SystemExit):  # a function that is missing: its call reports that
-            own = place.endswith(".py") or (place and not place.startswith("jaxrl_llm."))
-            path = Path(place).expanduser() if place.endswith(".py") else own and importlib.util.find_spec(place).origin
-            found |= {spec: digest(path)} if own and path else {}
-    return found
+        with contextlib.suppress(Exception, SystemExit):  # a call of a missing function reports the error
+            path = _file_of(place)
+            if path is not None:
+                by_spec[spec] = digest(path)
+    return by_spec
+
+
+def _file_of(place: str) -> Path | None:
+    """Return the file of a module, named by its path or its dotted name; None for a module of this package."""
+    if place.endswith(".py"):
+        return Path(place).expanduser()
+    if not place or place.startswith("jaxrl_llm."):
+        return None
+    spec = importlib.util.find_spec(place)
+    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _import_file(path: Path) -> ModuleType:
     """Return the module of a file that is not on the import path. The file is run once for all its functions."""
     name = f"user_file:{path}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # before the module runs, because dataclasses look it up
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    return sys.modules[name]
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be imported as a Python module")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before the module runs, because dataclasses look it up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -16,7 +16,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 
 class Text(str):
@@ -30,12 +30,23 @@ class ConfigError(ValueError):
 def visible(text: str) -> str:
     """Replace control characters, bidirectional controls and lone surrogates by escapes such as ``\\x1b``."""
     hidden = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(hidden, lambda found: ascii(found[0])[1:-1], text)
+    return re.sub(hidden, lambda match: ascii(match[0])[1:-1], text)
 
 
-# Counts are int32 on the devices. A nonzero number must have a size that float32 can multiply and divide by.
-MOST = 2**31 - 1
-SMALLEST, LARGEST = 1e-20, 1e12
+MOST = 2**31 - 1  # counts are int32 on the devices
+# Limits of a nonzero number. Products and quotients of such numbers fit into float32.
+SMALLEST = 1e-20
+LARGEST = 1e12
+LARGEST_FLOAT = 1e308  # larger integers become inf
+
+
+class Dataclass(Protocol):
+    """An instance of any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+Group = TypeVar("Group", bound=Dataclass)  # a dataclass of settings
 
 
 class Bounds(NamedTuple):
@@ -82,8 +93,10 @@ SIGNED = {int: Annotated[int, Bounds(-MOST, MOST)], float: Number}
 
 def near(key: str, names: Collection[str], prefix: str = "") -> str:
     """Return a hint for an unknown key: the most similar names, or all names if none is similar."""
-    alike = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(prefix + n for n in alike)}" if alike else f"known: {', '.join(names)}"
+    similar = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
+    if not similar:
+        return f"known: {', '.join(names)}"
+    return f"did you mean {', '.join(prefix + name for name in similar)}"
 
 
 def check_name(key: Any, path: str) -> None:
@@ -94,12 +107,15 @@ def check_name(key: Any, path: str) -> None:
 
 def out_of_bounds(value: float, low: float, high: float, closed: bool = True) -> str:
     """Return the rule that a number violates, or "" if the number is allowed. ``closed`` allows ``low`` itself."""
-    if not low <= value <= high or (value == low and not closed):
+    is_inside = low <= value <= high and (closed or value != low)
+    if not is_inside:
         return f"must be {'at least' if closed else 'more than'} {low} and at most {high}"
-    return f"must be 0 or of a size of at least {SMALLEST}" if 0 < abs(value) < SMALLEST else ""
+    if 0 < abs(value) < SMALLEST:
+        return f"must be 0 or of a size of at least {SMALLEST}"
+    return ""
 
 
-def build(cls: type, mapping: Any, prefix: str = "") -> Any:
+def build(cls: type[Group], mapping: Any, prefix: str = "") -> Group:
     """Return an instance of the dataclass ``cls``. Fields that ``mapping`` does not name keep their defaults.
 
     Args:
@@ -109,61 +125,100 @@ def build(cls: type, mapping: Any, prefix: str = "") -> Any:
     Raises:
         ConfigError: a key is unknown, or a value has a wrong type or is not allowed.
     """
+    group = prefix.rstrip(".") or "config"
     if not isinstance(mapping, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}={mapping!r:.200} must be a group of settings")
+        raise ConfigError(f"{group}={mapping!r:.200} must be a group of settings")
     hints = typing.get_type_hints(cls, include_extras=True)
     fields = {field.name: field for field in dataclasses.fields(cls)}
-    built = {}
+    values = {}
     for key, value in mapping.items():
-        check_name(key, prefix.rstrip(".") or "config")
+        check_name(key, group)
+        path = prefix + key
         if key not in fields:
-            raise ConfigError(f"unknown config key {prefix}{key}={value!r:.200}; {near(key, fields, prefix)}")
-        slot, path = fields[key].metadata.get("slot"), prefix + key
-        hint = UNSIGNED.get(hints[key], hints[key])
-        built[key] = slot.choose(value, path, fields[key].default) if slot else convert(hint, value, path)
-    return cls(**built)
+            raise ConfigError(f"unknown config key {path}={value!r:.200}; {near(key, fields, prefix)}")
+        slot = fields[key].metadata.get("slot")
+        if slot:
+            values[key] = slot.choose(value, path, fields[key].default)
+        else:
+            hint = hints[key]
+            values[key] = convert(UNSIGNED.get(hint, hint), value, path)
+    return cls(**values)
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:
     """Return ``value`` as the declared type of its field. An int is accepted for a float, and a list for a tuple.
 
+    Args:
+        hint: type of the field. It can be any annotation of a dataclass field, so it has no narrower type than Any.
+        value: value from a config file or from the command line.
+        path: dotted path of the setting, for error messages.
+
     Raises:
         ConfigError: the value has another type, is out of bounds or is not one of the choices.
     """
-    if typing.get_origin(hint) is Annotated:
-        kind, bounds, *_ = typing.get_args(hint)
-        value = convert(kind, value, path)
-        is_free = not isinstance(bounds, Bounds) or (bounds.or_zero and value == 0)
-        if not is_free and (wrong := out_of_bounds(value, *bounds[:3])):
-            raise ConfigError(f"{path}={value!r:.200} {wrong}{', or 0' if bounds.or_zero else ''}")
-        return value
-    if typing.get_origin(hint) is typing.Literal:
-        choices = typing.get_args(hint)
-        value = convert(type(choices[0]), value, path) if isinstance(value, Text) else value
-        if value not in choices:
-            raise ConfigError(f"{path}={value!r:.200} is not one of {', '.join(map(repr, choices))}")
-        return value
-    if dataclasses.is_dataclass(hint):
+    origin = typing.get_origin(hint)
+    if origin is Annotated:
+        return _convert_bounded(hint, value, path)
+    if origin is typing.Literal:
+        return _convert_choice(hint, value, path)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         return build(hint, value, path + ".")
-    origin, (item, *_) = typing.get_origin(hint), (*typing.get_args(hint), hint)
     if isinstance(value, Text):
         value = _read(hint, value)
     if origin is tuple:
-        if isinstance(value, (list, tuple)):
-            return tuple(convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
-    elif origin is dict:
+        return _convert_tuple(hint, value, path)
+    if origin is dict:
         if isinstance(value, dict):
-            return {key: _read_all(x) for key, x in value.items()}
+            return {key: _read_all(item) for key, item in value.items()}
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            return math.inf if value > 1e308 else -math.inf if value < -1e308 else float(value)
+            return _to_float(value)
     elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
-    name = f"of type {hint.__name__ if isinstance(hint, type) else hint}"
-    if origin is tuple:
-        one, *_ = (*typing.get_args(item), item)  # the type of a bounded number, or the first choice
-        name = f"a list such as {(one(1) if isinstance(one, type) else one,)}"
-    raise ConfigError(f"{path}={value!r:.200} must be {name}, not {type(value).__name__}")
+    name = hint.__name__ if isinstance(hint, type) else hint
+    raise ConfigError(f"{path}={value!r:.200} must be of type {name}, not {type(value).__name__}")
+
+
+def _convert_bounded(hint: Any, value: Any, path: str) -> Any:
+    """Convert the value of an ``Annotated`` type and check its bounds."""
+    kind, bounds, *_ = typing.get_args(hint)
+    value = convert(kind, value, path)
+    if not isinstance(bounds, Bounds) or (bounds.or_zero and value == 0):
+        return value
+    violated = out_of_bounds(value, bounds.low, bounds.high, bounds.closed)
+    if violated:
+        raise ConfigError(f"{path}={value!r:.200} {violated}{', or 0' if bounds.or_zero else ''}")
+    return value
+
+
+def _convert_choice(hint: Any, value: Any, path: str) -> Any:
+    """Return the value if it is one of the choices of a ``Literal`` type."""
+    choices = typing.get_args(hint)
+    if isinstance(value, Text):
+        value = convert(type(choices[0]), value, path)
+    if value not in choices:
+        raise ConfigError(f"{path}={value!r:.200} is not one of {', '.join(map(repr, choices))}")
+    return value
+
+
+def _convert_tuple(hint: Any, value: Any, path: str) -> tuple[Any, ...]:
+    """Convert a list or a tuple to ``tuple[item, ...]``."""
+    item = typing.get_args(hint)[0]
+    if isinstance(value, (list, tuple)):
+        return tuple(convert(item, member, f"{path}[{i}]") for i, member in enumerate(value))
+    arguments = typing.get_args(item)
+    member = arguments[0] if arguments else item  # the type of a bounded number, or the first of the choices
+    example = (member(1) if isinstance(member, type) else member,)
+    raise ConfigError(f"{path}={value!r:.200} must be a list such as {example}, not {type(value).__name__}")
+
+
+def _to_float(value: float) -> float:
+    """Return a number as a float. An integer that a float cannot hold becomes inf or -inf."""
+    if value > LARGEST_FLOAT:
+        return math.inf
+    if value < -LARGEST_FLOAT:
+        return -math.inf
+    return float(value)
 
 
 def _read(hint: Any, text: Text) -> Any:
@@ -172,7 +227,8 @@ def _read(hint: Any, text: Text) -> Any:
     If the text is not a literal either, it is returned as a string.
     """
     if hint is bool:
-        return {"true": True, "false": False}.get(text.lower(), str(text))
+        truths = {"true": True, "false": False}
+        return truths.get(text.lower(), str(text))
     if hint in (int, float, str):
         with contextlib.suppress(ValueError):
             return hint(text)
@@ -188,15 +244,18 @@ def _read_all(value: Any) -> Any:
 
 def _literal(text: Text) -> Any:
     """Return a text read as a Python or JSON literal, or as a string if it is neither."""
-    for read in (ast.literal_eval, lambda text: json.loads(text, parse_constant=str)):  # NaN stays a text
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            return read(text)
+    errors = (ValueError, SyntaxError, MemoryError, RecursionError, TypeError)
+    with contextlib.suppress(*errors):
+        return ast.literal_eval(text)
+    with contextlib.suppress(*errors):
+        return json.loads(text, parse_constant=str)  # NaN stays a text
     return str(text)
 
 
 def names(text: Text) -> list[Text]:
     """Return the function names in a comma-separated text."""
-    return [Text(name.strip("()[]'\" ")) for name in text.split(",") if name.strip("()[]'\" ")]
+    stripped = [name.strip("()[]'\" ") for name in text.split(",")]
+    return [Text(name) for name in stripped if name]
 
 
 def override(node: Any, path: str, value: Any) -> Any:
@@ -211,24 +270,48 @@ def override(node: Any, path: str, value: Any) -> Any:
     """
     if not path:
         return names(value) if isinstance(node, list) and isinstance(value, Text) else value
+    if _is_function_list(node):
+        return _override_function(node, path, value)
     key, _, rest = path.partition(".")
-    if isinstance(node, (list, tuple)) and all(isinstance(x, str) or hasattr(x, "keys") for x in node):
-        functions = [{"name": str(one)} if isinstance(one, str) else dict(one) for one in node]
-        known = [str(one.get("name")) for one in functions]
-        if own := next((name for name in known if path.startswith(f"{name}.")), ""):  # a file's name has dots
-            key, rest = own, path.removeprefix(f"{own}.")
-        elif key not in known:
-            functions.append({"name": key})
-        return [override(one, rest, value) if one.get("name") == key else one for one in functions]
-    node = _literal(node) if isinstance(node, Text) and node.lstrip().startswith("{") else node
-    node = {"name": str(node)} if isinstance(node, str) else dict(node) if isinstance(node, Mapping) else {}
-    return {**node, key: override(node.get(key), rest, value)}
+    group = _as_group(node)
+    return {**group, key: override(group.get(key), rest, value)}
+
+
+def _is_function_list(node: Any) -> bool:
+    """Return whether a value is a list of functions: names, or mappings of a name and settings."""
+    return isinstance(node, (list, tuple)) and all(isinstance(x, str) or hasattr(x, "keys") for x in node)
+
+
+def _override_function(node: Collection[Any], path: str, value: Any) -> list[Any]:
+    """Return the list of functions with ``value`` at ``path``, which begins with the name of a function."""
+    functions = [{"name": str(function)} if isinstance(function, str) else dict(function) for function in node]
+    known_names = [str(function.get("name")) for function in functions]
+    key, _, rest = path.partition(".")
+    # The name of a function in a file has dots, so it is compared as a whole.
+    matching = [name for name in known_names if path.startswith(f"{name}.")]
+    if matching:
+        key = matching[0]
+        rest = path.removeprefix(f"{key}.")
+    elif key not in known_names:
+        functions.append({"name": key})
+    return [override(function, rest, value) if function.get("name") == key else function for function in functions]
+
+
+def _as_group(node: Any) -> dict[str, Any]:
+    """Return a node on the path of an override as a group of settings."""
+    if isinstance(node, Text) and node.lstrip().startswith("{"):
+        node = _literal(node)
+    if isinstance(node, str):
+        return {"name": str(node)}
+    return dict(node) if isinstance(node, Mapping) else {}
 
 
 def _leaves(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield (path, slot or None, value) of every setting, including the settings in groups."""
     for field in dataclasses.fields(config):
-        value, path, slot = getattr(config, field.name), prefix + field.name, field.metadata.get("slot")
+        value = getattr(config, field.name)
+        path = prefix + field.name
+        slot = field.metadata.get("slot")
         if dataclasses.is_dataclass(value) and not slot:
             yield from _leaves(value, path + ".")
         else:
@@ -248,11 +331,14 @@ def unread(config: Any, group: Any = None, prefix: str = "") -> Iterator[tuple[s
     group = config if group is None else group
     hints = typing.get_type_hints(type(group), include_extras=True)
     for field in dataclasses.fields(group):
-        value, path = getattr(group, field.name), prefix + field.name
+        value = getattr(group, field.name)
+        path = prefix + field.name
         if dataclasses.is_dataclass(value) and "slot" not in field.metadata:
             yield from unread(config, value, path + ".")
             continue
-        default = field.default_factory() if field.default is dataclasses.MISSING else field.default
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         if value == default:
             continue
         for condition in getattr(hints[field.name], "__metadata__", ()):
@@ -277,39 +363,56 @@ def flatten(config: Any, *, whole: bool = False) -> dict[str, Any]:
 
 def function_defaults(config: Any) -> dict[str, Any]:
     """Return ``{path: default}`` of every setting of the functions in a config, by the paths of ``flatten``."""
-    chosen = (slot.defaults(value, path) for path, slot, value in _leaves(config) if slot)
-    return {path: default for defaults in chosen for path, default in defaults.items()}
+    by_path = {}
+    for path, slot, value in _leaves(config):
+        if slot:
+            by_path |= slot.defaults(value, path)
+    return by_path
 
 
 def chosen_functions(config: Any) -> dict[str, Any]:
     """Return ``{path: function}`` of every function in a config, by the paths of ``flatten``."""
-    found = (slot.places(value, path) for path, slot, value in _leaves(config) if slot)
-    return {path: one for places in found for path, one in places.items()}
+    by_path = {}
+    for path, slot, value in _leaves(config):
+        if slot:
+            by_path |= slot.places(value, path)
+    return by_path
 
 
 def plain_text(value: Any) -> str:
     """Return a setting's value as an error shows it: functions by their names and settings."""
-    if isinstance(value, tuple) and value and hasattr(value[0], "mapping"):
+    if _is_function_tuple(value):
         return f"({', '.join(map(str, value))})"
     return repr(str(value)) if hasattr(value, "mapping") else repr(value)
 
 
 def plain(value: Any) -> Any:
     """Return a setting's value in plain types, from which ``build`` makes the same value. A function is a mapping."""
-    if isinstance(value, tuple) and value and hasattr(value[0], "mapping"):
-        return [one.mapping() for one in value]
+    if _is_function_tuple(value):
+        return [function.mapping() for function in value]
     return value.mapping() if hasattr(value, "mapping") else value
+
+
+def _is_function_tuple(value: Any) -> bool:
+    """Return whether a value is a tuple of functions with settings (``algorithms.use.Chosen``)."""
+    return isinstance(value, tuple) and len(value) > 0 and hasattr(value[0], "mapping")
 
 
 def as_mapping(config: Any) -> dict[str, Any]:
     """Return a nested mapping of plain types, from which ``build`` makes the same config."""
-    from flax.traverse_util import unflatten_dict  # here: reward workers import this module and must not import jax
-
-    flat = {path: plain(value) or [] if slot else value for path, slot, value in _leaves(config)}
-    return unflatten_dict(flat, sep=".")
+    mapping: dict[str, Any] = {}
+    for path, slot, value in _leaves(config):
+        *groups, key = path.split(".")
+        group = mapping
+        for name in groups:
+            group = group.setdefault(name, {})
+        group[key] = (plain(value) or []) if slot else value
+    return mapping
 
 
 def differences(old: Any, new: Any, *, whole: bool = False) -> dict[str, tuple[Any, Any]]:
     """Return ``{path: (old, new)}`` of the fields that differ. A setting that one config lacks is None there."""
-    a, b = flatten(old, whole=whole), flatten(new, whole=whole)
-    return {path: (a.get(path), b.get(path)) for path in {**a, **b} if a.get(path) != b.get(path)}
+    before = flatten(old, whole=whole)
+    after = flatten(new, whole=whole)
+    pairs = {path: (before.get(path), after.get(path)) for path in {**before, **after}}
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
