@@ -28,7 +28,7 @@ from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.checkpoint_files import read_arrays, read_text
 from jaxrl_llm.runtime.programs import memory
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Sums, TrainState
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 ADAPTERS = LoraConfig(rank=3, alpha=6.0)
@@ -55,7 +55,7 @@ def make_update(settings, lora=ADAPTERS, **how):
 
 def assert_same(actual, expected, most=1e-5):
     """Sums to 1e-5, gradients to 1e-5 of the gradient's norm."""
-    for name, value in expected[1].items():
+    for name, value in expected[1].named().items():
         np.testing.assert_allclose(actual[1][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
     flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
     assert np.linalg.norm(flat(actual[0]) - flat(expected[0])) <= most * np.linalg.norm(flat(expected[0]))
@@ -89,7 +89,7 @@ def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor(
             g = g * m.reshape(len(m), -1, 1) / np.linalg.norm(plain_w, axis=-1, keepdims=True)
         expected[f"{name}_lora_a"] = 2.0 * np.einsum("Lor,Loi->Lri", flat_b, g).reshape(a.shape)
         expected[f"{name}_lora_b"] = 2.0 * np.einsum("Loi,Lri->Lor", g, flat_a).reshape(b.shape)
-    assert_same((found, sums), ({"blocks": expected}, {"loss_sum": plain_sums["loss_sum"]}))
+    assert_same((found, sums), ({"blocks": expected}, Sums({"loss_sum": plain_sums["loss_sum"]})))
 
 
 @pytest.mark.tier("slow")  # plain: test_invariance.py, without adapters

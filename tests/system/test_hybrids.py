@@ -23,7 +23,7 @@ def update(settings, **how):
 
 def assert_same(actual, expected):
     """Sums and gradients to 2e-5 of theirs. Measured: 3e-6."""
-    for name, value in expected[1].items():
+    for name, value in expected[1].named().items():
         np.testing.assert_allclose(actual[1][name], value, rtol=2e-5, err_msg=name)
     flat = lambda tree: np.concatenate([np.ravel(tree["blocks"][name]) for name in sorted(tree["blocks"])])
     one, other = flat(actual[0]).astype(np.float64), flat(expected[0]).astype(np.float64)
