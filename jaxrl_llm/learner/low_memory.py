@@ -18,7 +18,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,10 @@ import optax
 from jaxrl_llm.models.files import layout
 
 # Key numbers of the two roundings of a step. They differ from each other and from the streams of ``runtime.rng``.
-WEIGHTS, MOMENTS = 1000, 1001
+WEIGHTS = 1000
+MOMENTS = 1001
+
+UPPER_HALF = 0xFFFF0000  # bits of a float32 that a bfloat16 has
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -38,20 +41,29 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     """
     chance = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    moved = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), moved, x).astype(jnp.bfloat16)
+    rounded = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(UPPER_HALF), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def _keys(which: int, step: jax.Array) -> Iterator[jax.Array]:
-    """Yield one key for each rounding at ``step`` [] i32. The keys are the same on every mesh."""
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), which), step)
-    return (jax.random.fold_in(key, call) for call in itertools.count())
+def _keys(number: int, step: jax.Array) -> Iterator[jax.Array]:
+    """Yield one key for each rounding at ``step`` [] i32. The keys are the same on every mesh.
+
+    Args:
+        number: ``WEIGHTS`` or ``MOMENTS``.
+    """
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), number), step)
+    for call in itertools.count():
+        yield jax.random.fold_in(key, call)
 
 
-def _rounding(which: int, step: jax.Array) -> Callable[[jax.Array], jax.Array]:
+def _rounding(number: int, step: jax.Array) -> Callable[[jax.Array], jax.Array]:
     """Return ``stochastic_round`` with a new key at each call."""
-    keys = _keys(which, step)
-    return lambda x: stochastic_round(x, next(keys))
+    keys = _keys(number, step)
+
+    def rounded(x: jax.Array) -> jax.Array:
+        return stochastic_round(x, next(keys))
+
+    return rounded
 
 
 def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
@@ -68,30 +80,47 @@ def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
 
 def rounded_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """Return an optimizer like ``optimizer`` that stores its moments in bfloat16 and computes in float32."""
-    moments = functools.partial(optax.tree_utils.tree_map_params, optimizer)
+    map_moments = functools.partial(optax.tree_utils.tree_map_params, optimizer.init)
 
-    def init(params: Any) -> Any:
-        return moments(lambda x: x.astype(jnp.bfloat16), optimizer.init(params))
+    def init(params: optax.Params) -> optax.OptState:
+        return map_moments(lambda x: x.astype(jnp.bfloat16), optimizer.init(params))
 
-    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        updates, state = optimizer.update(gradient, moments(lambda x: x.astype(jnp.float32), state), params)
-        return updates, moments(_rounding(MOMENTS, optax.tree_utils.tree_get(state, "count")), state)
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        exact = map_moments(lambda x: x.astype(jnp.float32), state)
+        updates, exact = optimizer.update(updates, exact, params)
+        step = optax.tree_utils.tree_get(exact, "count")
+        return updates, map_moments(_rounding(MOMENTS, step), exact)
 
     return optax.GradientTransformation(init, update)
 
 
-def own_dims(path: tuple[Any, ...], x: Any) -> tuple[tuple[int, ...], ...]:
+class HasShape(Protocol):
+    """An array, or the shape and dtype of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+KeyPath = tuple[Any, ...]  # path of a leaf in a pytree, as jax.tree_util gives it
+
+
+def own_dims(path: KeyPath, x: HasShape) -> tuple[tuple[int, ...], ...]:
     """Return the dimensions of a parameter or moment that form one tensor in files, without layers and experts.
 
     A matrix has two groups of dimensions: outputs and inputs. Heads belong to one of the groups. A vector or a
     convolution has one group. A parameter that no file has is one tensor: with two dimensions it is a matrix, whose
     last dimension is the inputs.
     """
-    name, ndim = jax.tree_util.keystr(path, simple=True, separator="."), len(x.shape)
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    ndim = len(x.shape)
     groups = tuple((dim,) for dim in range(ndim))
     if name in layout.LAYOUT:
         groups = layout.stored_dims(name, ndim)[-len(layout.LAYOUT[name]) :]
-    return groups if len(groups) == 2 else (tuple(itertools.chain.from_iterable(groups)),)
+    if len(groups) == 2:
+        return groups
+    return (tuple(itertools.chain.from_iterable(groups)),)
 
 
 class ByteMoments(NamedTuple):
@@ -107,19 +136,21 @@ class ByteMoments(NamedTuple):
 
 # Largest code and power of each moment, as in ``to_bytes``. The second moment has twice the power, because squares span
 # twice as many powers of ten.
-FIRST, SECOND = (127, 2), (255, 4)
-# Smallest number of elements for 8-bit moments; smallest number of outputs and of inputs for factored moments.
-LEAST_BYTES, LEAST_FACTORED = 4096, 64
+FIRST = (127, 2)
+SECOND = (255, 4)
+
+LEAST_BYTES = 4096  # smallest number of elements of a tensor with 8-bit moments
+LEAST_FACTORED = 64  # smallest number of outputs, and of inputs, of a matrix with factored moments
 
 
 def to_bytes(x: jax.Array, key: jax.Array, kind: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
     """Quantise float32 [..., D] to codes of one byte and scales [..., 1], with stochastic rounding.
 
-        x = scale * sign(c) * (|c| / most) ** power
+        x = scale * sign(c) * (|c| / largest) ** power
 
-    Here c is the code, ``(most, power)`` is ``kind`` and scale is the row's largest absolute value. Neighbouring codes
-    differ by 1.6 % at the largest value. They differ by 16 % at 1/100 of the largest value for first moments, and at
-    1/10,000 for second moments. A second moment above 0 stays above 0, because the step divides by its root.
+    Here c is the code, ``(largest, power)`` is ``kind`` and scale is the row's largest absolute value. Neighbouring
+    codes differ by 1.6 % at the largest value. They differ by 16 % at 1/100 of the largest value for first moments, and
+    at 1/10,000 for second moments. A second moment above 0 stays above 0, because the step divides by its root.
 
     Source: block-wise quantised Adam, Dettmers et al. 2021, arXiv:2110.02861, section 2. Differences:
 
@@ -128,11 +159,14 @@ def to_bytes(x: jax.Array, key: jax.Array, kind: tuple[int, int]) -> tuple[jax.A
         rounding    stochastic; otherwise the second moment would not fall
         embedding   8-bit moments too; the paper's embedding layer keeps 32 bits
     """
-    most, power = kind
+    largest, power = kind
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
     share = jnp.abs(x) / jnp.where(scale > 0, scale, 1.0)
-    value = lambda code: (code / most) ** power
-    below = jnp.minimum(jnp.floor(most * share ** (1 / power)), most - 1)
+
+    def value(code: jax.Array) -> jax.Array:
+        return (code / largest) ** power
+
+    below = jnp.minimum(jnp.floor(largest * share ** (1 / power)), largest - 1)
     chance = (share - value(below)) / (value(below + 1) - value(below))
     code = below + (jax.random.uniform(key, x.shape) < chance)
     if kind == SECOND:
@@ -142,9 +176,9 @@ def to_bytes(x: jax.Array, key: jax.Array, kind: tuple[int, int]) -> tuple[jax.A
 
 def from_bytes(code: jax.Array, scale: jax.Array, kind: tuple[int, int]) -> jax.Array:
     """Return the float32 values of the codes and scales that ``to_bytes`` returned."""
-    most, power = kind
+    largest, power = kind
     code = code.astype(jnp.float32)
-    return scale * jnp.sign(code) * (jnp.abs(code) / most) ** power
+    return scale * jnp.sign(code) * (jnp.abs(code) / largest) ** power
 
 
 def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -154,38 +188,74 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
     elements in 32 bits (``min_8bit_size``).
     """
 
-    def is_small(path: tuple[Any, ...], x: Any) -> bool:
-        return math.prod(x.shape[dim] for group in own_dims(path, x) for dim in group) < LEAST_BYTES
+    def init(params: optax.Params) -> ByteMoments:
+        # Zeros of the final dtypes. If these were rounded values, XLA would compute them while it compiles.
+        state = _adam_state(adam.init(params))
+        codes = state._replace(mu=_zero_codes(state.mu, jnp.int8), nu=_zero_codes(state.nu, jnp.uint8))
+        return ByteMoments(codes, jax.tree.map(_zero_scale, state.mu), jax.tree.map(_zero_scale, state.nu))
 
-    def pack(state: optax.ScaleByAdamState, step: jax.Array) -> ByteMoments:
-        keys = _keys(MOMENTS, step)
-        no_scale = lambda x: jnp.zeros((*x.shape[:-1], 1), jnp.float32)
-        rounded = lambda x, kind: to_bytes(x, next(keys), kind)
-        packed = []
-        for tree, kind in ((state.mu, FIRST), (state.nu, SECOND)):
-            leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-            both = [(x, no_scale(x)) if is_small(path, x) else rounded(x, kind) for path, x in leaves]
-            packed += [structure.unflatten(pair[part] for pair in both) for part in (0, 1)]
-        codes, scale, nu_codes, nu_scale = packed
-        return ByteMoments(state._replace(mu=codes, nu=nu_codes), scale, nu_scale)
+    def update(
+        updates: optax.Updates, state: ByteMoments, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ByteMoments]:
+        mu = _unpacked(state.adam.mu, state.mu_scale, FIRST)
+        nu = _unpacked(state.adam.nu, state.nu_scale, SECOND)
+        updates, new_state = adam.update(updates, state.adam._replace(mu=mu, nu=nu), params)
+        return updates, _packed(_adam_state(new_state))
 
-    def init(params: Any) -> ByteMoments:  # not packed: XLA would round the zeros while it compiles
-        state = adam.init(params)
-        code = lambda path, x, dtype: jnp.zeros(x.shape, jnp.float32 if is_small(path, x) else dtype)
-        codes = lambda tree, dtype: jax.tree_util.tree_map_with_path(functools.partial(code, dtype=dtype), tree)
-        scales = lambda tree: jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], 1), jnp.float32), tree)
-        packed = state._replace(mu=codes(state.mu, jnp.int8), nu=codes(state.nu, jnp.uint8))
-        return ByteMoments(packed, scales(state.mu), scales(state.nu))
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type], its state is ByteMoments
 
-    def update(gradient: Any, state: ByteMoments, params: Any = None) -> tuple[Any, ByteMoments]:
-        value = lambda kind: lambda x, scale: x if x.dtype == jnp.float32 else from_bytes(x, scale, kind)
-        unpack = lambda codes, scale, kind: jax.tree.map(value(kind), codes, scale)
-        mu = unpack(state.adam.mu, state.mu_scale, FIRST)
-        nu = unpack(state.adam.nu, state.nu_scale, SECOND)
-        updates, after = adam.update(gradient, state.adam._replace(mu=mu, nu=nu), params)
-        return updates, pack(after, after.count)
 
-    return optax.GradientTransformation(init, update)
+def _adam_state(state: optax.OptState) -> optax.ScaleByAdamState:
+    assert isinstance(state, optax.ScaleByAdamState)
+    return state
+
+
+def _is_small(path: KeyPath, x: HasShape) -> bool:
+    """Return whether the moments of a tensor stay float32."""
+    size = math.prod(x.shape[dim] for group in own_dims(path, x) for dim in group)
+    return size < LEAST_BYTES
+
+
+def _zero_codes(moments: Any, dtype: jax.typing.DTypeLike) -> Any:
+    """Return codes of 0 for a tree of moments, float32 for small tensors."""
+
+    def zeros(path: KeyPath, x: jax.Array) -> jax.Array:
+        return jnp.zeros(x.shape, jnp.float32 if _is_small(path, x) else dtype)
+
+    return jax.tree_util.tree_map_with_path(zeros, moments)
+
+
+def _zero_scale(x: jax.Array) -> jax.Array:
+    return jnp.zeros((*x.shape[:-1], 1), jnp.float32)
+
+
+def _unpacked(codes: Any, scales: Any, kind: tuple[int, int]) -> Any:
+    """Return the float32 moments of a tree of codes and scales."""
+
+    def value(code: jax.Array, scale: jax.Array) -> jax.Array:
+        return code if code.dtype == jnp.float32 else from_bytes(code, scale, kind)
+
+    return jax.tree.map(value, codes, scales)
+
+
+def _packed(state: optax.ScaleByAdamState) -> ByteMoments:
+    """Return Adam's state after a step with moments of one byte."""
+    keys = _keys(MOMENTS, jnp.asarray(state.count))
+    mu, mu_scale = _packed_moments(state.mu, FIRST, keys)
+    nu, nu_scale = _packed_moments(state.nu, SECOND, keys)
+    return ByteMoments(state._replace(mu=mu, nu=nu), mu_scale, nu_scale)
+
+
+def _packed_moments(moments: Any, kind: tuple[int, int], keys: Iterator[jax.Array]) -> tuple[Any, Any]:
+    """Return the codes and the scales of a tree of moments."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(moments)
+    codes = []
+    scales = []
+    for path, x in leaves:
+        code, scale = (x, _zero_scale(x)) if _is_small(path, x) else to_bytes(x, next(keys), kind)
+        codes.append(code)
+        scales.append(scale)
+    return structure.unflatten(codes), structure.unflatten(scales)
 
 
 def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
@@ -201,29 +271,41 @@ def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTran
     own size, or are sums along a matrix's shorter side.
     """
 
-    def inputs(path: tuple[Any, ...], x: Any) -> tuple[int, ...]:
-        is_embedding = jax.tree_util.keystr(path, simple=True) == "embedding"
-        return () if is_embedding or len(own := own_dims(path, x)) < 2 else own[1]
+    def init(params: optax.Params) -> optax.ScaleByAdamState:
+        def row_zeros(path: KeyPath, x: jax.Array) -> jax.Array:
+            inputs = _input_dims(path, x)
+            return jnp.zeros([1 if dim in inputs else size for dim, size in enumerate(x.shape)], x.dtype)
 
-    def init(params: Any) -> optax.ScaleByAdamState:
-        def rows(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            one = inputs(path, x)
-            return jnp.zeros([1 if dim in one else size for dim, size in enumerate(x.shape)], x.dtype)
-
-        nu = jax.tree_util.tree_map_with_path(rows, params)
+        nu = jax.tree_util.tree_map_with_path(row_zeros, params)
         return optax.ScaleByAdamState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), nu)
 
-    def update(gradient: Any, state: optax.ScaleByAdamState, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
+        del params
+        gradient = updates
         count = state.count + 1
-        mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, gradient, state.mu)
-        square = lambda path, g: jnp.mean(jnp.square(g), axis=inputs(path, g), keepdims=True)
-        squares = jax.tree_util.tree_map_with_path(square, gradient)
-        nu = jax.tree.map(lambda g2, v: b2 * v + (1 - b2) * g2, squares, state.nu)
-        first, second = 1 - b1**count, 1 - b2**count
-        updates = jax.tree.map(lambda m, v: m / first / (jnp.sqrt(v / second) + eps), mu, nu)
-        return updates, optax.ScaleByAdamState(count, mu, nu)
 
-    return optax.GradientTransformation(init, update)
+        def mean_square(path: KeyPath, g: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.square(g), axis=_input_dims(path, g), keepdims=True)
+
+        mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, gradient, state.mu)
+        squares = jax.tree_util.tree_map_with_path(mean_square, gradient)
+        nu = jax.tree.map(lambda g2, v: b2 * v + (1 - b2) * g2, squares, state.nu)
+        mu_bias = 1 - b1**count
+        nu_bias = 1 - b2**count
+        steps = jax.tree.map(lambda m, v: m / mu_bias / (jnp.sqrt(v / nu_bias) + eps), mu, nu)
+        return steps, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type], its state is Adam's
+
+
+def _input_dims(path: KeyPath, x: HasShape) -> tuple[int, ...]:
+    """Return the dimensions of a matrix's inputs; () for the embedding, vectors and convolutions."""
+    if jax.tree_util.keystr(path, simple=True) == "embedding":
+        return ()
+    groups = own_dims(path, x)
+    return groups[1] if len(groups) == 2 else ()
 
 
 def scale_by_factored_rms() -> optax.GradientTransformation:
@@ -237,50 +319,77 @@ def scale_by_factored_rms() -> optax.GradientTransformation:
     a second moment for each weight, as vectors have (optax: fewer than 128).
     """
 
-    def shapes(path: tuple[Any, ...], x: Any) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
-        """Return the shape as [..., O, I] or [..., n], and the shapes of R, C and the whole second moment.
+    def init(params: optax.Params) -> optax.FactoredState:
+        def zeros(part: str) -> Any:
+            def zeros_of(path: KeyPath, x: jax.Array) -> jax.Array:
+                return jnp.zeros(getattr(_factored_shapes(path, x), part), x.dtype)
 
-        (1,) marks a moment that the parameter does not have.
-        """
-        own, none = own_dims(path, x), (1,)
-        sizes = [math.prod(x.shape[dim] for dim in group) for group in own]
-        stacked = x.shape[: x.ndim - sum(map(len, own))]
-        if len(own) == 2 and min(sizes) >= LEAST_FACTORED:
-            return (*stacked, *sizes), ((*stacked, sizes[0]), (*stacked, sizes[1]), none)
-        return (*stacked, *sizes), (none, none, x.shape)
+            return jax.tree_util.tree_map_with_path(zeros_of, params)
 
-    def init(params: Any) -> optax.FactoredState:
-        kept = lambda part: lambda path, x: jnp.zeros(shapes(path, x)[1][part], x.dtype)
-        trees = (jax.tree_util.tree_map_with_path(kept(part), params) for part in range(3))
-        return optax.FactoredState(jnp.int32(0), *trees)
+        return optax.FactoredState(jnp.int32(0), zeros("rows"), zeros("columns"), zeros("whole"))
 
-    def update(gradient: Any, state: optax.FactoredState, params: Any = None) -> tuple[Any, optax.FactoredState]:
+    def update(
+        updates: optax.Updates, state: optax.FactoredState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.FactoredState]:
+        del params
         count = state.count + 1
-        decay = 1 - count.astype(jnp.float32) ** -0.8
+        decay = 1 - jnp.asarray(count).astype(jnp.float32) ** -0.8
+        leaves, structure = jax.tree_util.tree_flatten_with_path(updates)
+        rows = structure.flatten_up_to(state.v_row)
+        columns = structure.flatten_up_to(state.v_col)
+        whole = structure.flatten_up_to(state.v)
+        results = [
+            _factored_step(path, g, *moments, decay=decay)
+            for (path, g), *moments in zip(leaves, rows, columns, whole, strict=True)
+        ]
+        steps, rows, columns, whole = (structure.unflatten(part) for part in zip(*results, strict=True))
+        return steps, optax.FactoredState(count, rows, columns, whole)
 
-        def one(path: tuple[Any, ...], g: jax.Array, *kept: jax.Array) -> tuple[jax.Array, ...]:
-            shape, (of_rows, *_) = shapes(path, g)
-            u, moved = g.reshape(shape), lambda old, new: decay * old + (1 - decay) * new
-            rows, columns, whole = kept
-            square = jnp.square(u) + 1e-30
-            if of_rows == shape[:-1]:
-                rows, columns = moved(rows, jnp.mean(square, axis=-1)), moved(columns, jnp.mean(square, axis=-2))
-                share = rows / jnp.mean(rows, axis=-1, keepdims=True)
-                u *= jax.lax.rsqrt(share)[..., None] * jax.lax.rsqrt(columns)[..., None, :]
-            else:
-                whole = moved(whole, square.reshape(g.shape))
-                u *= jax.lax.rsqrt(whole).reshape(shape)
-            own = tuple(range(-len(own_dims(path, g)), 0))
-            u /= jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(u), axis=own, keepdims=True)))
-            return u.reshape(g.shape), rows, columns, whole
+    return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type], its state is Adafactor's
 
-        leaves, structure = jax.tree_util.tree_flatten_with_path(gradient)
-        trees = [structure.flatten_up_to(tree) for tree in state[1:]]
-        made = [one(path, g, *kept) for (path, g), *kept in zip(leaves, *trees, strict=True)]
-        updates, *moments = (structure.unflatten(part) for part in zip(*made, strict=True))
-        return updates, optax.FactoredState(count, *moments)
 
-    return optax.GradientTransformation(init, update)
+class FactoredShapes(NamedTuple):
+    """Shapes for a parameter. (1,) marks a moment that the parameter does not have."""
+
+    matrix: tuple[int, ...]  # shape of the parameter as [..., O, I] or [..., n]
+    rows: tuple[int, ...]  # of R
+    columns: tuple[int, ...]  # of C
+    whole: tuple[int, ...]  # of the second moment of each weight
+
+
+def _factored_shapes(path: KeyPath, x: HasShape) -> FactoredShapes:
+    groups = own_dims(path, x)
+    sizes = [math.prod(x.shape[dim] for dim in group) for group in groups]
+    num_own_dims = sum(map(len, groups))
+    stacked = x.shape[: len(x.shape) - num_own_dims]
+    absent = (1,)
+    if len(groups) == 2 and min(sizes) >= LEAST_FACTORED:
+        return FactoredShapes((*stacked, *sizes), (*stacked, sizes[0]), (*stacked, sizes[1]), absent)
+    return FactoredShapes((*stacked, *sizes), absent, absent, x.shape)
+
+
+def _factored_step(
+    path: KeyPath, g: jax.Array, rows: jax.Array, columns: jax.Array, whole: jax.Array, *, decay: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return Adafactor's step of one parameter with gradient ``g``, and the new R, C and second moment."""
+    shapes = _factored_shapes(path, g)
+    u = g.reshape(shapes.matrix)
+
+    def average(old: jax.Array, new: jax.Array) -> jax.Array:
+        return decay * old + (1 - decay) * new
+
+    square = jnp.square(u) + 1e-30
+    if shapes.rows == shapes.matrix[:-1]:
+        rows = average(rows, jnp.mean(square, axis=-1))
+        columns = average(columns, jnp.mean(square, axis=-2))
+        share = rows / jnp.mean(rows, axis=-1, keepdims=True)
+        u *= jax.lax.rsqrt(share)[..., None] * jax.lax.rsqrt(columns)[..., None, :]
+    else:
+        whole = average(whole, square.reshape(g.shape))
+        u *= jax.lax.rsqrt(whole).reshape(shapes.matrix)
+    own = tuple(range(-len(own_dims(path, g)), 0))
+    u /= jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(u), axis=own, keepdims=True)))
+    return u.reshape(g.shape), rows, columns, whole
 
 
 def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -288,14 +397,18 @@ def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
 
     Values and tree structure stay the same.
     """
+    with_extra_args = optax.with_extra_args_support(optimizer)
 
-    optimizer = optax.with_extra_args_support(optimizer)
-
-    def update(gradient: Any, state: Any, params: Any = None, **beside: Any) -> tuple[Any, Any]:
-        move = lambda state, space: optax.tree_utils.tree_map_params(
-            optimizer, lambda moment: jax.device_put(moment, space), state
+    def move(state: optax.OptState, space: jax.memory.Space) -> optax.OptState:
+        return optax.tree_utils.tree_map_params(
+            with_extra_args.init, lambda moment: jax.device_put(moment, space), state
         )
-        updates, state = optimizer.update(gradient, move(state, jax.memory.Space.Device), params, **beside)
-        return updates, move(state, jax.memory.Space.Host)
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        on_device = move(state, jax.memory.Space.Device)
+        updates, new_state = with_extra_args.update(updates, on_device, params, **extra_args)
+        return updates, move(new_state, jax.memory.Space.Host)
+
+    return optax.GradientTransformationExtraArgs(with_extra_args.init, update)

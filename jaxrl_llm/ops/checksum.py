@@ -40,7 +40,7 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     strides = [np.uint32(math.prod(x.shape[dim + 1 :]) % 2**32) for dim in range(x.ndim)]
     offsets = [stride * jnp.arange(size, dtype=jnp.uint32) for stride, size in zip(strides, x.shape, strict=True)]
 
-    def on_device(x: jax.Array, *offsets: jax.Array) -> jax.Array:
+    def on_device(x: Array, *offsets: Array) -> Array:
         # On a CPU, the program of a long sum would write all terms to one more array. On a TPU, the program of short
         # sums would do so.
         return jax.lax.platform_dependent(
@@ -50,7 +50,7 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     return jax.device_put(where_it_lies(on_device, x, *offsets), jax.memory.Space.Device)
 
 
-def _weighted_sum(in_steps: bool, x: jax.Array, *offsets: jax.Array) -> jax.Array:
+def _weighted_sum(in_steps: bool, x: Array, *offsets: Array) -> Array:
     """Return the sum of the weighted bits of ``x``.
 
     Args:

@@ -135,7 +135,7 @@ def keep_support(
         support = support - jax.lax.axis_index(axis) * logits.shape[1]
         support = jnp.where(support < 0, NO_TOKEN, support)
 
-    def mark(ids: jax.Array) -> jax.Array:
+    def mark(ids: Array) -> Array:
         return jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop")
 
     # Row by row: if the index contained the rows, a mesh would gather the array.
@@ -155,7 +155,7 @@ def _keep_largest(
     # Positive floats compare as their bits do, negative floats in reverse.
     rank = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))), jnp.uint32)
 
-    def set_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
+    def set_bit(i: Array, threshold: Array) -> Array:
         candidate = threshold | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
         mass = jnp.sum(jnp.where(rank >= candidate, weight, 0.0), axis=-1, keepdims=True)
         return jnp.where(mass >= target, candidate, threshold)

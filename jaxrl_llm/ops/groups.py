@@ -24,8 +24,8 @@ class Groups(NamedTuple):
     Sums use the membership table instead of a scatter, because the order of a scatter's additions varies on a GPU.
     """
 
-    index: jax.Array  # [B] i32 in [0, Q)
-    member: jax.Array  # [Q, B] bool, valid rows of each group
+    index: Array  # [B] i32 in [0, Q)
+    member: Array  # [Q, B] bool, valid rows of each group
 
     @property
     def valid(self) -> Bool[Array, " B"]:
@@ -99,7 +99,7 @@ def minus_median(value: Float[Array, " B"], groups: Groups) -> Float[Array, " B"
     count = jnp.sum(groups.member, axis=1)
     start = jnp.cumsum(count) - count
 
-    def nth_smallest(n: jax.Array) -> jax.Array:
+    def nth_smallest(n: Array) -> Array:
         return ordered[jnp.minimum(start + jnp.maximum(n, 0), value.shape[0] - 1)]
 
     middle_sum = nth_smallest((count - 1) // 2) + nth_smallest(count // 2)

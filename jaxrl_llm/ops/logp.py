@@ -32,8 +32,8 @@ def project(hidden_XD: Float[Array, "X D"], head_VD: Float[Array, "V D"]) -> Flo
 
 
 def _filtered_logits(
-    settings: Filter, hidden_XD: jax.Array, cast_VD: jax.Array, target_X: jax.Array, support_XK: jax.Array | None
-) -> jax.Array:
+    settings: Filter, hidden_XD: Array, cast_VD: Array, target_X: Array, support_XK: Array | None
+) -> Array:
     """Return the filtered logits [X,V]. The target always stays possible.
 
     A replayed target may be outside the support that the filters leave today. A position without a token has no
@@ -45,12 +45,12 @@ def _filtered_logits(
     return keep_support(logits_XV / settings.temperature, jnp.append(support_XK, target_X[:, None], axis=1))
 
 
-def _if_live(is_live: jax.Array | None, compute: Callable[..., Arrays], *operands: jax.Array | None) -> Arrays:
+def _if_live(is_live: Array | None, compute: Callable[..., Arrays], *operands: Array | None) -> Arrays:
     """Return ``compute(*operands)`` if the chunk is live, else zeros. None = the chunk is live."""
     if is_live is None:
         return compute(*operands)
 
-    def zeros(*operands: jax.Array | None) -> Arrays:
+    def zeros(*operands: Array | None) -> Arrays:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))
 
     with jax.named_scope(LIVE_CHUNK):
@@ -60,13 +60,13 @@ def _if_live(is_live: jax.Array | None, compute: Callable[..., Arrays], *operand
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _projected_logp(
     settings: Filter,
-    head_VD: jax.Array,
-    hidden_XD: jax.Array,
-    cast_VD: jax.Array,
-    target_X: jax.Array,
-    support_XK: jax.Array | None,
-    is_live: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
+    head_VD: Array,
+    hidden_XD: Array,
+    cast_VD: Array,
+    target_X: Array,
+    support_XK: Array | None,
+    is_live: Array | None,
+) -> tuple[Array, Array]:
     """Return the log-probability of each target and the entropy, [X] f32; 0.0 if the chunk is not live.
 
     ``head_VD`` receives the gradient in float32, so that chunks add up in float32. ``cast_VD`` is the head that is
@@ -82,18 +82,18 @@ def _projected_logp(
 
 def _projected_logp_forward(
     settings: Filter,
-    head_VD: jax.Array,
-    hidden_XD: jax.Array,
-    cast_VD: jax.Array,
-    target_X: jax.Array,
-    support_XK: jax.Array | None,
-    is_live: jax.Array | None,
+    head_VD: Array,
+    hidden_XD: Array,
+    cast_VD: Array,
+    target_X: Array,
+    support_XK: Array | None,
+    is_live: Array | None,
 ):
     del head_VD
 
     def compute(
-        hidden_XD: jax.Array, cast_VD: jax.Array, target_X: jax.Array, support_XK: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        hidden_XD: Array, cast_VD: Array, target_X: Array, support_XK: Array | None
+    ) -> tuple[Array, Array, Array]:
         filtered_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK)
         logp, entropy = token_logp(filtered_XV, target_X)
         log_total = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
@@ -161,17 +161,17 @@ def chunked_logp(
     cast_VD = jax.lax.stop_gradient(cast_VD)
     head_VD = head_VD.astype(jnp.float32)  # receives the gradient: chunks add up in float32 for any dtype of the head
 
-    def next_chunk(first: jax.Array, inputs):
+    def next_chunk(first: Array, inputs):
         hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), inputs)
         is_live = None if live is None or num_chunks == 1 else first < live
         logp, entropy = _projected_logp(settings, head_VD, hidden, cast_VD, target, support, is_live)
         return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
-    def split(x: jax.Array) -> jax.Array:  # [B, C, ...] -> [chunks, B, chunk, ...]
+    def split(x: Array) -> Array:  # [B, C, ...] -> [chunks, B, chunk, ...]
         x = jnp.pad(x, ((0, 0), (0, num_spare)) + ((0, 0),) * (x.ndim - 2))
         return x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
 
-    def join(x: jax.Array) -> jax.Array:  # [chunks, B, chunk] -> [B, C]
+    def join(x: Array) -> Array:  # [chunks, B, chunk] -> [B, C]
         return x.swapaxes(0, 1).reshape(B, num_chunks * chunk)[:, :C]
 
     support = None if support_BCK is None else split(support_BCK)

@@ -27,19 +27,19 @@ DENSEST = 4
 class Reading(NamedTuple):
     """One part of every row, completion or prompt, as a list of targets without gaps."""
 
-    source: jax.Array  # [n,W] i32 places in the line that predict the targets, in the rows' order; 0 after the last
-    target: jax.Array  # [n,W] i32 predicted tokens; 0 after the last
-    count: jax.Array  # [n] i32 number of targets
-    index: jax.Array  # [n,K,S] i32 index of each token of a row in the list; W outside the part
+    source: Array  # [n,W] i32 places in the line that predict the targets, in the rows' order; 0 after the last
+    target: Array  # [n,W] i32 predicted tokens; 0 after the last
+    count: Array  # [n] i32 number of targets
+    index: Array  # [n,K,S] i32 index of each token of a row in the list; W outside the part
 
 
 class Line(NamedTuple):
     """Content of n lines of K rows. A line has the tokens that predict another token."""
 
-    position: jax.Array  # [n,W] i32 position of each token in its row; 0 at an empty place
-    unit: jax.Array  # [n,W] i32 number of the unit, from 1; 0 at an empty place
-    row: jax.Array  # [n,W] i32 number of the row, from 1; 0 in a prompt or at an empty place
-    tokens: jax.Array  # [n,W] i32; 0 at an empty place
+    position: Array  # [n,W] i32 position of each token in its row; 0 at an empty place
+    unit: Array  # [n,W] i32 number of the unit, from 1; 0 at an empty place
+    row: Array  # [n,W] i32 number of the row, from 1; 0 in a prompt or at an empty place
+    tokens: Array  # [n,W] i32; 0 at an empty place
     completions: Reading
     prompts: Reading  # from the second token of each prompt on; the prompt of a group is listed once
 
@@ -83,7 +83,7 @@ def first_fit(
     """
     U = size.shape[0]
 
-    def put(lines: tuple[jax.Array, jax.Array, jax.Array], unit: jax.Array):
+    def put(lines: tuple[Array, Array, Array], unit: Array):
         filled, count, unit_of = lines
         has_room = (filled + size[unit] <= width) & (count < max_units)
         # The first line with room; an empty line always has room. Index U drops a unit of size 0.
@@ -125,10 +125,10 @@ def lay(
     own_before = _sum_before(own)
     laid_before = _sum_before(laid)
 
-    def by_unit(x: jax.Array) -> jax.Array:
+    def by_unit(x: Array) -> Array:
         return x.reshape(n, K // group_size, group_size)
 
-    def by_row(x: jax.Array) -> jax.Array:
+    def by_row(x: Array) -> Array:
         return jnp.repeat(x, group_size, axis=1)
 
     unit_prompt = by_unit(prompt_length)[..., 0]
@@ -147,14 +147,14 @@ def lay(
     prompt_targets_before = by_row(_sum_before(prompt_targets))
     row_number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
 
-    def put(values: jax.Array, places: jax.Array) -> jax.Array:
+    def put(values: Array, places: Array) -> Array:
         """Write values [n,K,S] to the lines [n,W]. Rows of a group write the same prompt to the same places."""
         return jax.vmap(put_line)(values.reshape(n, -1), places.reshape(n, -1))
 
-    def put_line(values: jax.Array, places: jax.Array) -> jax.Array:
+    def put_line(values: Array, places: Array) -> Array:
         return jnp.zeros(width, jnp.int32).at[places].set(values, mode="drop")
 
-    def read(part: jax.Array, first: jax.Array | int, targets_before: jax.Array, count: jax.Array) -> Reading:
+    def read(part: Array, first: Array | int, targets_before: Array, count: Array) -> Reading:
         index = jnp.where(part, (targets_before - first)[..., None] + at, width)
         return Reading(put(source, index), put(tokens, index), count, index)
 
@@ -168,7 +168,7 @@ def lay(
     )
 
 
-def _sum_before(x: jax.Array) -> jax.Array:
+def _sum_before(x: Array) -> Array:
     """Return for each entry of a line the sum of the entries before it, [n,...] i32."""
     return jnp.cumsum(x, axis=1) - x
 
@@ -196,7 +196,7 @@ def of_targets(values: Shaped[Array, "n K S *rest"], reading: Reading) -> Shaped
     n, K, S, *rest = values.shape
     W = reading.target.shape[1]
 
-    def put_line(values: jax.Array, index: jax.Array) -> jax.Array:
+    def put_line(values: Array, index: Array) -> Array:
         return jnp.zeros((W, *rest), values.dtype).at[index].set(values, mode="drop")
 
     return jax.vmap(put_line)(values.reshape(n, K * S, *rest), reading.index.reshape(n, K * S))

@@ -58,7 +58,7 @@ def write(
     index, is_used = _pages(first, length, num_pages=num_pages, page=page, width=width)
     index = jnp.where(is_used, index, num_pages)  # a write to page number N is dropped
 
-    def cut(x: jax.Array) -> jax.Array:
+    def cut(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, 0), (0, -width % page)) + ((0, 0),) * (x.ndim - 3))
         return x.reshape(x.shape[0], -1, page, *x.shape[3:])
 
@@ -86,7 +86,7 @@ def take(
     index, _ = _pages(first, length, num_pages=num_pages, page=page, width=width)
     is_token = jnp.arange(width)[None, None, :] < length[:, :, None]
 
-    def join(x: jax.Array, fill: jax.typing.ArrayLike) -> jax.Array:
+    def join(x: Array, fill: jax.typing.ArrayLike) -> Array:
         x = x.reshape(*length.shape, -1, *x.shape[3:])[:, :, :width]
         mask = is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 3))
         return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
@@ -94,9 +94,7 @@ def take(
     return jax.tree.map(join, ring_buffer.take(log, index), padding)
 
 
-def _pages(
-    first: jax.Array, length: jax.Array, *, num_pages: int, page: int, width: int
-) -> tuple[jax.Array, jax.Array]:
+def _pages(first: Array, length: Array, *, num_pages: int, page: int, width: int) -> tuple[Array, Array]:
     """Return the indices of k pages of each row, [M, n * k] i32, and whether the row's length needs each page."""
     ahead = jnp.arange(-(-width // page), dtype=jnp.int32)[None, None, :]
     index = (first[:, :, None] + ahead) % num_pages

@@ -21,7 +21,7 @@ from jax.experimental import compute_on as compute_on_module
 from jaxtyping import Array, Bool, Int, PyTree, Shaped
 
 # jax 0.10 calls this function compute_on2. jax 0.12 has one function, compute_on, with the arguments of compute_on2.
-compute_on: Callable[..., Callable[..., jax.Array]] = getattr(
+compute_on: Callable[..., Callable[..., Array]] = getattr(
     compute_on_module, "compute_on2", compute_on_module.compute_on
 )
 
@@ -34,8 +34,8 @@ class Lane(NamedTuple):
         filled: [M] i32, number of slots that hold a row.
     """
 
-    order: jax.Array
-    filled: jax.Array
+    order: Array
+    filled: Array
 
     @property
     def size(self) -> int:
@@ -60,7 +60,7 @@ class Lane(NamedTuple):
         """
 
         # Binary search, newest row first: rows before `low` are in, rows from `high` on are not.
-        def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds
             middle = (low + high) // 2
             inside = is_in(self.newest_first(middle[:, None]))[:, 0] & (middle < high)
@@ -100,14 +100,14 @@ def renew(
     is_next = jnp.where(spent, spare <= count, _rank(~spent) <= count - spare[:, -1:])
     place = jnp.where(is_next, num_groups - count + _rank(is_next), _rank(~is_next)) - 1
 
-    def permute(place: jax.Array, slot: jax.Array) -> jax.Array:
+    def permute(place: Array, slot: Array) -> Array:
         return jnp.zeros_like(slot).at[place].set(slot, unique_indices=True)
 
     order = jax.vmap(permute)(place, groups.order)
     return slots_of_groups(order, group_size)
 
 
-def _rank(is_counted: jax.Array) -> jax.Array:
+def _rank(is_counted: Array) -> Array:
     """Return the number of true entries up to each position of a row, [M, L] i32."""
     return jnp.cumsum(is_counted, axis=1, dtype=jnp.int32)
 
@@ -139,7 +139,7 @@ def put(
 ) -> PyTree[Shaped[Array, "M C ..."]]:
     """Return slots [M, C, ...] with rows [M, b, ...] at ``slot_index`` [M, b] i32. A row at index C is dropped."""
 
-    def put_shard(slot_C: jax.Array, index: jax.Array, row_b: jax.Array) -> jax.Array:
+    def put_shard(slot_C: Array, index: Array, row_b: Array) -> Array:
         return slot_C.at[index].set(row_b, mode="drop")
 
     return jax.tree.map(lambda slot, row: where_it_lies(jax.vmap(put_shard), slot, slot_index, row), slots, rows)
@@ -149,7 +149,7 @@ def take(slots: PyTree[Shaped[Array, "M C ..."]], slot_index: Int[Array, "M b"])
     """Return the rows of a pytree of [M, C, ...] at ``slot_index`` [M, b] i32, on the device: [M, b, ...]."""
     take_rows = jax.vmap(lambda slot_C, index: slot_C[index])
 
-    def take_leaf(leaf: jax.Array) -> jax.Array:
+    def take_leaf(leaf: Array) -> Array:
         rows = where_it_lies(take_rows, leaf, slot_index)
         return jax.device_put(rows, jax.memory.Space.Device) if _is_on_host(rows) else rows
 
@@ -164,7 +164,7 @@ def zeros(
     The host repeats one slot of the device. The TPU compiler would make a constant array on the device and move it.
     """
 
-    def zeros_of(x: jax.ShapeDtypeStruct) -> jax.Array:
+    def zeros_of(x: jax.ShapeDtypeStruct) -> Array:
         slot = jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
         if on_host:
             slot = jax.device_put(slot, jax.memory.Space.Host)
@@ -186,5 +186,5 @@ def where_it_lies(
     return by_host(leaf, *jax.device_put(rows, jax.memory.Space.Host))
 
 
-def _is_on_host(x: jax.Array) -> bool:
+def _is_on_host(x: Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -87,7 +87,7 @@ def _search(
     return block * BLOCK_TOKENS + offset, shifted
 
 
-def _max_over(axis: tuple[str, ...], x: jax.Array) -> jax.Array:
+def _max_over(axis: tuple[str, ...], x: Array) -> Array:
     return jax.lax.pmax(x, axis) if axis else x
 
 
@@ -123,7 +123,7 @@ def surprise_moments(
     weight = jnp.exp(shifted)
     surprise = jnp.where(shifted > -jnp.inf, -shifted, 0.0)
 
-    def total_of(x: jax.Array) -> jax.Array:
+    def total_of(x: Array) -> Array:
         return jax.lax.psum(jnp.sum(x, axis=-1), axis)  # without an axis, psum returns the sum itself
 
     total = total_of(weight)

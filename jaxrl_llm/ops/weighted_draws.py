@@ -105,7 +105,7 @@ def chain(first: Drawn, second: Drawn) -> Drawn:
     place = jnp.arange(num)[None, :]
     place_in_second = place - jnp.sum(first[1], axis=1, keepdims=True)
 
-    def join(a: jax.Array, b: jax.Array) -> jax.Array:
+    def join(a: Array, b: Array) -> Array:
         a = jnp.take_along_axis(a, jnp.minimum(place, num_first - 1), axis=1)
         b = jnp.take_along_axis(b, jnp.maximum(place_in_second, 0), axis=1)
         return jnp.where(place_in_second < 0, a, b)
@@ -119,12 +119,12 @@ def _joined(first: Drawn, second: Drawn) -> Drawn:
     return slots, jnp.concatenate([first[1], second[1]], axis=1)
 
 
-def _uniform(bits: jax.Array) -> jax.Array:
+def _uniform(bits: Array) -> Array:
     """Return uniform numbers in [0, 1), f32, from u32."""
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
 
 
-def _anywhere(length: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _anywhere(length: Array, bits: Array) -> tuple[Array, Array]:
     """Return positions 0..length-1, i32 from u32, and whether to keep each. The kept positions are exactly uniform."""
     n = jnp.maximum(length, 1).astype(jnp.uint32)
     surplus = (jnp.uint32(0) - n) % n  # 2^32 mod n
@@ -132,8 +132,8 @@ def _anywhere(length: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _sorting(
-    slot_at: SlotAt, position: jax.Array, chance: jax.Array, length: jax.Array, weight: WeightOf, taken: Drawn
-) -> tuple[jax.Array, jax.Array]:
+    slot_at: SlotAt, position: Array, chance: Array, length: Array, weight: WeightOf, taken: Drawn
+) -> tuple[Array, Array]:
     """Return the slots at these positions [M, k] and their order [M, k] f32; inf = may not be drawn."""
     slot = slot_at(position)
     w = weight(slot)
@@ -142,12 +142,12 @@ def _sorting(
     return slot, jnp.where(is_open, _race(chance, w), jnp.inf)
 
 
-def _race(chance: jax.Array, w: jax.Array) -> jax.Array:
+def _race(chance: Array, w: Array) -> Array:
     """Return finite arrival times of exponential clocks of rate w."""
     return jnp.minimum(-jnp.log1p(-chance) / jnp.maximum(w, 1e-30), 3e38)
 
 
-def _first(slot: jax.Array, order: jax.Array, num: int) -> Drawn:
+def _first(slot: Array, order: Array, num: int) -> Drawn:
     """Return the ``num`` slots that come first. Use a sort, because XLA gathers the operand of top_k over the mesh."""
     num_missing = num - slot.shape[1]
     if num_missing > 0:
@@ -157,7 +157,7 @@ def _first(slot: jax.Array, order: jax.Array, num: int) -> Drawn:
     return slot[:, :num], jnp.isfinite(order[:, :num])
 
 
-def _is_new(taken: Drawn, slots: Drawn) -> jax.Array:
+def _is_new(taken: Drawn, slots: Drawn) -> Array:
     """Return whether each slot [M, k] is neither taken nor earlier in the row. Slots that do not count are ignored."""
     num_taken = taken[0].shape[1]
     slot, counts = _joined(taken, slots)
@@ -165,7 +165,7 @@ def _is_new(taken: Drawn, slots: Drawn) -> jax.Array:
     slot, place = jax.lax.sort((jnp.where(counts, slot, -1), place), dimension=1, num_keys=2)
     is_first = jnp.concatenate([jnp.ones_like(slot[:, :1], bool), slot[:, 1:] != slot[:, :-1]], axis=1)
 
-    def unsort(place: jax.Array, is_first: jax.Array) -> jax.Array:
+    def unsort(place: Array, is_first: Array) -> Array:
         return jnp.zeros(place.shape, bool).at[place].set(is_first, unique_indices=True)
 
     return jax.vmap(unsort)(place, is_first)[:, num_taken:]
