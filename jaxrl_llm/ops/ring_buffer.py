@@ -178,7 +178,10 @@ def where_it_lies(
 ) -> Shaped[Array, "..."]:
     """Return ``function(leaf, *rows)``, computed by the host's processor if the leaf is in the host's memory.
 
-    Then only the rows move between host and device, not the leaf. The result is in the same memory as the leaf.
+    Then only the rows move between host and device, not the leaf.
+
+    Returns:
+        The result, in the same memory as the leaf.
     """
     if not _is_on_host(leaf):
         return function(leaf, *rows)
