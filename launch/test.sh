@@ -21,9 +21,14 @@ case $tier in
     extras) extras+=(quant gcs retrieval docs) ;;
 esac
 bash launch/setup.sh "${extras[@]}"
-if [[ $tier == parity ]] && ! .venv/bin/python -c 'import torch' 2> /dev/null; then
-    echo "tier parity: not run, because PyTorch is not installed. 'bash launch/setup.sh parity' installs it."
-    exit 0
+if [[ $tier == parity ]]; then
+    peers=(torch openai verifiers textarena)
+    # find_spec imports nothing.
+    known=$(.venv/bin/python -c 'import sys, importlib.util as u; print(*filter(u.find_spec, sys.argv[1:]))' "${peers[@]}")
+    if [[ -z $known ]]; then
+        echo "tier parity: not run, because none of these packages is installed: ${peers[*]} (extras parity, agents, games)"
+        exit 0
+    fi
 fi
 export JAX_PLATFORMS=cpu
 # A file's tests share what they compile; a worker takes up to 2 GB. In the order of the folders the long files come

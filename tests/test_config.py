@@ -1250,7 +1250,13 @@ def seen(look, settings, folder, monkeypatch):
 BEFORE = {}  # what is seen before the change; several rows of ghosts begin alike
 
 
-@pytest.mark.parametrize("path", sorted(flatten(Config(), whole=True)))
+def setting(path):
+    """Settings of quantised weights need an optional package."""
+    needs_package = path.endswith(".weights") and path != "rewards.weights"
+    return pytest.param(path, marks=[pytest.mark.tier("extras")] if needs_package else [])
+
+
+@pytest.mark.parametrize("path", map(setting, sorted(flatten(Config(), whole=True))))
 def test_every_setting_changes_something(path, tmp_path, monkeypatch):
     assert path in ALIVE, f"{path} is a new setting: say in ALIVE where it can be seen"
     other, look, given = ALIVE[path]

@@ -184,6 +184,7 @@ def test_a_model_that_does_not_say_what_comes_next_has_failed_and_others_go_on(m
     is_released.set()
 
 
+@pytest.mark.tier("extras")
 def test_the_model_is_told_the_nearest_transitions_and_a_bad_file_is_said_before_the_run(model, tmp_path, monkeypatch):
     path = tmp_path / "steps.jsonl"
     monkeypatch.setenv("JAXRL_DREAM_EXPERIENCE", str(path))

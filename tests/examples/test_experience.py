@@ -21,6 +21,7 @@ def written(path, lines):
     return str(path)
 
 
+@pytest.mark.tier("extras")
 def test_transitions_are_nearest_by_the_words_of_state_and_action(tmp_path):
     pytest.importorskip("bm25s")
     steps = [("a lamp on the desk", "take it"), ("a lamp", "n"), ("the hall", "n"), ("a desk", "go on")]
@@ -59,6 +60,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, line, said):
         experience.advised(str(tmp_path / "none.jsonl"))
 
 
+@pytest.mark.tier("extras")
 def test_notes_of_states_alike_follow_each_answer(tmp_path):
     """Who does what the newest note says comes out of the maze, and not with the first note of the episode alone."""
     pytest.importorskip("bm25s")

@@ -44,6 +44,7 @@ def test_what_a_failed_call_is_told_finds_nothing():
     assert gain([], [""], [said("a", told, "b", "[3] x", "the answer")], [["3", "7"]]) == [[0.0, 0.5, 0.0]]
 
 
+@pytest.mark.tier("extras")
 def test_documents_that_fit_are_found_best_first(tmp_path):
     pytest.importorskip("bm25s")
     search = Search()

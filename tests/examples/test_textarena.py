@@ -59,6 +59,7 @@ def test_a_games_words_are_answers_and_its_seed_makes_it_the_same(tmp_path, monk
         assert answers == played("Nine-v0", seed, [f"It is {i}." for i in range(1, 10)])[1]
 
 
+@pytest.mark.tier("parity")
 @pytest.mark.skipif(not importlib.util.find_spec("textarena"), reason="textarena is not installed")
 def test_a_game_of_the_package_is_played_to_its_end():
     turns = [f"[{i}]" for i in range(1, 21)]

@@ -49,7 +49,7 @@ def steps(objects):
     return {found[1] for _, name in objects if (found := re.match(r"runs/one/(\d+|aside-\d+)/", name))}
 
 
-@pytest.mark.slow
+@pytest.mark.tier("extras")
 def test_it_is_as_on_a_disk(objects, tmp_path):
     state, newer = place(make_state(1), mesh(4, 2)), place(make_state(3), mesh(4, 2))
     settings = CheckpointConfig(bucket=FOLDER, keep_last=2)
@@ -83,7 +83,7 @@ def whole(objects):
     return text
 
 
-@pytest.mark.slow
+@pytest.mark.tier("extras")
 def test_a_host_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint_whole(objects):
     folder = bucket.place(FOLDER)
     step, aside = folder / "12", folder / f"{checkpoint.ASIDE}12"
@@ -122,7 +122,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra(tmp_path, monkeypatch
         Checkpointer(tmp_path, CheckpointConfig(bucket=FOLDER))
 
 
-@pytest.mark.slow
+@pytest.mark.tier("extras")
 def test_a_bucket_that_cannot_be_written_is_said(objects, tmp_path, monkeypatch):
     def refused(*_):
         raise emulation.Refused(403)
@@ -144,6 +144,7 @@ def errors():
     return [(error, MachineError) for error in passing] + [(error, ConfigError) for error in refused]
 
 
+@pytest.mark.tier("extras")
 def test_what_may_pass_is_no_bad_input(monkeypatch):
     """A bucket that did not answer ended a run with the status that nothing starts again."""
     storage = pytest.importorskip("google.cloud.storage")
@@ -158,6 +159,7 @@ def test_what_may_pass_is_no_bad_input(monkeypatch):
             pass
 
 
+@pytest.mark.tier("extras")
 def test_an_object_that_is_written_again_while_it_is_read_is_read_again():
     """A run that waited for the one before it was refused when that let the folder go."""
     exceptions = pytest.importorskip("google.api_core.exceptions")
@@ -194,7 +196,7 @@ def writer(objects):
     return objects["my-bucket", f"runs/one/{bucket.WRITER}"][0].decode()
 
 
-@pytest.mark.slow
+@pytest.mark.tier("extras")
 def test_a_second_run_is_kept_out_until_the_first_has_ended_or_is_dead(objects, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(bucket, "BEAT_S", 0.2)
     monkeypatch.setattr(bucket, "STALE_S", 3.0)
@@ -218,7 +220,7 @@ def test_a_second_run_is_kept_out_until_the_first_has_ended_or_is_dead(objects, 
         assert time.monotonic() - started < bucket.STALE_S
 
 
-@pytest.mark.slow
+@pytest.mark.tier("extras")
 def test_a_run_whose_folder_was_taken_over_ends(objects, tmp_path):
     """It was silent for so long that it was taken for dead."""
     with holder(tmp_path) as first:
@@ -227,6 +229,7 @@ def test_a_run_whose_folder_was_taken_over_ends(objects, tmp_path):
     assert writer(objects) == "process 1 on another"
 
 
+@pytest.mark.tier("extras")
 @pytest.mark.parametrize(("before", "now"), [("", FOLDER), (FOLDER, "")])
 def test_a_run_whose_checkpoints_lie_elsewhere_is_not_begun_anew(before, now, tmp_path):
     pytest.importorskip("gcsfs")
@@ -254,6 +257,7 @@ def test_a_run_that_has_ended_loses_no_metrics_with_its_checkpoints(tmp_path):
     Checkpointer(tmp_path, CheckpointConfig()).close()
 
 
+@pytest.mark.tier("extras")
 def test_nor_with_those_in_a_bucket_where_its_own_sign_stands(objects, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n')
     (tmp_path / "report.html").touch()
@@ -272,7 +276,7 @@ def last_lines(workdir):
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
 
-@pytest.mark.slow
+@pytest.mark.tier("extras")
 def test_hosts_that_share_nothing_but_a_bucket_go_on_where_others_were_stopped(objects, tmp_path):
     """On machines whose disks are empty; what is left is what a run on one disk leaves."""
     settings = SETTINGS | {"eval.num_prompts": 0, "metrics.share_rollouts": False, "checkpoint.export": False}

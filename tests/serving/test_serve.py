@@ -523,6 +523,7 @@ def test_256_streams_at_once_for_a_minute_lose_and_mix_nothing(greedy):
     until(lambda: not engine_of(greedy)._rows and not engine_of(greedy)._waiting)
 
 
+@pytest.mark.tier("parity")
 def test_the_openai_client_is_served(greedy):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{greedy.server_port}/v1", api_key="none", max_retries=0)
@@ -550,6 +551,7 @@ def test_the_command_serves_until_it_is_told_to_stop(number):
         assert process.wait(60) == 0 and process.stderr.read() == ""
 
 
+@pytest.mark.tier("parity")
 def test_verifiers_own_train_client_is_served(sampled, tmp_path):
     """Its renderer makes the tokens, the server draws, and what comes back is what was drawn."""
     pytest.importorskip("verifiers.v1")

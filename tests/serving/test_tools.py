@@ -305,6 +305,7 @@ def test_what_cannot_be_read_is_named(body, said):
         assert status == 400 and said in answer["error"]["message"]
 
 
+@pytest.mark.tier("parity")
 def test_the_openai_client_gets_tool_calls():
     openai = pytest.importorskip("openai")
     with scripted(f"I look. {CALL}") as (server, _):
