@@ -236,6 +236,14 @@ def test_programs_that_are_named_exist():
             assert importlib.util.find_spec(words[2]), command
 
 
+def test_modules_of_the_reference_exist():
+    """The site takes their docstrings; here it is enough that the modules are there."""
+    names = re.findall(r"^::: (\S+)$", TEXTS["docs/reference/api.md"], re.MULTILINE)
+    assert len(names) >= 8
+    for name in names:
+        assert importlib.util.find_spec(name), name
+
+
 def test_flags_that_are_shown_exist():
     """The flags of a command module, or settings of its config, or the flags of every absl program."""
     known = {name: {flag.name for flag in flags_of(module)} for name, module in command_modules().items()}
