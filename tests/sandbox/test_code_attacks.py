@@ -26,6 +26,13 @@ def has(isolation):
     return True
 
 
+def every_tenth_is_plain(names):
+    """Parametrize by ``name``: nine programs of ten are in the tier sandbox."""
+    tier = pytest.mark.tier("sandbox")
+    cases = [name if i % 10 == 0 else pytest.param(name, marks=tier) for i, name in enumerate(names)]
+    return pytest.mark.parametrize("name", cases)
+
+
 @pytest.fixture(params=["namespaces", "rlimits"])
 def isolation(request):
     if not has(request.param):
@@ -1023,7 +1030,7 @@ def test_right_answers_pass(name, isolation):
     assert rewards(row, right, isolation=isolation, function=code_tests.share) == [1]
 
 
-@pytest.mark.parametrize("name", ATTEMPTS)
+@every_tenth_is_plain(ATTEMPTS)
 def test_no_attempt_is_rewarded_nor_changes_the_reward_of_others(name, isolation):
     kind, program = ATTEMPTS[name]
     row, right = QUESTIONS[kind]
@@ -1686,7 +1693,7 @@ def f(x: Nothing) -> Nothing:
 }
 
 
-@pytest.mark.parametrize("name", HONEST)
+@every_tenth_is_plain(HONEST)
 def test_honest_programs_pass(name, isolation):
     tests, program = HONEST[name]
     row = {"text": name, "test_list": tests}

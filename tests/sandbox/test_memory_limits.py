@@ -27,6 +27,9 @@ def sandbox(request):
 FILL = """
 import ctypes, mmap, os, threading, time
 
+# The plain suite limits memory in tests/sandbox/test_sandbox.py.
+pytestmark = pytest.mark.tier("sandbox")
+
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 SHARED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
 libc = ctypes.CDLL(None, use_errno=True)
