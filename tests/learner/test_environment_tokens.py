@@ -77,6 +77,7 @@ def test_where_asked_they_are_learned_as_a_float64_model_has_them_and_the_policy
     assert not any(jax.tree.leaves(jax.tree.map(np.any, nothing)))
 
 
+@pytest.mark.tier("slow")  # plain: test_invariance.py, without turns
 def test_packing_and_micro_batches_change_nothing():
     rows, _ = with_answers(building.random_experience())
     expected = building.gradient(building.make_update(LOSS), rows)

@@ -264,6 +264,7 @@ def test_a_replay_means_the_same_however_rows_lie(layout):
     np.testing.assert_array_equal(apart.routed[0][completion], forged[completion])
 
 
+@pytest.mark.tier("slow")  # plain: test_the_sampler_notes_what_the_learner_would_choose
 @pytest.mark.parametrize("name", ["expert", pytest.param("expert, tensor", marks=pytest.mark.slow)])
 def test_a_sampler_on_a_mesh_draws_and_notes_the_same(name):
     (_, one), (_, other) = sampled(), sampled(MESHES[name])
@@ -313,6 +314,7 @@ def experience(replays):
     return rows.replace(rollout=rows.rollout.with_columns(experts=chosen.reshape(*shape, 6)))
 
 
+@pytest.mark.tier("slow")  # plain: test_a_mesh_changes_nothing_but_the_order_of_sums; test_invariance.py
 @pytest.mark.parametrize("replays", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_padding_packing_microbatches_and_meshes_do_not_change_loss_and_gradient(replays):
     rows = experience(replays)
@@ -343,6 +345,7 @@ def test_padding_packing_microbatches_and_meshes_do_not_change_loss_and_gradient
         assert np.linalg.norm(flat(gradient) - flat(expected[0])) <= 1e-5 * np.linalg.norm(flat(expected[0]))
 
 
+@pytest.mark.tier("slow")  # plain: test_the_balance_cost_is_that_of_transformers
 def test_the_balance_cost_moves_routers_towards_even_loads():
     """Of rows without advantages the cost is the loss."""
     update = dataclasses.replace(building.make_update({"load_balance": 0.7}), model=Model(EXPERTS))
