@@ -1,5 +1,5 @@
-"""Measurements: a step against its peers and its physical floor (run), its parts (micro), one GPU (gpu), or what one
-that is not here would have to do (roofline).
+"""Measurements: a step against its peers and its physical floor (run), the parts of a step (micro), one GPU (gpu), and
+the operations of an absent GPU (roofline).
 
 Nothing in jaxrl_llm imports this.
 """

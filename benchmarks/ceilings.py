@@ -1,4 +1,4 @@
-"""What this machine reaches: float32 matmul rate and memory read bandwidth, measured through XLA.
+"""Rates that this machine reaches through XLA: float32 matmul rate and memory read bandwidth.
 
 A measurement takes about a second, so it can be repeated between steps. Both are sustained rates of the best of
 a few bursts: what disturbs a burst is not the machine's limit.
@@ -22,7 +22,7 @@ READ_BYTES = 2**28  # far above the caches
 
 
 class Probe:
-    """Compiled when made; ``measure`` then only runs.
+    """A program that is compiled when the object is made, so that ``measure`` only runs it.
 
     Args:
         decode_rows, batch_rows: of the matmuls, which have the shape of the model's FFN.
@@ -39,7 +39,7 @@ class Probe:
 
 
 def _matmul(arch: Architecture, rows: int, dtype: str) -> tuple[Callable[[], jax.Array], float]:
-    """A chain of products through the FFN's two shapes, and its operations."""
+    """Return a chain of products through the FFN's two shapes, and the number of its operations."""
     D, F = arch.width, arch.ffn
     pair_flops = 2 * 2 * rows * D * F
     count = max(1, round(2e10 / pair_flops))  # long enough to hide the dispatch
@@ -55,7 +55,7 @@ def _matmul(arch: Architecture, rows: int, dtype: str) -> tuple[Callable[[], jax
 
 
 def _read(dtype: str) -> tuple[Callable[[], jax.Array], float]:
-    """A matrix-vector product, which reads the matrix once, and its bytes."""
+    """Return a matrix-vector product, which reads the matrix once, and the number of its bytes."""
     width = 4096
     matrix = jnp.ones((READ_BYTES // width // jnp.dtype(dtype).itemsize, width), dtype)
     vector = jnp.ones(width, dtype)

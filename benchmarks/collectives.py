@@ -1,12 +1,12 @@
-"""Bytes that each chip sends to others in a compiled program, beside what the layout needs; loops count by their turns.
+"""Bytes that each chip sends in a compiled program, beside the bytes that the layout needs. Loops count by their turns.
 
     python -m benchmarks.collectives --topology=v5p:2x2x4 --fsdp=16 [--tensor=4 --layers=2 --chunk=128]
     python -m benchmarks.collectives --topology=v5p:2x2x4 --fsdp=4 --tensor=4 --program=decode
 
-compiles a program of the job of ``benchmarks.pod`` for chips that are not at hand (extra ``[plan]``), and prints one
-line for each place in the program that sends, and of an update what its algebra needs. Bytes are of the ring
-algorithms: of n chips each sends (n-1)/n of what is gathered or scattered whole, twice that where it is reduced and
-kept whole by all.
+The command compiles a program of the job of ``benchmarks.pod`` for absent chips (extra ``[plan]``). It prints one line
+for each place in the program that sends, and for an update the bytes that its algebra needs. Bytes are those of the
+ring algorithms: each of n chips sends (n-1)/n of an array that is gathered or scattered whole, and twice as much of an
+array that is reduced and kept whole by all chips.
 
 Owns: the update's algebra. Does not know: how a program's text is read (planning), seconds, links.
 """
@@ -23,7 +23,7 @@ from jaxrl_llm.run import Run
 
 
 def needed(run: Run) -> dict[str, float]:
-    """Bytes that a chip has to send in an update whose weights are split over fsdp and tensor, by what they are of.
+    """Return the bytes that a chip must send in an update with weights split over fsdp and tensor, by kind of array.
 
     In each micro-batch every matrix of a layer is gathered for the forward and for the backward pass, in bfloat16, and
     the head once; their gradients are scattered, a layer's in bfloat16 and the head's in float32. Tokens' rows of the

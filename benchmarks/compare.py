@@ -1,7 +1,7 @@
 """Compare two result files of the same benchmark: ``python -m benchmarks.compare OLD.json NEW.json [--tolerance 0.1]``
 
-prints old, new and their ratio for each figure. Exit status 1 where a figure got worse by more than the tolerance or
-is gone, 2 where the files cannot be compared.
+The command prints the old value, the new value and their ratio for each figure. The exit status is 1 if a figure got
+worse by more than the tolerance or is gone, and 2 if the files cannot be compared.
 
 Owns: what counts as worse. Does not know: how a figure was measured.
 """
@@ -18,7 +18,10 @@ from benchmarks import results
 
 
 def worse_by(old: results.Figure, new: results.Figure) -> float:
-    """How much worse, as a share of the old value: 0.1 is a tenth. Negative where it got better; 0 where neither is."""
+    """Return how much worse the new value is, as a share of the old one.
+
+    The share is negative for a better value, and 0 for a figure without a direction.
+    """
     if old.better == "" or old.value == 0:
         return 0.0
     change = new.value / old.value - 1

@@ -53,7 +53,7 @@ PEAKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Of the measurement: decode batches, tokens, and the update's rows."""
+    """Sizes of the measurement: decode batches, tokens, and the update's rows."""
 
     batches: tuple[int, ...] = (64, 256)
     group: int = 8
@@ -74,7 +74,7 @@ PEER_TIMEOUT_S = 1800  # of one step
 
 
 def peaks(device: jax.Device, arch: Architecture) -> Ceilings:
-    """The data sheet's, or on a CPU what is measured.
+    """Return the rates of the data sheet, or on a CPU the measured rates.
 
     Raises:
         ValueError: a device whose peaks are not known here.
@@ -109,7 +109,7 @@ def update_config(sizes: Sizes) -> Config:
 
 
 def least_decode_s(arch: Architecture, rows: int, sizes: Sizes, ceilings: Ceilings) -> float:
-    """The floor of all steps of a batch."""
+    """Return the floor of all decode steps of a batch."""
     least = 0.0
     for step in range(1, sizes.completion + 1):
         read = rows // sizes.group * sizes.prompt + rows * step
@@ -119,13 +119,13 @@ def least_decode_s(arch: Architecture, rows: int, sizes: Sizes, ceilings: Ceilin
 
 
 def update_flops(arch: Architecture, sizes: Sizes) -> float:
-    """What the utilisation counts."""
+    """Return the operations that the utilisation counts."""
     prompts = [sizes.update_prompt] * (sizes.update_rows // sizes.group)
     return floors.update_flops(arch, prompts, sizes.group, sizes.update_completion, shared=False)
 
 
 def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
-    """Tokens per second of the decode program, prefill apart, and the share of the floor; and of all of generation."""
+    """Measure tokens per second of decoding without prefill, its share of the floor, and all of generation."""
     for rows in sizes.batches:
         config = decode_config(rows, sizes)
         watch = Stopwatch()
@@ -148,7 +148,7 @@ def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
 
 
 def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
-    """Model FLOP utilisation of the update program, its draw and optimizer step included."""
+    """Measure the model FLOP utilisation of the update program, including its draw and optimizer step."""
     rows, watch = sizes.update_rows, Stopwatch()
     iteration = Iteration(update_config(sizes), arch, random_params, [], wrap=watch.wrap, sampler=False)
     rollout = iteration.random_rollout()
@@ -161,7 +161,7 @@ def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
 
 
 def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator[Figure]:
-    """Tokens per second of transformers' generate, and of TRL's step without its generation.
+    """Measure tokens per second of transformers' generate, and of TRL's step without its generation.
 
     Raises:
         WorkerError: one did not get ready, or ended.
@@ -190,7 +190,7 @@ def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator
 
 
 def _median(worker: str, job: dict[str, Any], part: str, repeats: int) -> float:
-    """Seconds that a part of a peer's step takes, after one that does not count."""
+    """Return the seconds of a part of a peer's step, after one call that does not count."""
     python = run.command("trl")[0]
     log = run.FOLDER / f"gpu_{worker}.log"
     command = [python, "-m", f"benchmarks.workers.{worker}"]
@@ -201,7 +201,7 @@ def _median(worker: str, job: dict[str, Any], part: str, repeats: int) -> float:
 
 
 def compared(figures: list[Figure]) -> Iterator[Figure]:
-    """How many times a peer's rate ours is."""
+    """Return our rate over the peer's rate."""
     value = {figure.name: figure.value for figure in figures}
     for name in value:
         shape, _, rest = name.partition("/")

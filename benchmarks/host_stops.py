@@ -1,18 +1,18 @@
-"""What becomes of a run of four hosts of which one is told to stop, or dies.
+"""Stop or kill one of the four hosts of a run, and check how the run ends and continues.
 
     python -m benchmarks.host_stops [--tries=20] [--only=SIGTERM] [--folder=DIR]
 
-Four processes of configs/debug.py on this machine, one CPU device each, with completions of up to 64 tokens in chunks
-of one and one update, so that most of an iteration is generation. In each try one of them gets the signal in the third
-of four iterations; how all end, and after how many seconds, is noted. The same command again must then leave what the
-run that nobody disturbed leaves: checkpoint, metrics and samples, bit by bit.
+Four processes run configs/debug.py on this machine, one CPU device each. Completions have up to 64 tokens in chunks of
+one, and an iteration has one update, so that most of an iteration is generation. In each try, one process receives the
+signal in the third of four iterations. The benchmark records how all processes end, and after how many seconds. The
+same command again must then leave the files of an undisturbed run: checkpoint, metrics and samples, bit by bit.
 
     SIGTERM        all save and end with status 143
     SIGKILL        of host 1, 2 or 3: the others end with status 1, and name it and what it was doing
     SIGKILL of 0   where the coordination service is: the same
 
-"Inside" are the stops within the generation: of SIGTERM by the checkpoint, of SIGKILL by what the others say. The table
-is of all tries in DIR, those of earlier calls too. A try that does not end as it must leaves its output there.
+"Inside" counts the stops within the generation: the checkpoint shows it for SIGTERM, the other processes' messages for
+SIGKILL. The table covers all tries in DIR, also of earlier calls. A try that ends wrongly leaves its output there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def start(folder: pathlib.Path, name: str) -> Job:
 
 
 def right(kind: str, victim: int, statuses: list[int], outputs: list[str]) -> bool:
-    """Whether all have ended as they must."""
+    """Return whether all hosts have ended with the right status."""
     if kind == "SIGTERM":
         return statuses == [143] * COUNT
     others = [i for i in range(COUNT) if i != victim]
@@ -58,7 +58,7 @@ def right(kind: str, victim: int, statuses: list[int], outputs: list[str]) -> bo
 
 
 def stopped_inside(kind: str, workdir: pathlib.Path, outputs: list[str]) -> bool:
-    """Whether the generation was interrupted."""
+    """Return whether the signal interrupted the generation."""
     if kind != "SIGTERM":
         return any("; it was in: generation of iteration" in text for text in outputs)
     steps = [path for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()]

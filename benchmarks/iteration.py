@@ -31,17 +31,17 @@ NO_POLICY = 2**30  # version of random rollouts: a learner asks whether those of
 
 
 def one_device() -> jax.sharding.Mesh:
-    """The mesh of every benchmark: the first device alone."""
+    """Return the mesh of every benchmark, which is the first device."""
     return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 def random_params(model: Model, mesh: jax.sharding.Mesh) -> Any:
-    """Float32 weights of a model that nobody trained."""
+    """Return the float32 weights of an untrained model."""
     return model.init(jax.random.key(0), mesh)
 
 
 def random_prompts(config: Config, arch: Architecture) -> list[EncodedExample]:
-    """As many prompts as an iteration takes, each ``prompts.max_tokens`` random token ids long."""
+    """Return the prompts of an iteration, each with ``prompts.max_tokens`` random token ids."""
     draw = np.random.default_rng(0)
     shape = (config.rollout.prompts_per_iteration, config.prompts.max_tokens)
     rows = draw.integers(0, arch.vocab_size, shape, dtype=np.int32)
@@ -49,7 +49,7 @@ def random_prompts(config: Config, arch: Architecture) -> list[EncodedExample]:
 
 
 class Iteration:
-    """A run that is compiled and has weights.
+    """A compiled run with weights.
 
     It uses one device. No token ends a completion, so every one is ``sampling.max_completion_tokens`` long.
 
@@ -94,11 +94,11 @@ class Iteration:
             self.sampler_params = self.programs["publish"](params)
 
     def put(self, tree: Any) -> Any:
-        """On every device of the mesh."""
+        """Put arrays on every device of the mesh."""
         return jax.device_put(tree, sharding.replicated(self.mesh, tree))
 
     def generate(self) -> tuple[Rollout, list[FinishedGroup]]:
-        """Completions of every question, on the device, and their groups; waits for the last token."""
+        """Return the completions of every question, on the device, and their groups. Wait for the last token."""
         if hasattr(self, "learner"):
             params, version = self.learner.publish(), self.learner.version
         else:
@@ -111,7 +111,7 @@ class Iteration:
         return self.generator.take(), groups
 
     def random_rollout(self, *, ragged: bool = False) -> Rollout:
-        """Rows as ``generate`` gives them, of tokens that no model drew: of full length, or of any (4 to all)."""
+        """Return rows like those of ``generate`` with random tokens, of full length or of random lengths (4 to all)."""
         shapes = self.run.learner.abstract_rollout
         rows = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         draw = np.random.default_rng(0)
@@ -130,7 +130,7 @@ class Iteration:
         return jax.device_put(rows, jax.tree.map(lambda x: x.sharding, shapes))
 
     def update(self, rollout: Rollout, rewards: np.ndarray) -> dict[str, Any]:
-        """Insert, and ``updates_per_iteration`` optimizer steps; waits for them. Returns the sums of both."""
+        """Insert rows and take ``updates_per_iteration`` optimizer steps. Wait for them and return the sums of both."""
         scored = Rewards(rewards.astype(np.float32), {}, np.zeros(len(rewards), np.int8))
         questions = list(range(len(rewards) // self.config.rollout.group_size))
         sums, _ = self.learner.learn(ScoredRollouts(rollout, scored, questions), self.index)

@@ -104,14 +104,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What every benchmark is given."""
+    """The arguments of every benchmark."""
 
     arch: Architecture
     repeats: int
 
 
 def config_of(*, prompts: int, group: int, prompt: int, completion: int, **groups: dict[str, Any]) -> Config:
-    """A config of that many prompts, samples and tokens; ``groups`` are further settings by group."""
+    """Return a config with these numbers of prompts, samples and tokens. ``groups`` has further settings by group."""
     rows = prompts * group
     base = {
         "prompts": {"max_tokens": prompt},
@@ -126,7 +126,7 @@ def config_of(*, prompts: int, group: int, prompt: int, completion: int, **group
 
 
 def generated(s: Setting, config: Config) -> Stopwatch:
-    """The sampler's programs timed over ``repeats`` calls of ``Generator.generate``, after one that warms up."""
+    """Time the sampler's programs over ``repeats`` calls of ``Generator.generate``, after one warm-up call."""
     watch = Stopwatch()
     iteration = Iteration(config, s.arch, random_params, random_prompts(config, s.arch), wrap=watch.wrap, learner=False)
     iteration.generate()
@@ -150,7 +150,7 @@ def decode(s: Setting) -> Iterator[Row]:
 
 
 def decode_row(s: Setting, name: str, slots: int, prompt: int, *, completion: int = 32) -> Row:
-    """Mean seconds of a step: all steps have the same number of busy slots."""
+    """Return the mean seconds of a decode step. All steps have the same number of busy slots."""
     group = min(GROUP, slots) if slots > 1 else 2
     prompts = max(1, slots // group)
     config = config_of(prompts=prompts, group=group, prompt=prompt, completion=completion, rollout={"slots": slots})

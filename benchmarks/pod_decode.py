@@ -1,12 +1,12 @@
-"""What a chip of a pod reads and sends in a decode step of an 8B model, from the compiled program; no chip is needed.
+"""Bytes that a chip of a pod reads and sends in a decode step of an 8B model, from the compiled program without a chip.
 
     python -m benchmarks.pod_decode --topology=v5p:2x2x4 --fsdp=4 --tensor=4 [--sampler_tensor=8] [--layers=32]
 
-The job is that of ``benchmarks.pod``. Prints the temporary memory of publish and decode, and of one decode step, as the
-mean from empty caches to full ones, the bytes read from HBM over those that it must read, and the bytes that a chip
-sends. It must read every weight but the embedding's table once, prompts once, and of each cache what is filled once;
-the kernel reads caches in whole blocks, which is told apart. What lies in VMEM is not read again, and what is written
-does not count.
+The job is that of ``benchmarks.pod``. The command prints the temporary memory of publish and decode. For one decode
+step, as the mean from empty caches to full ones, it prints the bytes read from HBM over the bytes that must be read,
+and the bytes that a chip sends. A step must read every weight except the embedding's table once, prompts once, and the
+filled part of each cache once. The kernel reads caches in whole blocks, which is printed separately. Arrays in VMEM are
+not read again. Written bytes do not count.
 
 Owns: what must be read. Does not know: how a program's text is read (planning).
 """
@@ -23,7 +23,7 @@ from jaxrl_llm.runtime import sharding
 
 
 def must_read(run: Run) -> float:
-    """Bytes that each chip has to read in a decode step: the mean from empty caches to full ones."""
+    """Return the bytes that each chip must read in a decode step: the mean from empty caches to full ones."""
     config, arch, mesh = run.config, run.model.arch, run.sampler.mesh
     tensor, shards = mesh.shape["tensor"], sharding.num_data_shards(mesh)
     table = arch.vocab_size * arch.width  # looked up, where it is not the head too
@@ -35,7 +35,7 @@ def must_read(run: Run) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Of a decode step of one chip, in bytes. ``of_blocks``: read of caches beside what is filled."""
+    """Bytes of a decode step of one chip. ``of_blocks`` counts bytes of caches that are read but not filled."""
 
     read: float
     must: float
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def above(self) -> float:
-        """What is read twice or in between, over what must be read."""
+        """Return all bytes that are read over the bytes that must be read."""
         return (self.read - self.of_blocks) / self.must - 1
 
 

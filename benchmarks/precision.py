@@ -1,10 +1,11 @@
-"""What precision costs in agreement: how far sampler and learner differ about the tokens that the sampler drew.
+"""Difference between sampler and learner on the tokens that the sampler drew, for each precision.
 
     python -m benchmarks.precision                                # SmolLM2-135M, its answers to sums
     python -m benchmarks.precision --model llama qwen3 gemma3     # random models of benchmarks.families, medium size
 
-For each way to compute (float32 or bfloat16; the sampler's weights in full, int8, fp8, fp4; the learner's too or not):
-|learner's log-prob - sampler's| of every token, its mean, 99th and 99.9th percentile and largest, in nats.
+A way to compute has float32 or bfloat16, the sampler's weights in full, int8, fp8 or fp4, and the same or full weights
+for the learner. For each way, the command prints the mean, the 99th and 99.9th percentile and the largest of
+|learner's log-prob - sampler's log-prob| over all tokens, in nats.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def config_of(way: tuple[str, str, str], *, prompts: int, completion: int) -> Co
 
 
 def spread(model, mesh):
-    """Random weights whose logits differ as those of a trained model do: a matrix keeps sizes."""
+    """Return random weights whose logits differ like a trained model's: a matrix keeps the size of its input."""
     draw = np.random.default_rng(0)
 
     def one(path, leaf):
@@ -62,7 +63,7 @@ def spread(model, mesh):
 
 
 def gaps(name: str, way: tuple[str, str, str], *, prompts: int, completion: int) -> np.ndarray:
-    """|difference| of every token that the sampler drew, in nats."""
+    """Return the absolute difference for every token that the sampler drew, in nats."""
     config = config_of(way, prompts=prompts, completion=completion)
     if name in families.FAMILIES:
         arch, load = families.family(name, families.SIZES["medium"]), spread

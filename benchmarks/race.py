@@ -1,4 +1,4 @@
-"""Seconds of training until sums are learned: the main job of ours against TRL on the same questions.
+"""Seconds of training until sums are learned: the main job against TRL on the same questions.
 
     bash launch/bench.sh race [ours] [trl] [--seeds N] [--json FILE]
 
@@ -40,7 +40,7 @@ Step = tuple[float, float]  # seconds, pass rate
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of a run: its steps, whether it has learned, and seconds from its start to the end of the first step."""
+    """Steps of a run, whether it has learned, and the seconds from its start to the end of the first step."""
 
     steps: tuple[Step, ...]
     learned: bool
@@ -52,7 +52,7 @@ class Result:
 
 
 def until_learned(steps: Iterable[Step]) -> Result:
-    """Take steps until the mean pass rate of the last ``WINDOW`` is ``TARGET``, or there are ``MAX_STEPS``."""
+    """Take steps until the mean pass rate of the last ``WINDOW`` steps is ``TARGET``, at most ``MAX_STEPS``."""
     taken: list[Step] = []
     start = time.monotonic()
     for step in steps:
@@ -69,7 +69,7 @@ def until_learned(steps: Iterable[Step]) -> Result:
 
 
 def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
-    """Iterations of the main job as its metrics file reports them; ends the run when closed."""
+    """Yield the iterations of the main job, read from its metrics file. Closing the iterator ends the run."""
     from jaxrl_llm.runtime.json_lines import read_log
 
     workdir = FOLDER / f"ours_{seed}"
@@ -95,7 +95,7 @@ def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
 
 
 def trl(seed: int, environment: dict[str, str]) -> Iterator[Step]:
-    """Steps of TRL's trainer; ends it when closed."""
+    """Yield the steps of TRL's trainer. Closing the iterator ends the trainer."""
     from benchmarks import workload
     from jaxrl_llm.config import freeze
     from jaxrl_llm.questions import tasks
@@ -127,7 +127,7 @@ RUNNERS = {"ours": ours, "trl": trl}
 
 
 def noted(name: str, seed: int, steps: Iterator[Step], say: Any) -> Iterator[Step]:
-    """The steps, each with a line."""
+    """Yield the steps, and print a line for each."""
     total = 0.0
     with contextlib.closing(steps):
         for i, (seconds, rate) in enumerate(steps, start=1):
@@ -137,7 +137,7 @@ def noted(name: str, seed: int, steps: Iterator[Step], say: Any) -> Iterator[Ste
 
 
 def summarise(reached: dict[str, list[Result]]) -> list[Figure]:
-    """Medians over seeds of those that learned; a run that did not has no seconds, and then there is no median."""
+    """Return medians over seeds. A run that has not learned has no seconds, and then there is no median."""
     figures, medians = [], {}
     for name, runs in reached.items():
         # The first of ours compiles, unless it has before; the others find the programs in the cache.

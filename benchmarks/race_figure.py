@@ -24,7 +24,7 @@ LOOKS = {"ours": ("jaxrl_llm", "C0"), "trl": ("TRL", "C1")}
 
 
 def curves(record: dict[str, Any], system: str) -> list[tuple[list[float], list[float], list[float]]]:
-    """(minutes, pass rate, its mean over the last ``WINDOW`` steps) of each seed of a record."""
+    """Return (minutes, pass rate, its mean over the last ``WINDOW`` steps) for each seed of a record."""
     first = {figure["name"]: figure["value"] for figure in record["figures"]}
     found = []
     for seed, steps in enumerate(record["settings"]["curves"][system]):

@@ -1,11 +1,11 @@
-"""The programs of benchmarks.gpu compiled for a GPU that is not here: what each operation must move and multiply.
+"""The programs of benchmarks.gpu compiled for an absent GPU: the bytes and multiplications of each operation.
 
     python -m benchmarks.roofline [--topology h200:1] [--shape NAME ...] [--remat dots] [--logp-chunk-tokens N]
 
-Wants the extra [plan-gpu]. Every operation is counted alone, at the data sheet's rates: its operands and results once
-through memory, or its multiplications, whichever takes longer. Kernels of libraries count by what they are given,
-matmuls at their best, starting an operation as nothing: a bound that the chip will not reach, and a list of where it
-goes. A loop that ends early (decode) is counted as one turn, which is a step of every row.
+The extra [plan-gpu] is needed. Every operation is counted alone at the data sheet's rates: its operands and results
+once through memory, or its multiplications, whichever takes longer. Kernels of libraries count by their arguments,
+matmuls at their best rate, and the start of an operation as nothing. The sum is a bound that the chip will not reach. A
+loop that ends early (decode) counts as one turn, which is a step of every row.
 
 Owns: what an operation moves. Does not know: how compiled text is read (planning.hlo), time.
 """
@@ -35,14 +35,14 @@ READ_A_PART = {"dynamic-slice", "slice", "gather"}
 
 
 def _bytes(x: Instruction) -> float:
-    """Of its result, and of no library's workspace beside it."""
+    """Return the bytes of an operation's result, without the workspace of a library."""
     is_call = x.op == "custom-call" and len(x.shapes) > 1
     return sum(s.dense_bytes for s in x.shapes if not (is_call and s.dtype == "s8"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one operation does in a whole program."""
+    """Bytes and multiplications of one operation in a whole program."""
 
     operation: Instruction
     times: int
@@ -54,7 +54,7 @@ class Cost:
 
 
 def costs(computations: Mapping[str, Computation], inside: Computation, times: int = 1) -> Iterator[Cost]:
-    """Of every operation that a computation runs, loops by their turns where the text says how many."""
+    """Return the costs of every operation of a computation. A loop counts by its turns if the text has their number."""
     for x in inside.instructions.values():
         if x.op in MOVE_NOTHING:
             continue
@@ -76,7 +76,7 @@ def costs(computations: Mapping[str, Computation], inside: Computation, times: i
 
 
 def _flops(x: Instruction, inside: Computation) -> int:
-    """Multiplications and additions of a matmul, XLA's or a library's; 0 of anything else."""
+    """Return the multiplications and additions of a matmul of XLA or of a library, and 0 for any other operation."""
     over = re.search(r'lhs_contracting_dim(?:ension)?s"?[=:][\[{]"?(\d+)', x.attributes)
     if not over or x.operands[0] not in inside.instructions:
         return 0
@@ -92,7 +92,7 @@ def _moved(x: Instruction, inside: Computation) -> float:
 
 
 def _moved_by_fusion(fused: Computation) -> float:
-    """Parameters as far as they are read, and the result as far as it is written."""
+    """Return the bytes of parameters that are read and of the result that is written."""
 
     def read(x: Instruction) -> float:
         total = 0.0
@@ -115,7 +115,7 @@ def _moved_by_fusion(fused: Computation) -> float:
 
 
 def report(text: str, peaks: Ceilings, least_s: float, top: int) -> tuple[str, Table]:
-    """The sum of all operations beside the floor, and those that take longest."""
+    """Return the sum of all operations beside the floor, and the operations that take longest."""
     computations = parse(text)
     entry = next(each for each in computations.values() if each.is_entry)
     found = sorted(costs(computations, entry), key=lambda cost: -cost.seconds(peaks))

