@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.evaluate --model=PATH [--adapter=FOLDER] | --checkpoint=DIR  --config=FILE [--num_samples=K]
 
-prints one JSON object: pass@1, pass@k for k up to K, maj@K, mean length, and how many messages there are about rows of
-the source that were skipped, the first of them on stderr. K is the config's ``eval.num_samples`` unless given. The
-questions are those that training with the same config holds out.
+The command prints one JSON object: pass@1, pass@k for k up to K, maj@K, the mean length, and the number of messages
+about skipped rows of the source. The first of these messages are printed on stderr. The default of K is the config's
+``eval.num_samples``. The questions are the questions that training with the same config holds out.
 
 Owns: this command. Does not know: the estimators (evaluation), training.
 """
@@ -27,8 +27,9 @@ from jaxrl_llm.conversations import environment as environments
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import pretrained
+from jaxrl_llm.models.files.source import Source
 from jaxrl_llm.questions import tasks
-from jaxrl_llm.run import assemble, check_room
+from jaxrl_llm.run import Run, assemble, check_room
 from jaxrl_llm.runtime import cli, hosts, json_lines, row_files, sharding
 from jaxrl_llm.runtime.checkpoint_files import changed_settings, listed
 from jaxrl_llm.runtime.programs import compile_all, use_cache
@@ -37,25 +38,35 @@ from jaxrl_llm.scoring.rewards import RewardPool
 
 FLAGS = flags.FLAGS
 
-# Settings that say which questions of a source are held out.
+# Settings that determine which questions of a source are held out.
 HELD_OUT_BY = ("seed", "prompts.size", "prompts.arguments", "prompts.bad_row", "eval.num_prompts", "eval.name")
 
 
 def trained_on(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """``{setting: (saved, given)}`` by which a run may have been trained on what another config holds out; or {}."""
-    source = lambda c: (c.prompts.source, c.prompts.name)
-    if source(saved) != source(config) or config.eval.name not in ("", saved.prompts.name):
+    """Return the differences that may have put held-out questions of ``config`` into the training of a run.
+
+    Args:
+        saved: the config of the run.
+
+    Returns:
+        {setting: (the run's value, the value in config)}; {} if the run was not trained on these questions.
+    """
+    if (saved.prompts.source, saved.prompts.name) != (config.prompts.source, config.prompts.name):
+        return {}
+    if config.eval.name not in ("", saved.prompts.name):
         return {}
     changed = {name: pair for name, pair in changed_settings(saved, config).items() if name in HELD_OUT_BY}
     if changed.keys() == {"eval.num_prompts"} and config.eval.num_prompts < saved.eval.num_prompts:
-        return {}  # some of the run's own
+        return {}  # a part of the run's own held-out questions
     return changed
 
 
 def _warn(run: str, saved: Config, config: Config) -> None:
-    if (changed := trained_on(saved, config)) and hosts.is_first():
-        said = f"warning: {run} may have been trained on some of these questions: it held out others"
-        print(f"{said} ({listed(changed)})", file=sys.stderr)
+    """Print a warning if the run may have been trained on held-out questions of ``config``."""
+    changed = trained_on(saved, config)
+    if changed and hosts.is_first():
+        message = f"warning: {run} may have been trained on some of these questions: it held out others"
+        print(f"{message} ({listed(changed)})", file=sys.stderr)
 
 
 def evaluate(
@@ -75,19 +86,7 @@ def evaluate(
     Raises:
         ConfigError: bad input, before anything is compiled.
     """
-    if bool(model) == bool(checkpoint):
-        raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
-    if adapter and not model:
-        raise ConfigError(f"--adapter={adapter!r:.200} goes with --model=BASE: a checkpoint has its own adapters")
-    if num_samples is None:
-        num_samples = config.eval.num_samples
-    if not 1 <= num_samples <= 1_000_000:
-        raise ConfigError(f"--num_samples={num_samples} must be at least 1 and at most 1000000")
-    if config.eval.num_prompts == 0:
-        raise ConfigError("eval.num_prompts=0 must be at least 1 to evaluate")
-    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_samples=num_samples))
-    if model:  # as it is: the config's adapters are the checkpoint's
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, lora=LoraConfig()))
+    config = _checked(config, model, checkpoint, num_samples, adapter)
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path, adapter=adapter)
@@ -103,25 +102,67 @@ def evaluate(
     ):
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
         sampler = run.eval_sampler
-        params = (
-            None if checkpoint and not run.learner.base else source.load_params(run.model.base, mesh, seed=config.seed)
-        )
-        base = (params,) if run.learner.base else ()
-        if checkpoint:
-            check = functools.partial(lora.check_frozen, own=lora.identity(*base), path=config.model.path)
-            params, saved = restore_params(checkpoint, run.learner.params, check)
-            if (own := config.model.lora) != saved.model.lora:
-                raise ConfigError(f"model.lora={own!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
-            _warn(checkpoint, saved, config)
+        assert sampler is not None  # eval.num_prompts is at least 1
+        params, base = _weights(run, source, checkpoint)
         weights = run.learner.params, run.learner.base, run.sampler_params
         check_room(run, (weights, "model.path"), (sampler.abstract_state(), "eval.num_samples", "eval.slots"))
         publishing = publish.programs(run.model, mesh, sampler.mesh)
         evals = {f"eval_{name}": program for name, program in sampler.programs(run.sampler_params).items()}
         compiled = compile_all(evals | publishing, mesh)
-        params = lora.join(compiled["publish"](params, *base), *map(compiled.get("publish_base"), base))
+        if base is None:
+            params = compiled["publish"](params)
+        else:
+            params = lora.join(compiled["publish"](params, base), compiled["publish_base"](base))
         version = sharding.put(np.int32(0), sharding.replicated(mesh, 0))
         result = Evaluation(run, compiled, tokenizer, held_out, pool, environment).result(params, version)
         return result | {"skipped_count": len(skipped)}
+
+
+def _checked(config: Config, model: str, checkpoint: str, num_samples: int | None, adapter: str) -> Config:
+    """Return the config with the model and the number of samples of ``evaluate``.
+
+    Raises:
+        ConfigError: the arguments do not go together, or a value is not allowed.
+    """
+    if bool(model) == bool(checkpoint):
+        raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
+    if adapter and not model:
+        raise ConfigError(f"--adapter={adapter!r:.200} goes with --model=BASE: a checkpoint has its own adapters")
+    if num_samples is None:
+        num_samples = config.eval.num_samples
+    if not 1 <= num_samples <= 1_000_000:
+        raise ConfigError(f"--num_samples={num_samples} must be at least 1 and at most 1000000")
+    if config.eval.num_prompts == 0:
+        raise ConfigError("eval.num_prompts=0 must be at least 1 to evaluate")
+    config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_samples=num_samples))
+    if model:  # the adapters of the config belong to a checkpoint
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, lora=LoraConfig()))
+    return config
+
+
+def _weights(run: Run, source: Source, checkpoint: str) -> tuple[Any, Any]:
+    """Return the weights that learn and the base of adapters; the base is None without adapters.
+
+    Args:
+        checkpoint: the checkpoint to read; "" = the weights of ``source``.
+
+    Raises:
+        ConfigError: the checkpoint has other adapters or another base.
+    """
+    config = run.config
+    has_adapters = bool(run.learner.base)
+    loaded = None
+    if has_adapters or not checkpoint:
+        loaded = source.load_params(run.model.base, run.mesh, seed=config.seed)
+    base = loaded if has_adapters else None
+    if not checkpoint:
+        return loaded, base
+    check = functools.partial(lora.check_frozen, own=lora.identity(base), path=config.model.path)
+    params, saved = restore_params(checkpoint, run.learner.params, check)
+    if config.model.lora != saved.model.lora:
+        raise ConfigError(f"model.lora={config.model.lora!r} must be as in {checkpoint!r:.200}: {saved.model.lora!r}")
+    _warn(checkpoint, saved, config)
+    return params, base
 
 
 def main() -> None:
@@ -138,10 +179,10 @@ def main() -> None:
 def define_flags() -> None:
     """Define the flags of the command."""
     flags.DEFINE_string("model", "", pretrained.SOME)
-    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
+    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) for --model.")
     flags.DEFINE_string("checkpoint", "", "Working directory of a run, instead of --model.")
-    config_flags.DEFINE_config_file("config", None, "Config whose held-out questions to use.")
-    flags.DEFINE_integer("num_samples", None, "K: completions per question; else eval.num_samples.")
+    config_flags.DEFINE_config_file("config", None, "Config whose held-out questions are asked.")
+    flags.DEFINE_integer("num_samples", None, "K: completions per question; default: eval.num_samples.")
     flags.DEFINE_string("output", "", "JSON file for the result with every completion.")
     flags.mark_flag_as_required("config")
 

@@ -2,9 +2,14 @@
 
     python -m jaxrl_llm.generate --model=PATH --prompts=FILE.jsonl --output=FILE.jsonl
 
-A row gives ``prompt`` (text or messages), ``messages`` or ``prompt_ids``; its other fields are passed on. Each output
-row has ``prompt_ids``, ``completion_ids``, ``completion``, ``logp`` (nats, one per completion token, of the
-distribution that was sampled; with --greedy, of the model at temperature 1) and ``stop_reason``.
+A row has ``prompt`` (text or messages), ``messages`` or ``prompt_ids``. Its other fields are copied to the output. Each
+output row has:
+
+    prompt_ids, completion_ids   token ids
+    completion                   text
+    logp                         nats, one per completion token, of the distribution that was sampled; with --greedy, of
+                                 the model at temperature 1
+    stop_reason                  why the completion ended
 
 Owns: this command. Does not know: training.
 """
@@ -23,6 +28,7 @@ from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, PromptsConfig, SamplingConfig, freeze
 from jaxrl_llm.learner import publish
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.source import Source
 from jaxrl_llm.models.transformer import Model
@@ -46,95 +52,136 @@ def generate(
     compute_dtype: str,
     encoding: dict[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Output rows for the input rows of ``path``, in their order.
+    """Return the output rows for the input rows of ``path``, in the order of the file.
 
-    ``encoding``: of their prompts, as ``PromptsConfig.encoding`` has it; None: that of the default settings.
+    Args:
+        source: the model, from ``pretrained.resolve``.
+        ignore_eos: continue after the model's own end tokens, up to ``sampling.max_completion_tokens`` or to a stop of
+            ``sampling``.
+        batch_size: rows decoded side by side.
+        encoding: how prompts are encoded (``PromptsConfig.encoding``); None = by the default settings.
 
     Raises:
-        ConfigError: a row that is no prompt, or a prompt longer than the model allows.
+        ConfigError: a row has no valid prompt, or a prompt is longer than the model allows.
     """
-    arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
+    arch = source.architecture()
+    tokenizer = source.tokenizer().ending_at(sampling.stop_tokens)
     stop_strings.check(sampling.stop_strings, tokenizer, "--stop", "--stop_token")
-    asked = [tokenizer.encode(text, special_tokens=True)[0] for text in sampling.stop_tokens]
-    table, prompts, buckets = [], [], collections.defaultdict(list)
-    how = PromptsConfig().encoding if encoding is None else encoding
-    for index, (where, row) in enumerate(json_lines.objects(path)):
-        ids = _prompt_ids(where, row, tokenizer, arch.vocab_size, how)
-        both = f"{where}: prompt and --max_tokens={sampling.max_completion_tokens}"
-        row_files.check_positions(both, len(ids) + sampling.max_completion_tokens, arch.max_positions)
-        table.append(row)
-        prompts.append(ids)
-        buckets[min(row_files.bucket(len(ids)), arch.max_positions - sampling.max_completion_tokens)].append(index)
+    if encoding is None:
+        encoding = PromptsConfig().encoding
+    table, prompts, buckets = _read_prompts(path, arch, tokenizer, sampling.max_completion_tokens, encoding)
+    stop_ids = tuple(tokenizer.encode(text, special_tokens=True)[0] for text in sampling.stop_tokens)
 
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
-    params = source.load_params(model, mesh, seed=seed)  # which may be wrong, before anything is compiled
+    # Loaded before anything is compiled, because the files may be wrong.
+    params = source.load_params(model, mesh, seed=seed)
     params = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"](params)
     shapes = publish.abstract_params(model, mesh)
     version, key = sharding.put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))
-    output: list[Any] = [None] * len(table)
+    output: list[dict[str, Any] | None] = [None] * len(table)
     for width, members in sorted(buckets.items()):
         shards = sharding.num_data_shards(mesh)
-        at_once = -(-min(batch_size, len(members)) // shards) * shards
+        num_rows = -(-min(batch_size, len(members)) // shards) * shards
         sampler = Sampler(
             model=model,
             mesh=mesh,
             sampling=sampling,
-            eos_ids=tuple(asked) if ignore_eos else tokenizer.eos_ids,
-            num_prompts=at_once,
+            eos_ids=stop_ids if ignore_eos else tokenizer.eos_ids,
+            num_prompts=num_rows,
             group_size=1,
             max_prompt_tokens=width,
-            num_slots=at_once,
+            num_slots=num_rows,
             chunk_steps=16,
             keeps_support=False,
         )
         generator = Generator(sampler, compile_all(sampler.programs(shapes), mesh), tokenizer.decode)
-        for start in range(0, len(members), at_once):
-            chosen = members[start : start + at_once]
-            padded = chosen + [chosen[-1]] * (at_once - len(chosen))
+        for start in range(0, len(members), num_rows):
+            chosen = members[start : start + num_rows]
+            padded = chosen + [chosen[-1]] * (num_rows - len(chosen))
             rows = [EncodedExample(Example("", {}), np.asarray(prompts[i], np.int32), width) for i in padded]
-            batch = batch_of(rows, padded)  # the row's place in the file keys its noise
+            batch = batch_of(rows, padded)  # the row's place in the file is the key of its noise
             groups = generator.generate(params, batch, version=version, key=key)
             logp = sharding.own_rows(generator.take().behaviour_logp)
-            for j, i in ((j, i) for j, i in enumerate(chosen) if j in logp):
-                ids = groups[j].completions[0]
-                output[i] = table[i] | {
-                    "prompt_ids": prompts[i],
-                    "completion_ids": ids,
-                    "completion": tokenizer.decode(ids),
-                    "logp": [float(x) for x in logp[j][len(prompts[i]) : len(prompts[i]) + len(ids)]],
-                    "stop_reason": STOP_NAMES[groups[j].stop_reasons[0]],
-                }
-    return hosts.complete(output)
+            for j, i in enumerate(chosen):
+                completions = groups[j].completions
+                if completions is None or j not in logp:
+                    continue  # another host has this row
+                reason = groups[j].stop_reasons[0]
+                output[i] = table[i] | _result(prompts[i], completions[0], logp[j], reason, tokenizer)
+    return [row for row in hosts.complete(output) if row is not None]
 
 
-def _prompt_ids(where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, how: dict[str, Any]) -> list[int]:
+def _read_prompts(
+    path: str, arch: Architecture, tokenizer: Any, max_completion_tokens: int, encoding: dict[str, Any]
+) -> tuple[list[dict[str, Any]], list[list[int]], dict[int, list[int]]]:
+    """Read the input file.
+
+    Returns:
+        The rows, the token ids of their prompts, and the numbers of the rows by the width that prompts are padded to.
+    """
+    table = []
+    prompts = []
+    buckets: dict[int, list[int]] = collections.defaultdict(list)
+    for index, (where, row) in enumerate(json_lines.objects(path)):
+        ids = _prompt_ids(where, row, tokenizer, arch.vocab_size, encoding)
+        lengths = f"{where}: prompt and --max_tokens={max_completion_tokens}"
+        row_files.check_positions(lengths, len(ids) + max_completion_tokens, arch.max_positions)
+        table.append(row)
+        prompts.append(ids)
+        width = min(row_files.bucket(len(ids)), arch.max_positions - max_completion_tokens)
+        buckets[width].append(index)
+    return table, prompts, buckets
+
+
+def _result(prompt: list[int], ids: list[int], logp: np.ndarray, reason: int, tokenizer: Any) -> dict[str, Any]:
+    """Return the output fields of a row.
+
+    Args:
+        prompt, ids: token ids of the prompt and of the completion.
+        logp: [row tokens], log-probs of the prompt's and the completion's tokens.
+        reason: why the completion ended (``types.STOP_*``).
+    """
+    return {
+        "prompt_ids": prompt,
+        "completion_ids": ids,
+        "completion": tokenizer.decode(ids),
+        "logp": [float(x) for x in logp[len(prompt) : len(prompt) + len(ids)]],
+        "stop_reason": STOP_NAMES[reason],
+    }
+
+
+def _prompt_ids(
+    where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, encoding: dict[str, Any]
+) -> list[int]:
+    """Return the token ids of a row's prompt. ``where`` names the row in error messages."""
     if "prompt_ids" in row:
         return row_files.token_ids(where, row, "prompt_ids", vocab_size, minimum=1)
     try:
-        if ids := tokenizer.encode_prompt(prompt_of(row), **how):
-            return ids
-        raise ConfigError("it has no token")
+        ids = tokenizer.encode_prompt(prompt_of(row), **encoding)
     except (json_lines.BadRowError, ConfigError) as error:
-        said = str(error).replace("prompts.", "--")  # the settings are flags here
-        raise ConfigError(f"{where}: without `prompt_ids`: {said}") from error
+        message = str(error).replace("prompts.", "--")  # the settings are flags of this command
+        raise ConfigError(f"{where}: without `prompt_ids`: {message}") from error
+    if not ids:
+        raise ConfigError(f"{where}: without `prompt_ids`: it has no token")
+    return ids
 
 
-def main() -> None:
-    """Run the command with the values of its flags."""
-    if FLAGS.batch_size < 1:
-        raise ConfigError(f"--batch_size={FLAGS.batch_size} must be at least 1")
+def _settings() -> Config:
+    """Return the settings that the flags stand for. The config's own checks give every flag the bounds of its setting.
+
+    Raises:
+        ConfigError: a flag has a value that is not allowed.
+    """
     try:
-        told = json.loads(FLAGS.chat_template_kwargs)
+        template_kwargs = json.loads(FLAGS.chat_template_kwargs)
     except ValueError as error:
-        raise ConfigError(
-            f"--chat_template_kwargs={FLAGS.chat_template_kwargs!r:.200} must be JSON ({error})"
-        ) from error
+        text = FLAGS.chat_template_kwargs
+        raise ConfigError(f"--chat_template_kwargs={text!r:.200} must be JSON ({error})") from error
     if FLAGS.temperature == 0 and not FLAGS.greedy:
         raise ConfigError("--temperature=0 must be at least 0.01; --greedy takes the most likely token")
-    # Through the config's own checks, so that a flag has the bounds of the setting it stands for.
-    config = freeze(
+    return freeze(
         {
             "sampling": {
                 "temperature": 1.0 if FLAGS.greedy else FLAGS.temperature,
@@ -147,7 +194,7 @@ def main() -> None:
             },
             "prompts": {
                 "chat_template": FLAGS.chat_template,
-                "chat_template_kwargs": told,
+                "chat_template_kwargs": template_kwargs,
                 "system_prompt": FLAGS.system_prompt,
                 "special_tokens": FLAGS.special_tokens,
             },
@@ -155,6 +202,13 @@ def main() -> None:
             "seed": FLAGS.seed,
         }
     )
+
+
+def main() -> None:
+    """Run the command with the values of its flags."""
+    if FLAGS.batch_size < 1:
+        raise ConfigError(f"--batch_size={FLAGS.batch_size} must be at least 1")
+    config = _settings()
     sampling = config.sampling
     if FLAGS.greedy:
         sampling = SamplingConfig(
@@ -182,25 +236,27 @@ def main() -> None:
 def define_flags() -> None:
     """Define the flags of the command."""
     flags.DEFINE_string("model", None, pretrained.SOME)
-    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
+    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) for --model.")
     flags.DEFINE_string("prompts", None, "JSONL with `prompt`, `messages` or `prompt_ids` per row.")
     flags.DEFINE_string("output", None, "JSONL to write.")
-    flags.DEFINE_bool("greedy", False, "Take the most likely token; the other sampling flags have no say.")
-    flags.DEFINE_bool("ignore_eos", False, "Go on to --max_tokens, or to a --stop or --stop_token.")
-    flags.DEFINE_integer("max_tokens", 64, "Longest completion.")
+    flags.DEFINE_bool("greedy", False, "Take the most likely token. The other sampling flags have no effect.")
+    flags.DEFINE_bool("ignore_eos", False, "Continue to --max_tokens, or to a --stop or --stop_token.")
+    flags.DEFINE_integer("max_tokens", 64, "Most tokens of a completion.")
     flags.DEFINE_float("temperature", 1.0, "Softmax temperature.")
     flags.DEFINE_integer("top_k", 0, "Keep the k most likely tokens; 0 = all.")
-    flags.DEFINE_float("top_p", 1.0, "Keep the smallest set with this mass.")
+    flags.DEFINE_float("top_p", 1.0, "Keep the smallest set of tokens with this probability mass.")
     flags.DEFINE_float("min_p", 0.0, "Keep tokens at least this fraction as likely as the best.")
-    flags.DEFINE_multi_string("stop", [], "Text that ends a completion; may be given more than once.")
-    flags.DEFINE_integer("seed", 0, "Root of the sampling noise.")
+    flags.DEFINE_multi_string("stop", [], "Text that ends a completion. The flag may be repeated.")
+    flags.DEFINE_integer("seed", 0, "Seed of the sampling noise.")
     flags.DEFINE_integer("batch_size", 64, "Rows decoded side by side.")
     flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
     flags.DEFINE_string("system_prompt", "", "System message before prompts that have none.")
-    flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion; may be given repeatedly.")
-    flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's; false for a base model.")
-    flags.DEFINE_string("chat_template_kwargs", "{}", 'JSON for it: {"enable_thinking": false}.')
-    flags.DEFINE_bool("special_tokens", False, "Read what looks like a special token as that token.")
+    flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion. The flag may be repeated.")
+    flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's chat template; false for a base model.")
+    flags.DEFINE_string(
+        "chat_template_kwargs", "{}", 'Arguments of the chat template, as JSON: {"enable_thinking": false}.'
+    )
+    flags.DEFINE_bool("special_tokens", False, "Encode the text of a special token as that token.")
     flags.mark_flags_as_required(["model", "prompts", "output"])
 
 

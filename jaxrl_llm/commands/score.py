@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.score --model=PATH --input=FILE.jsonl --output=FILE.jsonl
 
-Rows have ``prompt_ids`` and ``completion_ids``; each output row is the input row with ``logp``, one number in nats
-per completion token, at temperature 1.
+Rows have ``prompt_ids`` and ``completion_ids``. Each output row is the input row with ``logp``: one number in nats per
+completion token, at temperature 1.
 
 Owns: this command. Does not know: sampling.
 """
@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.source import Source
 from jaxrl_llm.models.row_logp import PLAIN, row_logp
@@ -28,65 +30,89 @@ from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 
 FLAGS = flags.FLAGS
 
-CHUNK_POSITIONS = 16  # of each row; logits of batch_size * this many positions are live at once
+Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its completion
+
+CHUNK_POSITIONS = 16  # positions of each row whose logits exist at the same time
 
 
 def score(source: Source, path: str, *, batch_size: int, compute_dtype: str) -> list[dict[str, Any]]:
-    """The input rows of ``path`` with ``logp``, in their order.
+    """Return the input rows of ``path`` with their log-probs ``logp``, in the order of the file.
+
+    Args:
+        source: the model, from ``pretrained.resolve``.
+        batch_size: rows in one forward pass.
 
     Raises:
-        ConfigError: a row without token ids of this model, or longer than it allows.
+        ConfigError: a row has no token ids of this model, or is longer than the model allows.
     """
     arch = source.architecture()
-    table, pairs = [], []
-    for where, row in json_lines.objects(path):
-        prompt = row_files.token_ids(where, row, "prompt_ids", arch.vocab_size, minimum=1)
-        completion = row_files.token_ids(where, row, "completion_ids", arch.vocab_size, minimum=0)
-        row_files.check_positions(where, len(prompt) + len(completion), arch.max_positions)
-        table.append(row)
-        pairs.append((prompt, completion))
-    buckets = collections.defaultdict(list)
-    for index, (prompt, completion) in enumerate(pairs):
-        buckets[min(row_files.bucket(len(prompt) + len(completion)), arch.max_positions)].append(index)
-
+    table, pairs, buckets = _read_pairs(path, arch)
     use_cache(Config().compilation_cache)
     mesh = sharding.make_mesh(MeshConfig())
     model = Model(arch, compute_dtype)
     params = source.load_params(model, mesh, seed=0)
     for width, members in sorted(buckets.items()):
         shards = sharding.num_data_shards(mesh)
-        at_once = -(-min(batch_size, len(members)) // shards) * shards
-
-        def logp(params, tokens, prompt_length, length, width=width):
-            return row_logp(
-                model,
-                params,
-                tokens,
-                prompt_length,
-                length,
-                sampling=PLAIN,
-                completion_width=width,
-                chunk_positions=CHUNK_POSITIONS,
-            ).logp
-
-        shapes = [sharding.rows(mesh, s, jnp.int32) for s in ((at_once, width), (at_once,), (at_once,))]
-        whole = sharding.replicated(mesh, 0)
-        program = Program(logp, (model.abstract_params(mesh), *shapes), whole)
-        run = compile_all({"logp": program}, mesh)["logp"]
-        for start in range(0, len(members), at_once):
-            chosen = members[start : start + at_once]
-            padded = chosen + [chosen[-1]] * (at_once - len(chosen))
-            both = [prompt + completion for prompt, completion in (pairs[i] for i in padded)]
-            arrays = (
-                np.asarray([ids + [0] * (width - len(ids)) for ids in both], np.int32),
-                np.asarray([len(pairs[i][0]) for i in padded], np.int32),
-                np.asarray([len(ids) for ids in both], np.int32),
-            )
+        num_rows = -(-min(batch_size, len(members)) // shards) * shards
+        run = compile_all({"logp": _program(model, mesh, num_rows, width)}, mesh)["logp"]
+        for start in range(0, len(members), num_rows):
+            chosen = members[start : start + num_rows]
+            padded = chosen + [chosen[-1]] * (num_rows - len(chosen))
+            arrays = _batch([pairs[i] for i in padded], width)
             values = jax.device_get(run(params, *sharding.put(arrays, sharding.leading(mesh, arrays))))
             for j, i in enumerate(chosen):
-                first = len(pairs[i][0])
-                table[i] = table[i] | {"logp": [float(x) for x in values[j, first : first + len(pairs[i][1])]]}
+                prompt, completion = pairs[i]
+                logp = values[j, len(prompt) : len(prompt) + len(completion)]
+                table[i] = table[i] | {"logp": [float(x) for x in logp]}
     return table
+
+
+def _read_pairs(path: str, arch: Architecture) -> tuple[list[dict[str, Any]], list[Pair], dict[int, list[int]]]:
+    """Read the input file.
+
+    Returns:
+        The rows, their token ids, and the numbers of the rows by the width that rows are padded to.
+    """
+    table = []
+    pairs = []
+    buckets: dict[int, list[int]] = collections.defaultdict(list)
+    for index, (where, row) in enumerate(json_lines.objects(path)):
+        prompt = row_files.token_ids(where, row, "prompt_ids", arch.vocab_size, minimum=1)
+        completion = row_files.token_ids(where, row, "completion_ids", arch.vocab_size, minimum=0)
+        length = len(prompt) + len(completion)
+        row_files.check_positions(where, length, arch.max_positions)
+        table.append(row)
+        pairs.append((prompt, completion))
+        buckets[min(row_files.bucket(length), arch.max_positions)].append(index)
+    return table, pairs, buckets
+
+
+def _program(model: Model, mesh: Mesh, num_rows: int, width: int) -> Program:
+    """Return the program that computes the log-probs of a batch of rows of this width."""
+
+    def logp(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
+        return row_logp(
+            model,
+            params,
+            tokens,
+            prompt_length,
+            length,
+            sampling=PLAIN,
+            completion_width=width,
+            chunk_positions=CHUNK_POSITIONS,
+        ).logp
+
+    shapes = [sharding.rows(mesh, shape, jnp.int32) for shape in ((num_rows, width), (num_rows,), (num_rows,))]
+    return Program(logp, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
+
+
+def _batch(pairs: list[Pair], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the tokens, padded with 0, the lengths of the prompts and the lengths of the rows."""
+    rows = [prompt + completion for prompt, completion in pairs]
+    tokens = np.asarray([ids + [0] * (width - len(ids)) for ids in rows], np.int32)
+    prompt_length = np.asarray([len(prompt) for prompt, _ in pairs], np.int32)
+    length = np.asarray([len(ids) for ids in rows], np.int32)
+    return tokens, prompt_length, length
 
 
 def main() -> None:
@@ -94,7 +120,7 @@ def main() -> None:
     if FLAGS.batch_size < 1:
         raise ConfigError(f"--batch_size={FLAGS.batch_size} must be at least 1")
     if FLAGS.compute_dtype not in ("float32", "bfloat16"):
-        raise ConfigError(f"--compute_dtype={FLAGS.compute_dtype!r} is not one of 'float32', 'bfloat16'")
+        raise ConfigError(f"--compute_dtype={FLAGS.compute_dtype!r} must be 'float32' or 'bfloat16'")
     row_files.check_output(FLAGS.output)
     source = pretrained.resolve(FLAGS.model, adapter=FLAGS.adapter)
     output = score(source, FLAGS.input, batch_size=FLAGS.batch_size, compute_dtype=FLAGS.compute_dtype)
@@ -107,7 +133,7 @@ def main() -> None:
 def define_flags() -> None:
     """Define the flags of the command."""
     flags.DEFINE_string("model", None, pretrained.SOME)
-    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) over --model.")
+    flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) for --model.")
     flags.DEFINE_string("input", None, "JSONL with `prompt_ids` and `completion_ids` per row.")
     flags.DEFINE_string("output", None, "JSONL to write.")
     flags.DEFINE_integer("batch_size", 16, "Rows in one forward pass.")

@@ -2,20 +2,21 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/NAME.py --workdir=DIR [--workers=N] [--launch=print|COMMAND]
 
-The file has get_config(), the settings that all points share, and get_sweep(), a ``points.Sweep``. Each point is a run
-of its own in DIR/<name of the point>; DIR/table.csv and DIR/sweep.html are made from their metrics.jsonl, and the fits
-on the page from eval_before.json besides. Run the command again to go on: finished points are skipped, broken ones go
-on from their checkpoint.
---workers=0 runs nothing and writes table and page from what is there.
+The file has two functions: get_config() returns the settings that all points share, and get_sweep() returns a
+``points.Sweep``. Each point is a run with the workdir DIR/<name of the point>. DIR/table.csv and DIR/sweep.html are
+made from the runs' metrics.jsonl, and the fits on the page also from eval_before.json.
 
---launch=print writes the command of each point that is not finished, to be started elsewhere; any other text is a
-command that is run once per point, with {command}, {name} and {workdir} filled in:
+Run the same command again to continue: finished points are skipped, and interrupted points continue from their
+checkpoints. --workers=0 runs no point. It writes table and page from the files of the runs.
+
+--launch=print prints the command of each unfinished point, so that you can start the points elsewhere. Any other text
+is a shell command that is run once per point, with {command}, {name} and {workdir} filled in:
 
     --launch='sbatch --job-name={name} --wrap={command}'
 
-What a sweep does ``after`` a point is not in those commands: --workers=N does it for points that have ended elsewhere.
+These commands do not include the sweep's ``after``. --workers=N calls it for points that have ended elsewhere.
 
-Owns: which points run when, and where. Does not know: what a run does (train), what the page shows (table).
+Owns: which points run when, and where. Does not know: training (train), the content of the page (table).
 """
 
 from __future__ import annotations
@@ -60,15 +61,15 @@ FLAGS = flags.FLAGS
 
 Points = dict[str, tuple[Point, Config]]
 
-LAST_LINES = 6  # of a failed point's log
+LAST_LINES = 6  # lines of a failed point's log that are printed
 SERVE = "from jaxrl_llm.commands.sweep_worker import main; main(CONNECTION)"
 
 
 def read_sweep(path: str) -> Sweep:
-    """What ``get_sweep()`` of the file returns, its names checked.
+    """Return the result of ``get_sweep()`` of the file, with its names checked.
 
     Raises:
-        ConfigError: no such function, it raises, or it names a metric that no run writes.
+        ConfigError: the function is missing or raises, or the sweep names a metric that no run writes.
     """
     try:
         module = runpy.run_path(path)
@@ -84,7 +85,7 @@ def read_sweep(path: str) -> Sweep:
         raise ConfigError(f"{path}: then={sweep.then!r} must be a function of runs that returns points, or None")
     for name in sweep.named_metrics():
         if name not in METRICS:
-            raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric: reports/metric_table.py has all")
+            raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric: see reports/metric_table.py")
     if sweep.after:
         try:
             resolve(sweep.after)
@@ -96,18 +97,28 @@ def read_sweep(path: str) -> Sweep:
 
 
 def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path, overrides: Collection[str] = ()) -> Points:
-    """The sweep's points that are known: those that ``then`` makes only where all others are finished.
+    """Return the points of the sweep. Points of ``then`` are included once all other points are finished.
+
+    Args:
+        path: the sweep file.
+        base: the settings that all points share.
+        folder: the folder of the sweep.
+        overrides: dotted names of the settings that the command line has put into ``base``.
 
     Raises:
         ConfigError: a point is refused, or ``then`` raises.
     """
     points = freeze_points(base, sweep.points, overrides)
     sweep.check(point for point, _ in points.values())
-    if sweep.then is None or not all(is_finished(folder / name, c, sweep) for name, (_, c) in points.items()):
+    if sweep.then is None:
+        return points
+    if not all(is_finished(folder / name, config, sweep) for name, (_, config) in points.items()):
         return points
     try:
         more = list(sweep.then(runs_of(folder, points, sweep, {})))
-        return points | (freeze_points(base, more, overrides) if more else {})
+        if not more:
+            return points
+        return points | freeze_points(base, more, overrides)
     except Exception as error:
         raise ConfigError(f"{path}: then: {type(error).__name__}: {error}") from error
 
@@ -116,15 +127,16 @@ def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path, override
 
 
 def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl; none before the run has begun."""
+    """Return the rows of a run's metrics.jsonl; [] before the run has begun."""
     path = workdir / "metrics.jsonl"
     return read_metric_rows(path) if path.is_file() else []
 
 
 def share_done(workdir: pathlib.Path, rows: list[dict[str, Any]], config: Config, sweep: Sweep) -> float:
-    """Share of a run's iterations on disk; 1 only where what it writes last is there too."""
+    """Return the share of a run's iterations on disk. It is 1 only if the files that a run writes last exist."""
     share = rows[-1]["iteration"] / config.num_iterations if rows else 0.0
-    return min(share, 1.0 if all((workdir / name).is_file() for name in sweep.last_files) else 0.99)
+    has_last_files = all((workdir / name).is_file() for name in sweep.last_files)
+    return min(share, 1.0 if has_last_files else 0.99)
 
 
 def is_finished(workdir: pathlib.Path, config: Config, sweep: Sweep) -> bool:
@@ -132,47 +144,70 @@ def is_finished(workdir: pathlib.Path, config: Config, sweep: Sweep) -> bool:
 
 
 def check_folders(folder: pathlib.Path, points: Points) -> None:
-    """Refuse a folder whose runs were made with other settings: they would stand beside the new ones in one table.
+    """Check that the runs in a folder were made with the settings of the sweep. Their table would mix them otherwise.
 
     Raises:
-        ConfigError: naming point and settings.
+        ConfigError: a run has other settings. The error names the point and the settings.
     """
     for name, (_, config) in points.items():
-        path, rows = folder / name / "config.json", rows_of(folder / name)
-        # What was cut short, or is being written, tells nothing: the run itself holds its checkpoint against it.
+        path = folder / name / "config.json"
+        rows = rows_of(folder / name)
         record = _record(folder / name)
+        # A file that is being written, or that a power cut has left in half, is skipped. The run itself compares its
+        # settings with its checkpoint.
         if not rows or record is None or not record.settings:
             continue
-        if rows[-1]["iteration"] > config.num_iterations:
-            said = f"{rows[-1]['iteration']} iterations, more than num_iterations={config.num_iterations}"
-            raise ConfigError(f"{folder / name} was run for {said}. Use another workdir")
+        iterations = rows[-1]["iteration"]
+        if iterations > config.num_iterations:
+            raise ConfigError(
+                f"{folder / name} was run for {iterations} iterations, more than "
+                f"num_iterations={config.num_iterations}. Use another workdir"
+            )
         try:
             before = recorded(record.settings)
         except ValueError as error:
             raise ConfigError(f"{path}: {error}") from error
-        if changed := changed_settings(before, config) | changed_files(record.files, config):
+        changed = changed_settings(before, config) | changed_files(record.files, config)
+        if changed:
             raise ConfigError(f"{folder / name} was run with other settings: {listed(changed)}. Use another workdir")
 
 
 def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[str, str]) -> list[Run]:
-    """Every point, and what is on disk of it."""
+    """Return every point with its results on disk.
+
+    Args:
+        failed: {name: last lines of the log} of the points that failed in this process.
+    """
     runs = []
     afters = {}
     for name in points:
         after = _object(folder / name / AFTER)
         afters[name] = {column: value for column, value in after.items() if NUMBER.accepts(value)}
-    columns = dict.fromkeys(column for after in afters.values() for column in after)
-    first = {point_name(plain(point)) for point in sweep.points}
+    columns = list(dict.fromkeys(column for after in afters.values() for column in after))
+    first_names = {point_name(plain(point)) for point in sweep.points}
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
-        finished = share_done(folder / name, rows, config, sweep) == 1
-        status = "finished" if finished else "failed" if name in failed else "unfinished"
-        made_with = made_with_of(folder / name) if rows else {}
-        after = {column: afters[name].get(column) for column in columns}
-        status, stage = status if rows or name in failed else "", FIRST if name in first else THEN
-        lost = rows[-1]["iteration"] - len(rows) if rows else 0
-        runs.append(Run(name, point, status, rows, made_with, after, stage=stage, lost_rows=lost))
+        run = Run(
+            name=name,
+            point=point,
+            status=_status(share_done(folder / name, rows, config, sweep) == 1, name in failed, bool(rows)),
+            rows=rows,
+            made_with=made_with_of(folder / name) if rows else {},
+            after={column: afters[name].get(column) for column in columns},
+            stage=FIRST if name in first_names else THEN,
+            lost_rows=rows[-1]["iteration"] - len(rows) if rows else 0,
+        )
+        runs.append(run)
     return runs
+
+
+def _status(is_finished: bool, has_failed: bool, has_begun: bool) -> str:
+    """Return the status of a ``table.Run``."""
+    if not has_begun and not has_failed:
+        return ""
+    if is_finished:
+        return "finished"
+    return "failed" if has_failed else "unfinished"
 
 
 def before(workdir: pathlib.Path) -> dict[str, float | None]:
@@ -187,10 +222,10 @@ def before(workdir: pathlib.Path) -> dict[str, float | None]:
 def _object(path: pathlib.Path) -> dict[str, Any]:
     """Return the object of a JSON file; an empty one if there is no such file, or a power cut has left half of it."""
     try:
-        found = json.loads(path.read_text())
+        value = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def made_with_of(workdir: pathlib.Path) -> dict[str, Any]:
@@ -210,48 +245,70 @@ def _record(workdir: pathlib.Path) -> RunRecord | None:
 def write_results(
     folder: pathlib.Path, points: Points, sweep: Sweep, failed: dict[str, str], *, page: bool = False
 ) -> None:
-    """Write table.csv, and the page where asked, from the points' metrics."""
+    """Write table.csv from the points' metrics. If ``page`` is True, also write sweep.html."""
     runs = runs_of(folder, points, sweep, failed)
-    sweep = dataclasses.replace(sweep, points=[run.point for run in runs])  # with those that ``then`` has made
+    sweep = dataclasses.replace(sweep, points=[run.point for run in runs])  # includes the points of ``then``
     table.write_table(folder / "table.csv", runs, sweep)
-    if page:  # evaluations are long files, and one that is being written cannot be read
-        found = {run.name: before(folder / run.name) if run.status == "finished" else {} for run in runs}
-        runs = [dataclasses.replace(run, before=found[run.name]) for run in runs]
-        units = {name: metric.unit for name, metric in METRICS.items()}
-        table.write_page(folder / "sweep.html", runs, sweep, units)
+    if not page:
+        return
+    # Only now, because evaluations are long files. An evaluation that is being written cannot be read.
+    for i, run in enumerate(runs):
+        if run.status == "finished":
+            runs[i] = dataclasses.replace(run, before=before(folder / run.name))
+    units = {name: metric.unit for name, metric in METRICS.items()}
+    table.write_page(folder / "sweep.html", runs, sweep, units)
 
 
 # ---- elsewhere -------------------------------------------------------------------------------------------------
 
 
 def train_command(config_file: str, base: Config, config: Config, workdir: pathlib.Path) -> str:
-    """The command that runs a point by itself.
+    """Return the command that runs a point alone.
 
     Args:
-        base: what the file's ``get_config()`` gives, without overrides.
+        base: the result of the file's ``get_config()``, without overrides.
 
     Raises:
-        ConfigError: a setting that a command line cannot give.
+        ConfigError: a setting cannot be given on a command line.
     """
     words = ["python", "-m", "jaxrl_llm.train", f"--config={config_file}", f"--workdir={workdir}"]
     flat = flatten(config)
     for field, (old, new) in differences(base, config, whole=True).items():
         if isinstance(new, dict):
-            if set(new) != set(old):
-                raise ConfigError(f"{field}={new!r}: --launch needs its keys to be in get_config() too")
-            for key in (key for key in new if new[key] != old[key]):
-                if type(new[key]) not in (bool, int, float, str) or type(new[key]) is not type(old[key]):
-                    raise ConfigError(f"{field}.{key}={new[key]!r}: --launch gives no such thing for {old[key]!r}")
-                words.append(f"--config.{field}.{key}={new[key]!r}")  # "4" is no 4
-        else:  # of a function all its settings: another's default is another; but not the digest of its file
-            below = {path: x for path, x in flat.items() if path == field or path.startswith(field + ".")}
-            given = (path for path in below if path == field or not path.endswith(".source"))
-            words += [f"--config.{path}={below[path]}" for path in given]
+            words += _dictionary_flags(field, old, new)
+            continue
+        # For a function give all its settings, because another function has other defaults. Leave out the digest of the
+        # function's file.
+        for path, value in flat.items():
+            is_part = path.startswith(field + ".") and not path.endswith(".source")
+            if path == field or is_part:
+                words.append(f"--config.{path}={value}")
     return shlex.join(words)
 
 
+def _dictionary_flags(field: str, old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Return the flags that change the dictionary ``old`` to ``new``.
+
+    Raises:
+        ConfigError: the keys differ, or a value cannot be given on a command line.
+    """
+    if set(new) != set(old):
+        raise ConfigError(f"{field}={new!r}: --launch needs its keys to be in get_config() too")
+    words = []
+    for key, value in new.items():
+        if value == old[key]:
+            continue
+        if type(value) not in (bool, int, float, str) or type(value) is not type(old[key]):
+            raise ConfigError(
+                f"{field}.{key}={value!r} cannot be given by --launch in place of {old[key]!r}: "
+                "both must be texts, numbers or truth values of one type"
+            )
+        words.append(f"--config.{field}.{key}={value!r}")  # with quotes, so that the text "4" is not the number 4
+    return words
+
+
 def launch_commands(template: str, commands: dict[str, str], folder: pathlib.Path) -> int:
-    """Print each command, or run the template with it; how many of those runs failed."""
+    """Print each command, or run the template with it. Return the number of runs that failed."""
     failures = 0
     for name, command in commands.items():
         if template == "print":
@@ -272,31 +329,31 @@ def launch_commands(template: str, commands: dict[str, str], folder: pathlib.Pat
 
 
 class _Worker:
-    """One process, the connection to it, and the point it runs ("" = none)."""
+    """A worker process, the connection to it, and the name of the point that it runs ("" = none)."""
 
     def __init__(self, serve: str, cores: set[int]):
-        self.connection, theirs = Pipe()
+        self.connection, worker_end = Pipe()
         self.point = ""
-        with theirs:
+        with worker_end:
             paths = f"import sys; sys.path[:] = {sys.path!r}\n"
             self.process = subprocess.Popen(
-                [sys.executable, "-c", paths + serve.replace("CONNECTION", str(theirs.fileno()))],
+                [sys.executable, "-c", paths + serve.replace("CONNECTION", str(worker_end.fileno()))],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                # A group of its own: Ctrl-C reaches the sweep alone, which passes it on once.
+                pass_fds=[worker_end.fileno()],
+                # In its own process group Ctrl-C does not reach the worker. The sweep passes it on once.
                 start_new_session=True,
             )
         if cores:
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(self.process.pid, cores)  # it makes a thread per core, later
+                os.sched_setaffinity(self.process.pid, cores)  # before jax starts one thread per core
 
     def start(self, name: str, config: Config, workdir: pathlib.Path, after: str) -> None:
         self.point = name
-        with contextlib.suppress(OSError):  # it is gone: its answer says so
+        with contextlib.suppress(OSError):  # the process has ended, which ``answer`` reports
             self.connection.send((to_json(config), str(workdir), after))
 
     def answer(self) -> bool | None:
-        """Whether its point came to a good end; None where the process did."""
+        """Return whether the point ended well, or None if the process has ended."""
         self.point = ""
         try:
             return self.connection.recv()
@@ -304,7 +361,7 @@ class _Worker:
             return None
 
     def kill(self) -> None:
-        """End the process and what it started."""
+        """End the process and the processes that it started."""
         self.connection.close()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -312,7 +369,7 @@ class _Worker:
 
 
 def cores_of_workers(num_workers: int) -> list[set[int]]:
-    """Cores of each worker, as even as can be; empty sets where they need not be divided."""
+    """Return the cores of each worker, as evenly divided as possible; empty sets if they need not be divided."""
     if num_workers == 1 or not hasattr(os, "sched_setaffinity") or os.environ.get("JAX_PLATFORMS") != "cpu":
         return [set()] * num_workers
     cores = sorted(os.sched_getaffinity(0))
@@ -328,56 +385,64 @@ def run_points(
     on_change: Callable[[list[str], dict[str, str]], None],
     serve: str = SERVE,
 ) -> tuple[dict[str, str], str | None]:
-    """Run every point, several at a time; one that fails does not stop the others.
+    """Run every point, several at a time. A point that fails does not stop the others.
 
-    Ctrl-C or SIGTERM lets the points that run save and end; a second Ctrl-C kills them.
+    After Ctrl-C or SIGTERM the running points save and end. A second Ctrl-C kills them.
 
     Args:
         points: {name: config} in the order of their start.
-        on_change: called each second, and after every start and end, with the points that run and the last lines of
-            those that failed.
-        serve: Python code of a worker, whose end of the connection is the file descriptor CONNECTION.
+        on_change: called each second, and after every start and end, with the names of the running points and the last
+            lines of the points that failed.
+        serve: Python code of a worker. Its end of the connection is the file descriptor CONNECTION.
 
     Returns:
         The last lines of every point that failed, and the signal that stopped the sweep.
     """
-    waiting, failed = list(points), {}
+    waiting = list(points)
+    failed: dict[str, str] = {}
     cores = cores_of_workers(num_workers)
     workers: list[_Worker | None] = [None] * num_workers
+
+    def has_finished(name: str) -> bool:
+        return is_finished(folder / name, points[name], sweep)
+
     with StopRequest() as stop:
         try:
-            told = False
+            has_passed_on_stop = False
             while True:
                 for i, worker in enumerate(workers):
                     if stop.requested or (worker and worker.point):
                         continue
-                    # Another sweep in this folder, or what a killed one has left running, may have ended a point.
-                    while waiting and is_finished(folder / waiting[0], points[waiting[0]], sweep):
+                    # Another sweep in this folder, or the rest of a killed sweep, may have ended a point.
+                    while waiting and has_finished(waiting[0]):
                         waiting.pop(0)
                     if waiting:
-                        workers[i] = worker = worker or _Worker(serve, cores[i])
+                        worker = worker or _Worker(serve, cores[i])
+                        workers[i] = worker
                         name = waiting.pop(0)
                         worker.start(name, points[name], folder / name, sweep.after)
                 running = [worker for worker in workers if worker and worker.point]
                 on_change([worker.point for worker in running], failed)
                 if not running:
                     return failed, stop.requested
-                if stop.requested and not told:
-                    told = True
+                if stop.requested and not has_passed_on_stop:
+                    has_passed_on_stop = True
                     for worker in running:
                         worker.process.terminate()
-                answered = wait([worker.connection for worker in running], timeout=1.0)
+                ready = wait([worker.connection for worker in running], timeout=1.0)
                 for worker in running:
-                    if worker.connection in answered:
-                        name = worker.point
-                        good, note = worker.answer(), ""
-                        if good is None:
-                            worker.kill()
-                            workers[workers.index(worker)] = None
-                            note = f"\nits process ended with status {worker.process.returncode}"
-                        finished = is_finished(folder / name, points[name], sweep)
-                        if good is False or not (finished or stop.requested):
-                            failed[name] = last_lines(folder / name / LOG) + note
+                    if worker.connection not in ready:
+                        continue
+                    name = worker.point
+                    ended_well = worker.answer()
+                    note = ""
+                    if ended_well is None:
+                        worker.kill()
+                        workers[workers.index(worker)] = None
+                        note = f"\nits process ended with status {worker.process.returncode}"
+                    is_over = has_finished(name) or stop.requested
+                    if ended_well is False or not is_over:
+                        failed[name] = last_lines(folder / name / LOG) + note
         finally:
             for worker in workers:
                 if worker:
@@ -385,15 +450,22 @@ def run_points(
 
 
 def last_lines(path: pathlib.Path) -> str:
+    """Return the last lines of a log that are not empty."""
     lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     return "\n".join([visible(line) for line in lines if line.strip()][-LAST_LINES:])
 
 
 class _Display:
-    """The live line of a sweep on a terminal, and a line for every point that ends anywhere."""
+    """Live status line of a sweep on a terminal, and one printed line for every point that ends.
+
+    Args:
+        on_end: called with the failed points after a point has ended.
+    """
 
     def __init__(self, folder: pathlib.Path, points: Points, sweep: Sweep, on_end: Callable[[dict[str, str]], None]):
-        self._folder, self._sweep, self._on_end = folder, sweep, on_end
+        self._folder = folder
+        self._sweep = sweep
+        self._on_end = on_end
         self._configs = {name: config for name, (_, config) in points.items()}
         self._first = {name: self._share(name) for name in points}
         self._done = dict(self._first)  # share of each point's iterations
@@ -419,7 +491,11 @@ class _Display:
         self._done |= {name: self._share(name) for name in ended | self._running}
         line = self._line(running, failed)
         for name in sorted(ended):
-            state = "finished" if self._done[name] == 1 else "FAILED" if name in failed else "stopped"
+            state = "stopped"
+            if self._done[name] == 1:
+                state = "finished"
+            elif name in failed:
+                state = "FAILED"
             self._print(f"{state} {name} | {line}")
             if name in failed:
                 self._print("\n".join(f"    {text}" for text in failed[name].splitlines()))
@@ -428,10 +504,11 @@ class _Display:
             return
         try:
             self._on_end(failed)
-        except Exception as error:  # of a full disk, or a sweep's own label: what runs goes on
+        except Exception as error:  # a full disk, or an error in the sweep's own label: the other points continue
             self._print(f"warning: the table is not written: {type(error).__name__}: {error}")
 
     def _line(self, running: list[str], failed: dict[str, str]) -> str:
+        """Return the text of the status line."""
         worked = sum(self._done.values()) - sum(self._first.values())
         left = sum(1 - share for name, share in self._done.items() if name not in failed)
         eta = "-"
@@ -453,15 +530,23 @@ class _Display:
 def run_sweep(
     folder: pathlib.Path, points: Points, sweep: Sweep, *, num_workers: int, serve: str = SERVE
 ) -> tuple[dict[str, str], str | None]:
-    """Run what is not finished and write table and page; returns as ``run_points``."""
-    unfinished = lambda name, config: not is_finished(folder / name, config, sweep)
-    todo = {name: config for name, (_, config) in points.items() if num_workers and unfinished(name, config)}
+    """Run the unfinished points, and write table and page. The result is that of ``run_points``."""
+    todo = {}
+    if num_workers:
+        todo = {name: config for name, (_, config) in points.items() if not is_finished(folder / name, config, sweep)}
     write = functools.partial(write_results, folder, points, sweep)
-    failed, stopped = {}, None
+    failed: dict[str, str] = {}
+    stopped = None
     if todo:
         with _Display(folder, points, sweep, write) as display:
-            how = {"num_workers": min(num_workers, len(todo)), "on_change": display.show, "serve": serve}
-            failed, stopped = run_points(folder, todo, sweep, **how)
+            failed, stopped = run_points(
+                folder,
+                todo,
+                sweep,
+                num_workers=min(num_workers, len(todo)),
+                on_change=display.show,
+                serve=serve,
+            )
     write(failed, page=True)
     return failed, stopped
 
@@ -469,18 +554,32 @@ def run_sweep(
 def run_stages(
     folder: pathlib.Path, known: Callable[[], Points], sweep: Sweep, *, num_workers: int, serve: str = SERVE
 ) -> tuple[Points, dict[str, str], str | None]:
-    """Run the points that are known, then those that are known by them; all points, and the rest as ``run_points``."""
+    """Run the sweep's own points, then the points that ``then`` makes from their results.
+
+    Args:
+        known: function that returns the points that are known so far (``points_of``).
+
+    Returns:
+        All points, and the result of ``run_points``.
+    """
     points: Points = {}
-    failed, stopped = {}, None
-    while not (failed or stopped) and len(more := known()) > len(points):
-        check_folders(folder, points := more)
+    failed: dict[str, str] = {}
+    stopped = None
+    while not failed and not stopped:
+        more = known()
+        if len(more) <= len(points):
+            break
+        points = more
+        check_folders(folder, points)
         failed, stopped = run_sweep(folder, points, sweep, num_workers=num_workers, serve=serve)
     return points, failed, stopped
 
 
 def exit_status(failed: Mapping[str, str], stopped: str | None) -> int:
-    """As train's: 128 and its number after a signal, by which launchers know that there is more to do."""
-    return 128 + signal.Signals[stopped] if stopped else 1 if failed else 0
+    """Return the exit status, as train does: 128 and the signal's number shows launchers that points are left."""
+    if stopped:
+        return 128 + signal.Signals[stopped]
+    return 1 if failed else 0
 
 
 def sweep(
@@ -530,7 +629,7 @@ def sweep(
     if failed:
         print(f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}", file=sys.stderr)
         if definition.then:
-            print("what `then` makes of the points waits until all of them are finished", file=sys.stderr)
+            print("the points of `then` are made once all of these points are finished", file=sys.stderr)
     return exit_status(failed, stopped)
 
 
@@ -548,8 +647,8 @@ def launch_unfinished(template: str, config_file: str, points: Points, definitio
 
 def main() -> None:
     """Run the command with the values of its flags."""
-    flag = FLAGS["config"]
-    if not flag.present:  # its settings are a record's
+    flag: Any = FLAGS["config"]  # of ml_collections, which has no type for it
+    if not flag.present:  # the settings come from the record of a run
         raise ConfigError("--config must be a Python file with get_config() and get_sweep(): a record has no points")
     status = sweep(
         flag.config_filename,
@@ -565,9 +664,9 @@ def main() -> None:
 def define_flags() -> None:
     """Define the flags of the command."""
     config_flags.DEFINE_config_file("config", None, "Python file with get_config() and get_sweep().")
-    flags.DEFINE_string("workdir", None, "Where the runs live, each in a folder of its own.")
-    flags.DEFINE_integer("workers", 1, "Points run at a time; 0 writes table and page alone.")
-    flags.DEFINE_string("launch", "", "'print', or a command to run for each point; see the module's text.")
+    flags.DEFINE_string("workdir", None, "Folder of the sweep. Each run has its own folder in it.")
+    flags.DEFINE_integer("workers", 1, "Points that run at the same time; 0 only writes table and page.")
+    flags.DEFINE_string("launch", "", "'print', or a command that is run for each point; see the text above.")
     flags.mark_flags_as_required(["config", "workdir"])
 
 

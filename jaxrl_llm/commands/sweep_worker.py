@@ -1,7 +1,7 @@
 """Sweep worker: the process that runs points of a sweep, one after another.
 
-    parent (__main__)                          this process
-    -----------------                          ------------
+    parent (commands.sweep)                    this process
+    -----------------------                    ------------
     hand out a point             ---->         train in its workdir, append everything printed to log.txt there,
                                                then call the sweep's ``after``
     mark it, hand out the next   <----         whether the point ended well
@@ -15,6 +15,7 @@ Owns: the run of one point. Does not know: which points there are.
 
 from __future__ import annotations
 
+import io
 import os
 import pathlib
 import signal
@@ -53,14 +54,16 @@ def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pa
     with open(workdir / LOG, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    sys.stdout.reconfigure(line_buffering=True)  # the log may be read during the run
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the log may be read during the run
     try:
         status = train(config, workdir)
         if status == 0 and after:
-            found = {str(name): float(value) for name, value in resolve(after)(config, workdir).items()}
+            numbers = {str(name): float(value) for name, value in resolve(after)(config, workdir).items()}
             # Write the whole file or nothing, because its presence marks the point as finished.
-            bucket.write_whole(workdir / AFTER, json_lines.written(found))
-        return status in (0, *(128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)))
+            bucket.write_whole(workdir / AFTER, json_lines.written(numbers))
+        stopped = [128 + number for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)]
+        return status == 0 or status in stopped
     except (ConfigError, MachineError) as error:
         print(f"error: {error}", file=sys.stderr)
     except (Exception, SystemExit):  # a user's own function may call sys.exit
