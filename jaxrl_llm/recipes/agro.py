@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.train --config=recipe:agro --workdir=runs/agro
 
-The variance over a group of reward minus log-ratio, zero at the optimum on any data.
-Source: Tang et al. 2025, arXiv:2503.19612. Differs: its loss was not found; ours follows from its theorem.
+The loss is the variance of reward minus log-ratio over a group. It is zero at the optimum on any data.
+Source: Tang et al. 2025, arXiv:2503.19612. Differs: the paper's loss was not found. This loss follows from its theorem.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,12 +2,13 @@
 
     python -m jaxrl_llm.train --config=recipe:april --workdir=runs/april
 
-Twice as many questions are open as an iteration trains on, and all of their answers are written side by side. When the
-answers to half of the questions are complete, the iteration trains on them. The other answers keep their tokens with
-the log-probs of the weights that drew them, and go on under the new weights; answers that were begun first go on first.
-Source: Zhou et al. 2025, arXiv:2509.18521. Differs: the released scripts take the old policy's log-probs from the
-learner's weights at the time of the update; here they are those that each token was drawn with. The rate (theirs:
-a constant 1e-6) and the temperature (theirs: 0.8) are left to you.
+The sampler opens twice as many questions as an iteration trains on, and writes all their answers side by side. When the
+answers to half of the questions are complete, the iteration trains on them. The other answers keep their tokens, with
+the log-probs of the weights that drew them, and continue under the new weights. The answers that were begun first
+continue first.
+Source: Zhou et al. 2025, arXiv:2509.18521. Differs: the old log-probs are the log-probs that each token was drawn with.
+The released scripts compute them with the learner's weights at the time of the update. The learning rate (theirs: a
+constant 1e-6) and the temperature (theirs: 0.8) are left to you.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,10 +2,10 @@
 
     python -m jaxrl_llm.train --config=recipe:asymre --workdir=runs/asymre
 
-REINFORCE of whole sequences without ratio or clip on replayed data, its baseline lowered so that successes weigh more
-than failures.
-Source: Arnal et al. 2025, arXiv:2506.20520. Differs: a row's log-probability is its sum over
-sampling.max_completion_tokens, which scales the gradient that is clipped.
+REINFORCE of whole sequences on replayed data, without ratio and without clip. The baseline is lowered, so that
+successes weigh more than failures.
+Source: Arnal et al. 2025, arXiv:2506.20520. Differs: the log-probability of a row is its sum divided by
+sampling.max_completion_tokens. This scales the gradient before it is clipped.
 """
 
 from jaxrl_llm.algorithms.use import use

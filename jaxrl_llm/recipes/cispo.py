@@ -2,14 +2,15 @@
 
     python -m jaxrl_llm.train --config=recipe:cispo --workdir=runs/cispo
 
-Weights with an upper bound instead of clipped gradients, a mean over prompts, the batch's standard deviation, no tied
-groups, solved questions asked no more; answers are begun ahead, go on under newer weights with the keys and values of
-the older ones, and lag eight iterations at most. The bound of 5 is what TRL recommends for this paper's epsilon_max.
-Source: Khatri et al. 2025, arXiv:2510.13786. Differs: logits are in float32 from bfloat16 hidden states and weights
-where model.compute_dtype is bfloat16; long answers are cut off, not interrupted to answer; the standard deviation is
-over tied groups too; generation waits for the update, where theirs goes on beside it; the rate and its warm-up are
-left to you (theirs: a constant 5e-7 after 100 steps); rewards are 0 and 1 (theirs: -1 and 1), which the standard
-deviation makes the same.
+The importance weights have an upper bound; gradients are not clipped. The loss is a mean over prompts, the advantage is
+divided by the standard deviation of the batch, tied groups are left out, and solved questions are retired. Answers are
+begun ahead and continue under newer weights, with the keys and values of the older weights. They lag at most eight
+iterations. The bound of 5 is the value that TRL recommends for the epsilon_max of ScaleRL.
+Source: Khatri et al. 2025, arXiv:2510.13786. Differs: with model.compute_dtype=bfloat16 the logits are float32 products
+of bfloat16 hidden states and weights. Long answers are cut off; the paper interrupts them and asks for the answer. The
+standard deviation includes tied groups. Generation waits for the update; the paper's runs beside it. The learning rate
+and its warm-up are left to you (theirs: a constant 5e-7 after 100 steps). Rewards are 0 and 1 (theirs: -1 and 1), which
+the standard deviation makes equal.
 """
 
 from jaxrl_llm.algorithms.use import use

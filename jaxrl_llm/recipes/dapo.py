@@ -2,14 +2,14 @@
 
     python -m jaxrl_llm.train --config=recipe:dapo --workdir=runs/dapo
 
-A higher upper clip, a mean over tokens, a soft penalty for overlong answers, no tied groups: an iteration samples until
-it is full of mixed ones, or ten times as many as it needs have been asked; those left then whose rewards are tied are
-not drawn, whatever their lengths. The penalty's 4 tokens are for completions of 16: set
---config.algorithm.reward_terms.overlong_penalty.buffer to about a fifth of sampling.max_completion_tokens (4,096 of
-20,480 there). Each rollout is trained on once, in one of four minibatches, and the clip can act from the second on:
-update.batch_size is a quarter of an iteration's rollouts.
-Source: Yu et al. 2025, arXiv:2503.14476. Differs: four minibatches, where it has 16; rewards of 0 and 1 weigh the
-penalty twice as much as its -1 and 1 do.
+The upper clip is higher, the loss is a mean over tokens, and overlong answers get a soft penalty. An iteration
+resamples until it is full of groups with mixed rewards, or until it has asked ten times as many questions as it needs.
+Groups whose rewards are still tied are not drawn, whatever their lengths. The penalty's buffer of 4 tokens fits
+completions of 16 tokens. Set --config.algorithm.reward_terms.overlong_penalty.buffer to about a fifth of
+sampling.max_completion_tokens (DAPO has 4,096 of 20,480). Each rollout is trained on once, in one of four minibatches.
+The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an iteration.
+Source: Yu et al. 2025, arXiv:2503.14476. Differs: four minibatches; the paper has 16. With rewards of 0 and 1 the
+penalty weighs twice as much as with the paper's rewards of -1 and 1.
 """
 
 from jaxrl_llm.algorithms.use import use

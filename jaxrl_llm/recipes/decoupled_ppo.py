@@ -2,11 +2,11 @@
 
     python -m jaxrl_llm.train --config=recipe:decoupled_ppo --workdir=runs/decoupled_ppo
 
-Clipped against the weights before the iteration's updates; what those would have drawn more or less often than the
-policy that did is weighed, and left out where it is more than five times as likely. Two batches of prompts are sampled
-ahead, none stays open for more than four iterations, and what a half-written answer has in the cache is computed anew
+The ratio is clipped against the weights before the updates of the iteration. A token is weighted by the ratio of these
+weights to the policy that drew it. Tokens with a weight above five are left out. Two batches of prompts are sampled
+ahead, and no answer stays open for more than four iterations. The keys and values of an open answer are computed again
 with the new weights. Each rollout is trained on once, in one of two minibatches.
-Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches, where the released configs have four.
+Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches; the released configs have four.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -3,12 +3,12 @@
     python -m jaxrl_llm.train --config=recipe:distillation --workdir=runs/distillation \\
         --config.model.path=STUDENT --config.model.reference_path=TEACHER
 
-The student samples, and at each of its tokens is pulled towards a teacher, which may be larger and must read the same
-token ids: reverse KL, a mean over each sequence, whose gradient on fresh tokens "k2" has. The reward is trained on
-beside it; --config.rewards.weights="(0.0,)" leaves the teacher alone (and all pass rates 0). The random models stand
-for yours.
-Source: Agarwal et al. 2024, arXiv:2306.13649. Differs: there the divergence is of whole distributions, here an
-estimate from the sampled token.
+The student samples. At each sampled token the loss pulls the student towards a teacher, which may be larger and must
+use the same token ids. The pull is the reverse KL, averaged over each sequence; on fresh tokens the estimator "k2" has
+its gradient. The reward is trained on too: --config.rewards.weights="(0.0,)" trains on the teacher alone, with pass
+rates of 0. Replace the random models by your own.
+Source: Agarwal et al. 2024, arXiv:2306.13649. Differs: the paper's divergence is between whole distributions. Here it
+is estimated from the sampled token.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,9 +2,10 @@
 
     python -m jaxrl_llm.train --config=recipe:dr_grpo --workdir=runs/dr_grpo
 
-No division by the group's standard deviation or by a sequence's own length. Each rollout is trained on once, in one of
-four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an iteration's rollouts.
-Source: Liu et al. 2025, arXiv:2503.20783. Differs: four minibatches instead of the eight of released scripts (1,024
+The advantage is not divided by the standard deviation of the group, and the loss of a sequence is not divided by its
+own length. Each rollout is trained on once, in one of four minibatches. The clip can act from the second minibatch on.
+update.batch_size is a quarter of the rollouts of an iteration.
+Source: Liu et al. 2025, arXiv:2503.20783. Differs: four minibatches instead of the eight of the released scripts (1,024
 rollouts in steps of 128).
 """
 

@@ -2,10 +2,11 @@
 
     python -m jaxrl_llm.train --config=recipe:echo --workdir=runs/echo
 
-GRPO's loss of what the policy wrote, and in the same forward pass a little cross-entropy of what the environment wrote:
-here the prompts; both a mean over each row's tokens. So a group that all failed still teaches something.
-Source: arXiv:2605.24517. Differs: one turn, so the environment's tokens are the prompt's; warnings of the harness are
-not left out.
+The loss is GRPO's loss on the policy's tokens plus a small cross-entropy on the environment's tokens, in the same
+forward pass. Here the environment's tokens are the prompts. Both terms are means over each row's tokens. Therefore a
+group in which all answers failed still has a gradient.
+Source: arXiv:2605.24517. Differs: there is one turn, so that the environment's tokens are the prompt's. Warnings of the
+harness are not left out.
 """
 
 from jaxrl_llm.algorithms.use import use

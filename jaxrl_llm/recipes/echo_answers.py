@@ -2,11 +2,12 @@
 
     python -m jaxrl_llm.train --config=recipe:echo_answers --workdir=runs/echo_answers
 
-GRPO's loss of what the policy wrote, and in the same forward pass a little cross-entropy of what the environment
-answered, both a mean over each row's. So a group that all failed still teaches something. The questions are a maze for
-small models: "Methods by turn" in docs/how-to/choose_a_method.md says what to set for your own.
-Source: arXiv:2605.24517. Differs: warnings of the harness are not left out, nor what a chat template writes around an
-answer.
+The loss is GRPO's loss on the policy's tokens plus a small cross-entropy on the environment's replies, in the same
+forward pass. Both terms are means over each row's tokens. Therefore a group in which all answers failed still has a
+gradient. The questions are a maze for small models. "Methods by turn" in docs/how-to/choose_a_method.md lists the
+settings to change for your own questions.
+Source: arXiv:2605.24517. Differs: warnings of the harness are not left out, and the tokens that a chat template writes
+around a reply are not left out.
 """
 
 from jaxrl_llm.algorithms.use import use

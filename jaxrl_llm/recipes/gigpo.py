@@ -2,12 +2,14 @@
 
     python -m jaxrl_llm.train --config=recipe:gigpo --workdir=runs/gigpo
 
-The row's advantage, and that of a turn among all turns of the group that answer the same state. Each rollout is trained
-on once, in one of four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an
-iteration's rollouts. The questions are a maze for small models: "Methods by turn" in docs/how-to/choose_a_method.md
-says what to set for your own.
-Source: Feng et al. 2025, arXiv:2505.10978. Differs: the state is what the environment said last; the population
-standard deviation; no KL; four minibatches of whole episodes instead of one for every 256 turns (released scripts).
+The advantage of a token is the advantage of its row plus the advantage of its turn. A turn is compared with all turns
+of the group that answer the same state. Each rollout is trained on once, in one of four minibatches. The clip can act
+from the second minibatch on. update.batch_size is a quarter of the rollouts of an iteration. The questions are a maze
+for small models. "Methods by turn" in docs/how-to/choose_a_method.md lists the settings to change for your own
+questions.
+Source: Feng et al. 2025, arXiv:2505.10978. Differs: the state is the environment's last message. The standard deviation
+is that of the population. There is no KL penalty. There are four minibatches of whole episodes; the released scripts
+have one minibatch for every 256 turns.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,7 +2,8 @@
 
     python -m jaxrl_llm.train --config=recipe:grpo --workdir=runs/grpo
 
-The mean and the standard deviation of the group, a mean over each sequence, a pull to the starting model.
+The advantage uses the mean and the standard deviation of the group. The loss is a mean over each sequence, with a KL
+penalty to the starting model.
 Source: Shao et al. 2024, arXiv:2402.03300.
 """
 

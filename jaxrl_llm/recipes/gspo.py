@@ -2,10 +2,10 @@
 
     python -m jaxrl_llm.train --config=recipe:gspo --workdir=runs/gspo
 
-The ratio of the whole sequence, length-normalised, and its narrow clip; the old log-probs are the learner's own, for
-what sampler and learner differ by in bfloat16 is as wide as the clip. Each rollout is trained on once, in one of four
-minibatches: the first has ratios of 1, and the clip acts in the others. update.batch_size is a quarter of an
-iteration's rollouts.
+The ratio is the length-normalised ratio of the whole sequence, with a narrow clip. The old log-probs are the learner's
+own. In bfloat16 the sampler and the learner differ by as much as the clip is wide. Each rollout is trained on once, in
+one of four minibatches. The first minibatch has ratios of 1, and the clip can act in the others. update.batch_size is a
+quarter of the rollouts of an iteration.
 Source: Zheng et al. 2025, arXiv:2507.18071.
 """
 

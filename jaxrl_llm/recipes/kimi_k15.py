@@ -2,11 +2,12 @@
 
     python -m jaxrl_llm.train --config=recipe:kimi_k15 --workdir=runs/kimi_k15
 
-Reward minus group mean, a squared log-ratio to the weights before the iteration's updates, a reward for shorter
-answers among the group's, an optimizer that starts anew in every iteration.
-Source: Kimi team 2025, arXiv:2501.12599. Differs: questions are drawn alike, without a curriculum or a preference for
-those that fail; the length reward is there from the start, its weight of 0.1 and that of the log-ratio are ours;
-questions that can be guessed without reasoning are not sorted out; long answers are not continued in a later iteration.
+The advantage is the reward minus the group mean. The penalty is the squared log-ratio to the weights before the updates
+of the iteration. The shorter answers of a group get a higher reward. The optimizer starts anew in every iteration.
+Source: Kimi team 2025, arXiv:2501.12599. Differs: questions are drawn uniformly, without a curriculum and without a
+preference for questions that fail. The length reward is there from the start. Its weight of 0.1 and the weight of the
+log-ratio are ours. Questions that can be guessed without reasoning are kept. Long answers are not continued in a later
+iteration.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,11 +2,12 @@
 
     python -m jaxrl_llm.train --config=recipe:logo --workdir=runs/logo
 
-Four rows of sixteen share their first turns, one or two of them, and go on from that state each by itself: what follows
-is compared among the four too. The questions are a maze for small models: "Methods by turn" in
-docs/how-to/choose_a_method.md says what to set for your own.
-Source: Yan et al. 2026, arXiv:2605.21768. Differs: its equations were not found, and how both advantages are added is
-ours; rows that start again are rows of the group; episodes are as long from the start, where its horizon grows.
+Four of sixteen rows share their first one or two turns and then continue separately from that state. The turns after
+the shared ones are also compared among these four rows. The questions are a maze for small models. "Methods by turn" in
+docs/how-to/choose_a_method.md lists the settings to change for your own questions.
+Source: Yan et al. 2026, arXiv:2605.21768. Differs: its equations were not found, and the sum of the two advantages is
+ours. Rows that start again are rows of the group. All episodes have the full length from the start; the paper's horizon
+grows.
 """
 
 from jaxrl_llm.algorithms.use import use

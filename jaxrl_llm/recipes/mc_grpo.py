@@ -2,11 +2,12 @@
 
     python -m jaxrl_llm.train --config=recipe:mc_grpo --workdir=runs/mc_grpo
 
-Rewards against the group's median, for small groups: four answers and one more, so that the median is an answer's own.
-Two updates of the whole batch, as in released configs: the clip can act in the second.
-Source: arXiv:2601.22582. Differs: nothing divides by the median absolute deviation, which is 0 for two-valued rewards
-in an odd group; the median's own answer stays in the batch, with an advantage of 0, where it is dropped there, so that
-the mean is over a quarter more.
+The reward is compared with the group's median, for small groups. A group has four answers and one more, so that the
+median is one of the rewards. As in the released configs, there are two updates of the whole batch, and the clip can act
+in the second.
+Source: arXiv:2601.22582. Differs: the advantage is not divided by the median absolute deviation, which is 0 for
+two-valued rewards in an odd group. The median answer stays in the batch with an advantage of 0; the paper drops it.
+Therefore the mean is over a quarter more answers.
 """
 
 from jaxrl_llm.algorithms.use import use

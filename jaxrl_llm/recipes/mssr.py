@@ -2,16 +2,17 @@
 
     python -m jaxrl_llm.train --config=recipe:mssr --workdir=runs/mssr
 
-One answer a prompt against the question's running mean, which forgets faster while the policy moves, whitened over the
-batch, with a bonus for tokens that were drawn from uncertain distributions, by their entropy. The mean says something
-from a question's second visit on, with 1024 questions from iteration 17; a run has 10 unless num_iterations says more.
-Each rollout is trained on once, in one of four minibatches, and the clip can act from the second on: update.batch_size
-is a quarter of an iteration's rollouts.
-Source: arXiv:2512.18215. Differs: how the decay follows the KL is ours, as is that a question starts with one answer of
-each kind (in released code it rises with a KL to the starting model up to 0.01, and is 0.875 beyond; counts begin at 8
-of one answer's rate); one clip of 0.2, where released code has 0.2 and 0.3 and a dual clip of 3; the KL is measured
-before each update, so that the first minibatch of fresh rollouts adds 0 to it; four minibatches instead of the 16 of
-released code (2,048 rollouts in steps of 128).
+A prompt has one answer, which is compared with the running mean of the question's rewards. The mean forgets faster
+while the policy moves. Advantages are whitened over the batch. Tokens that were drawn from distributions of high
+entropy get a bonus. The mean has information from a question's second visit on. With 1024 questions that is from
+iteration 17; a run has 10 iterations unless num_iterations is set. Each rollout is trained on once, in one of four
+minibatches. The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an
+iteration.
+Source: arXiv:2512.18215. Differs: the dependence of the decay on the KL is ours. In the released code the decay rises
+with a KL to the starting model up to 0.01, and is 0.875 beyond. A question starts with one answer of each kind; in the
+released code counts begin at 8 answers at the rate of one. There is one clip of 0.2; the released code has 0.2 and 0.3
+and a dual clip of 3. The KL is measured before each update, so that the first minibatch of fresh rollouts adds 0 to it.
+There are four minibatches instead of the 16 of the released code (2,048 rollouts in steps of 128).
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,10 +2,12 @@
 
     python -m jaxrl_llm.train --config=recipe:mt_grpo --workdir=runs/mt_grpo
 
-The outcome's advantage for every turn, and that of a turn's own reward besides for all but the last. Two updates of the
-whole batch, as in released scripts: the clip can act in the second. The questions are a maze for small models: "Methods
-by turn" in docs/how-to/choose_a_method.md says what to set for your own.
-Source: Zeng et al. 2025, arXiv:2505.11821. Differs: it has two turns; the same for each turn before the last is ours.
+Every turn has the advantage of the outcome. Every turn but the last also has the advantage of its own reward. As in the
+released scripts, there are two updates of the whole batch, and the clip can act in the second. The questions are a maze
+for small models. "Methods by turn" in docs/how-to/choose_a_method.md lists the settings to change for your own
+questions.
+Source: Zeng et al. 2025, arXiv:2505.11821. Differs: the paper has two turns. The same advantage for each turn before
+the last is ours.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,12 +2,12 @@
 
     python -m jaxrl_llm.train --config=recipe:poise --workdir=runs/poise
 
-Two answers a prompt, each against what the other's features predict: its length, the surprise and the entropies of its
-tokens, its mean hidden state.
-Source: arXiv:2605.07579. Differs: ridge regression on the hidden state itself, where it is on principal components; one
-regression for all questions, where it is by domain; its sums fade, where it keeps a window of recent rollouts; which
-statistics of the entropies, and that length and surprise are beside them, is ours; of hidden states those of the prompt
-are left out, but for the last.
+A prompt has two answers. Each reward is compared with a prediction from the features of the other answer: its length,
+the surprise and the entropies of its tokens, and its mean hidden state.
+Source: arXiv:2605.07579. Differs: the ridge regression uses the hidden state itself; the paper's uses its principal
+components. There is one regression for all questions; the paper has one for each domain. Its sums decay; the paper
+keeps a window of recent rollouts. The choice of the entropies' statistics is ours, and so are length and surprise as
+features. Of the prompt's hidden states only the last is used.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,9 +2,10 @@
 
     python -m jaxrl_llm.train --config=recipe:ppo_ewma --workdir=runs/ppo_ewma
 
-Clipped against averaged weights, so that the trust region does not depend on how old the data are; rewards over the
-mean and the standard deviation of several iterations; rate and decays for a batch of 64, scaled to the one that is set.
-Source: Hilton et al. 2021, arXiv:2110.00641. Differs: no critic; the decays of Adam do not scale.
+The ratio is clipped against averaged weights, so that the trust region does not depend on the age of the data. Rewards
+are normalised by the mean and the standard deviation of several iterations. The learning rate and the decays are those
+for a batch of 64, scaled to update.batch_size.
+Source: Hilton et al. 2021, arXiv:2110.00641. Differs: there is no critic. Adam's decays are not scaled.
 """
 
 from jaxrl_llm.algorithms.use import use

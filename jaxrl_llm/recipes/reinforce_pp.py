@@ -2,12 +2,13 @@
 
     python -m jaxrl_llm.train --config=recipe:reinforce_pp --workdir=runs/reinforce_pp
 
-Advantages whitened over the whole batch, a clipped ratio, a small pull to the starting model. Each rollout is trained
-on once, in one of four minibatches, and the clip can act from the second on: update.batch_size is a quarter of an
-iteration's rollouts.
-Source: Hu 2025, arXiv:2501.03262. Differs: the pull is a term of the loss, where it is one of the reward: a token is
-held for its own divergence, not for that of the tokens after it; four minibatches instead of the eight of OpenRLHF's
-script train_reinforce_llama_ray.sh (1,024 prompts with one rollout each, in steps of 128).
+Advantages are whitened over the whole batch. The ratio is clipped, with a small KL penalty to the starting model. Each
+rollout is trained on once, in one of four minibatches. The clip can act from the second minibatch on. update.batch_size
+is a quarter of the rollouts of an iteration.
+Source: Hu 2025, arXiv:2501.03262. Differs: the KL penalty is a term of the loss; the paper's is a term of the reward.
+Therefore a token answers for its own divergence and not for the divergence of later tokens. There are four minibatches
+instead of the eight of OpenRLHF's script train_reinforce_llama_ray.sh (1,024 prompts with one rollout each, in steps of
+128).
 """
 
 from jaxrl_llm.algorithms.use import use

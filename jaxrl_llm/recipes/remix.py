@@ -2,14 +2,14 @@
 
     python -m jaxrl_llm.train --config=recipe:remix --workdir=runs/remix
 
-A clip window about the ratio of the weights that the iteration began with, a pull to the starting model and, by
-schedule, to the weights that the iteration before began with; two updates, each of which has a chance of four tenths to
-be of rollouts of the two iterations before; after 50 iterations the policy becomes the starting model, and goes on with
-fresh rollouts alone. The pull to the weights before begins then too; a run has 10 iterations unless num_iterations says
-more.
+The clip window is centred on the ratio of the weights at the start of the iteration. There is a KL penalty to the
+starting model and, by schedule, one to the weights at the start of the previous iteration. There are two updates. Each
+has a chance of four tenths to use rollouts of the two previous iterations. The starting model is replaced by the
+current policy after 50 iterations. From then on all rollouts are fresh, and the second KL penalty begins. A run has 10
+iterations unless num_iterations is set.
 Source: Liang et al. 2025, arXiv:2507.06892 (50 or 100 iterations). Differs: a replayed batch mixes rollouts of the two
-iterations before, where it is of one of them; no entropy bonus; the weight and the estimator of the KL, and GRPO's
-advantage, are ours.
+previous iterations; the paper's is from one of them. There is no entropy bonus. The weight and the estimator of the KL,
+and GRPO's advantage, are ours.
 """
 
 from jaxrl_llm.algorithms.use import use

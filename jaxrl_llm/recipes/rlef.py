@@ -2,16 +2,16 @@
 
     python -m jaxrl_llm.train --config=recipe:rlef --workdir=runs/rlef
 
-PPO whose actions are whole turns: a critic's value before each, clipped, one advantage for its tokens, KL to the start.
-Each rollout is trained on once, in one of four minibatches, and both clips can act from the second on:
-update.batch_size is a quarter of an iteration's rollouts. Here the questions are a maze for small models. "Methods by
-turn" in docs/how-to/choose_a_method.md has the command for programs, whose public tests speak between the turns: then
-jaxrl_llm.scoring.code_tests:by_turn has the paper's rewards, 1 or -1 in the end, whether all tests pass, and -0.2 for
-an earlier turn without code.
-Source: Gehring et al. 2024, arXiv:2410.02089. Differs: the critic is a head on the policy, where it is a model of its
-own, and learns a turn's return at all of its tokens; KL is in the loss, token by token, where it is in the reward, by
-the geometric mean over a turn; the ratio to the policy that drew the tokens is not truncated at 1 beside the clipped
-one.
+PPO whose actions are whole turns. The critic has one value before each turn and is clipped, all tokens of a turn have
+one advantage, and there is a KL penalty to the starting model. Each rollout is trained on once, in one of four
+minibatches. Both clips can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an
+iteration. The questions are a maze for small models. "Methods by turn" in docs/how-to/choose_a_method.md has the
+command for programs with public tests as replies between the turns. With it, jaxrl_llm.scoring.code_tests:by_turn gives
+the rewards of RLEF: 1 at the end if all tests pass, else -1, and -0.2 for an earlier turn without code.
+Source: Gehring et al. 2024, arXiv:2410.02089. Differs: the critic is a head on the policy and learns the return of a
+turn at all its tokens; the paper's is a separate model. The KL penalty is in the loss, token by token; the paper's is
+in the reward, by the geometric mean over a turn. Only the ratio is clipped; the paper also truncates at 1 the ratio to
+the policy that drew the tokens.
 """
 
 from jaxrl_llm.algorithms.use import use

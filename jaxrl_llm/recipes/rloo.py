@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.train --config=recipe:rloo --workdir=runs/rloo
 
-Each sample against the mean of the others, plain REINFORCE, a sum over the sequence.
-Source: Ahmadian et al. 2024, arXiv:2402.14740. Differs: a row's log-probability is its sum over
-sampling.max_completion_tokens, which scales the gradient that is clipped; no KL in the reward.
+Each sample is compared with the mean of the others. The loss is plain REINFORCE with the sum over the sequence.
+Source: Ahmadian et al. 2024, arXiv:2402.14740. Differs: the log-probability of a row is its sum divided by
+sampling.max_completion_tokens. This scales the gradient before it is clipped. There is no KL in the reward.
 """
 
 from jaxrl_llm.algorithms.use import use

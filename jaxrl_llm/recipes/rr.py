@@ -2,13 +2,15 @@
 
     python -m jaxrl_llm.train --config=recipe:rr --workdir=runs/rr
 
-Half of a batch is generated, and half comes from the latest mixed group of each question, as long as it is in the ring.
-A token's ratio to the policy that drew it is clipped about that of the weights before the iteration's two updates,
-which can act in the second. update.batch_size is the number of an iteration's rollouts.
-Source: Sun et al. 2025, arXiv:2506.05316 (released code: clip, standard deviation, nothing leaves once it was replayed;
-batches of 512 in steps of 64). Differs: its other half, DOTS, which predicts how hard questions are and asks those of
-middling difficulty, is not there; tied groups take places in the ring, and none in the batch; two steps, where it has
-eight, each with a draw of its own, rollout by rollout, so that some of the fresh ones come in both and others in none.
+Half of a batch is generated. The other half is drawn from the latest mixed group of each question, as long as the group
+is in the ring. The ratio of a token to the policy that drew it is clipped about the ratio of the weights before the two
+updates of the iteration. The clip can act in the second update. update.batch_size is the number of rollouts of an
+iteration.
+Source: Sun et al. 2025, arXiv:2506.05316 (released code: clip, standard deviation, replayed rollouts stay in the
+buffer; batches of 512 in steps of 64). Differs: the other half of the paper is not included: DOTS, which predicts the
+difficulty of questions and asks those of medium difficulty. Tied groups take places in the ring, but are not drawn.
+There are two steps; the paper has eight. Each step draws its own rollouts, so that some fresh rollouts are in both
+steps and others in none.
 """
 
 from jaxrl_llm.algorithms.use import use

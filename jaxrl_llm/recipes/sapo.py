@@ -5,10 +5,11 @@
     python -m jaxrl_llm.train --config=recipe:sapo --workdir=runs/sapo_b \\
         --config.seed=1 --config.external.paths='("runs/sapo_a",)'
 
-Two or more runs side by side, each with half its groups its own and half those of others, under its own log-probs; no
-tied groups, a higher upper clip, no KL. A run whose others have not written yet goes on with its own.
-Source: arXiv:2509.08721. Differs: of the others' groups the newest are taken, where it draws among those whose rewards
-differ.
+Two or more runs train side by side. Half of the groups of a run are its own and half come from the other runs, with the
+log-probs of those runs. Tied groups are left out, the upper clip is higher, and there is no KL penalty. A run continues
+with its own groups until the others have written theirs.
+Source: arXiv:2509.08721. Differs: the newest groups of the others are taken; the paper draws among the groups whose
+rewards differ.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,14 +2,16 @@
 
     python -m jaxrl_llm.train --config=recipe:spo --workdir=runs/spo
 
-The sum of log-ratios and a prompt's soft value must be the reward: no ratio, no value network, any data. The square of
-what is left; their cross-entropy ("spo_cross_entropy") wants rewards that are log-probabilities.
-Source: Cohen et al. 2025, arXiv:2503.05453. Differs: beta is 0.1, for rewards of 0 and 1, where 1 would leave the odds
-of a right answer at 2.7 times the starting model's (its rewards are log-probabilities, for which 1 suits); a prompt's
-soft value is estimated for each answer from the other answers of its group, weighed by reference over behaviour policy,
-instead of once from other samples of the reference: on replayed answers it is a little too low (at a beta of 1 groups
-of 8 settle at 0.471 instead of 0.475); no half of the data is of others, and the behaviour policy is new in every
-iteration instead of every 10 batches.
+The reward must equal the sum of the log-ratios and the prompt's soft value. There is no importance ratio and no value
+network, and any data can be used. The loss is the square of the difference. The cross-entropy of the two
+("spo_cross_entropy") needs rewards that are log-probabilities.
+Source: Cohen et al. 2025, arXiv:2503.05453. Differs: beta is 0.1, for rewards of 0 and 1. A beta of 1 suits the paper's
+rewards, which are log-probabilities; here it would leave the odds of a right answer at 2.7 times those of the starting
+model. The soft value of a prompt is estimated for each answer from the other answers of its group, weighted by
+reference over behaviour policy; the paper estimates it once from other samples of the reference. On replayed answers
+the estimate is a little too low: at a beta of 1, groups of 8 settle at 0.471 instead of 0.475. All data is the run's
+own; in the paper half of it comes from others. The behaviour policy is new in every iteration instead of every 10
+batches.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,14 +2,14 @@
 
     python -m jaxrl_llm.train --config=recipe:step_coder --workdir=runs/step_coder
 
-PPO on programs, with most of a solution given at first and less of it as answers pass, and without the tokens of
-statements that no test has run. A dozen questions of jaxrl_llm/recipes/programs.jsonl stand for data of your own, and
-a model that knows no Python for one that does. Each rollout is trained on once, in one of four minibatches, and the
-clip can act from the second on: update.batch_size is a quarter of an iteration's rollouts.
-Source: Dou et al. 2024, arXiv:2402.01391. Differs: a start moves by a third of the lines, where it moves by conditional
-statements, once 0.8 of the answers to a version have passed; no KL to the starting model, whose weight was not found;
-masked tokens have no advantage, and are still seen by the critic; the number of minibatches was not found, and four are
-ours.
+PPO on programs. At first the prompt contains most of a solution, and less of it as answers pass. Tokens of statements
+that no test has run are not trained on. Replace the dozen questions of jaxrl_llm/recipes/programs.jsonl by your own
+data, and the model by one that knows Python. Each rollout is trained on once, in one of four minibatches. The clip can
+act from the second minibatch on. update.batch_size is a quarter of the rollouts of an iteration.
+Source: Dou et al. 2024, arXiv:2402.01391. Differs: the given part moves by a third of the lines once 0.8 of the answers
+to a version have passed; the paper's moves by conditional statements. There is no KL penalty to the starting model,
+because its weight was not found. Masked tokens have no advantage, but the critic still trains on them. The number of
+minibatches was not found; the four minibatches are ours.
 """
 
 from jaxrl_llm.algorithms.use import use

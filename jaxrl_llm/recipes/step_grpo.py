@@ -2,11 +2,13 @@
 
     python -m jaxrl_llm.train --config=recipe:step_grpo --workdir=runs/step_grpo
 
-GRPO whose reward tells two wrong answers apart by how far they came (column key_steps), and pays for the form of an
-answer that thinks before it speaks. The questions are sums of four digits, whose key steps are the sums on the way; set
-prompts to your own. Key steps weigh 0.1, as in released code, which leaves the weight of the KL to TRL: 0.04 then.
-Source: Zhang et al. 2025, arXiv:2503.12937. Differs: text alone; a key step is there where its words follow each other,
-and an answer that is none is wrong as any; the reward for validity (StepRVR) is for tags in their order.
+GRPO with two rewards. The first tells wrong answers apart by the key steps that they contain (column key_steps). The
+second pays for an answer that thinks before it answers. The questions are sums of four digits, whose key steps are the
+partial sums; set prompts to your own questions. Key steps weigh 0.1, as in the released code. The released code leaves
+the weight of the KL to TRL, whose default was 0.04.
+Source: Zhang et al. 2025, arXiv:2503.12937. Differs: it is for text alone. A key step counts if its words follow each
+other, and an answer without any is wrong like any other. The reward for validity (StepRVR) is for tags in the right
+order.
 """
 
 from jaxrl_llm.algorithms.use import use

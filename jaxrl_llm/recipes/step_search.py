@@ -2,12 +2,13 @@
 
     python -m jaxrl_llm.train --config=recipe:step_search --workdir=runs/step_search
 
-PPO whose rewards come at the end of each turn, as what a search found that was new, less what had been found before.
-Each rollout is trained on once, in one of two minibatches as in released scripts, and the clip can act in the second:
-update.batch_size is half of an iteration's rollouts. Here the questions are a maze for small models: "Methods by turn"
-in docs/how-to/choose_a_method.md says what to set for your own.
-Source: Wang et al. 2025, arXiv:2505.15107. Differs: what a turn is worth is the environment's or a reward function's to
-say; no KL to the starting model, where it has 0.001.
+PPO whose rewards come at the end of each turn. In StepSearch such a reward is the new information that a search found,
+minus the information found before. Each rollout is trained on once, in one of two minibatches, as in the released
+scripts. The clip can act in the second minibatch. update.batch_size is half of the rollouts of an iteration. The
+questions are a maze for small models. "Methods by turn" in docs/how-to/choose_a_method.md lists the settings to change
+for your own questions.
+Source: Wang et al. 2025, arXiv:2505.15107. Differs: the environment or a reward function decides the reward of a turn.
+There is no KL penalty to the starting model; the paper's weight is 0.001.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,12 +2,13 @@
 
     python -m jaxrl_llm.train --config=recipe:step_values --workdir=runs/step_values
 
-Four rows of sixteen share their first turns, one or two of them, and go on each by itself: what these come to is the
-value of the state where they part. Shared turns have that value less the group's mean, later ones what they add to it.
-The questions are a maze for small models: "Methods by turn" in docs/how-to/choose_a_method.md says what to set for your
-own.
-Source: Xiong et al. 2024, arXiv:2406.11176. Differs: it rolls out from each step of an expert, and imitates and prefers
-steps by the values; here they are the policy's own steps, one of each episode, and the values its advantage.
+Four of sixteen rows share their first one or two turns and then continue separately. Their mean return is the value of
+the state at which they separate. The advantage of the shared turns is this value minus the group's mean. The advantage
+of later turns is their return minus this value. The questions are a maze for small models. "Methods by turn" in
+docs/how-to/choose_a_method.md lists the settings to change for your own questions.
+Source: Xiong et al. 2024, arXiv:2406.11176. Differs: the paper rolls out from each step of an expert, and uses the
+values to imitate steps and to prefer steps. Here the steps are the policy's own, one of each episode, and the values
+are its advantage.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.train --config=recipe:t1 --workdir=runs/t1
 
-Many answers to each question at a high temperature, a bonus for entropy, and a pull to the policy's own moving average
-instead of the starting model.
+Many answers to each question are sampled at a high temperature. The loss has an entropy bonus and a KL penalty to the
+moving average of the policy instead of the starting model.
 Source: Hou et al. 2025, arXiv:2501.11651. Differs: its coefficients were not found; these are ours.
 """
 

@@ -2,16 +2,16 @@
 
     python -m jaxrl_llm.train --config=recipe:ttrl --workdir=runs/ttrl
 
-GRPO without labels: what most of 64 answers to a question say is taken for right, and half of them are trained on, with
-the KL to the starting model that released scripts have. There are as many minibatches as questions, 32 rollouts each,
-and the clip can act from the second on. If labels are known, add a reward function of weight 0 that reads them. The
-metrics `rollout/label_accuracy` and `rollout/reward_accuracy` then say how good the votes are. The run's own held-out
-pass rate is 1 of every single answer, for it goes by these rewards too: measure with
-`evaluate --config.rewards.functions='("task",)' --config.rewards.weights='(1.0,)'`.
-Source: Zuo et al. 2025, arXiv:2504.16084. Differs: which half is drawn at random over the batch, and in which
-minibatch, where it is 32 of each question in one of its own; an advantage compares with all 64 answers, where it is
-with the 32; an answer is the label if `scoring.answers` reads both as the same number, choice, words or formula, where
-a grader of mathematics says so; its temperature and lengths are the run's.
+GRPO without labels. The most frequent of 64 answers to a question is taken as the right answer. Half of the answers are
+trained on, with the KL penalty to the starting model of the released scripts. There are as many minibatches as
+questions, with 32 rollouts each, and the clip can act from the second minibatch on. If labels are known, add a reward
+function of weight 0 that reads them. The metrics `rollout/label_accuracy` and `rollout/reward_accuracy` then show the
+quality of the votes. The run's own held-out pass rate uses the votes too, and is always 1 with a single answer. Measure
+with `evaluate --config.rewards.functions='("task",)' --config.rewards.weights='(1.0,)'`.
+Source: Zuo et al. 2025, arXiv:2504.16084. Differs: the half is drawn at random over the batch, and so is the minibatch
+of a rollout; in the paper a minibatch has 32 answers of one question. An advantage compares with all 64 answers; the
+paper's compares with the 32. An answer matches the label if `scoring.answers` reads both as the same number, choice,
+words or formula; the paper uses a grader of mathematics. The temperature and the lengths are the run's.
 """
 
 from jaxrl_llm.algorithms.use import use

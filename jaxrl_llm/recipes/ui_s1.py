@@ -2,14 +2,15 @@
 
     python -m jaxrl_llm.train --config=recipe:ui_s1 --workdir=runs/ui_s1
 
-The row's advantage, and that of a turn among the group's turns of its number by its discounted future rewards. Turns go
-along an expert's way, and one that leaves it is patched, twice at most. Each rollout is trained on once, in one of four
-minibatches as in released scripts, and the clip can act from the second on: update.batch_size is a quarter of an
-iteration's rollouts. The questions are a maze for small models, whose expert takes a shortest way: "Methods by turn" in
-docs/how-to/choose_a_method.md says what to set for your own.
+The advantage of a token is the advantage of its row plus the advantage of its turn. A turn is compared with the group's
+turns of the same number, by its discounted future rewards. The turns follow an expert's path. A turn that leaves the
+path is patched, at most twice. Each rollout is trained on once, in one of four minibatches, as in the released scripts.
+The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an iteration. The
+questions are a maze for small models, and the expert takes a shortest path. "Methods by turn" in
+docs/how-to/choose_a_method.md lists the settings to change for your own questions.
 Source: Lu et al. 2025, arXiv:2509.11543. Differs: a group that is left out because its returns hardly differ is not
-replaced by another; the step that was wrong stays in the row, and the patch follows it; a turn is worth 1 where it is
-the expert's, without parts for its form and the kind of its action.
+replaced by another group. The wrong step stays in the row, and the patch follows it. A turn scores 1 if it is the
+expert's step, without partial scores for its form and the kind of its action.
 """
 
 from jaxrl_llm.algorithms.use import use

@@ -2,12 +2,13 @@
 
     python -m jaxrl_llm.train --config=recipe:vcpo --workdir=runs/vcpo
 
-REINFORCE of whole sequences under truncated weights, less the baseline that leaves their gradients the least variance;
-steps scaled by the effective sample size.
-Source: arXiv:2602.17616. Differs: for the squared norm of a row's gradient stands the sum over its tokens of (1 - p)^2:
-the other tokens' logits, the Jacobian below them and the products of different positions are left out; a row's
-log-probability is its sum over sampling.max_completion_tokens; weights in the baseline are truncated as in the loss
-(not in released code, which also divides by the group's standard deviation and takes a mean over each sequence).
+REINFORCE of whole sequences with truncated importance weights. The baseline minimises the variance of the gradients.
+Steps are scaled by the effective sample size.
+Source: arXiv:2602.17616. Differs: the squared norm of a row's gradient is replaced by the sum over its tokens of (1 -
+p)^2. This leaves out the logits of other tokens, the Jacobian below the logits and the products of different positions.
+The log-probability of a row is its sum divided by sampling.max_completion_tokens. The weights in the baseline are
+truncated as in the loss. The released code does not truncate them, divides by the standard deviation of the group and
+takes a mean over each sequence.
 """
 
 from jaxrl_llm.algorithms.use import use
