@@ -28,7 +28,8 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.sweeps.table import Run
 from studies.design import COST_RATIO
 
-GENERATED, TRAINED = "rollout/generated_rows", "replay/drawn_rows"
+GENERATED = "rollout/generated_rows"
+TRAINED = "replay/drawn_rows"
 FORWARD = 1 / 3  # cost relative to a forward and backward pass
 
 
@@ -42,9 +43,11 @@ class Forwards(NamedTuple):
 def forwards(config: Config) -> Forwards:
     """Return the extra forward passes that the method of ``config`` makes per trained and per generated rollout."""
     algorithm = config.algorithm
-    of_trained = sum(algorithm.loss_needs(name) for name in OTHER_POLICIES)
-    of_trained += bool(algorithm.correction) and algorithm.correction.fact("over_batch") is not None
-    return Forwards(of_trained, len({*SAID_BY_LEARNER} & algorithm.columns))
+    num_trained = sum(algorithm.loss_needs(name) for name in OTHER_POLICIES)
+    if algorithm.correction and algorithm.correction.fact("over_batch") is not None:
+        num_trained += 1
+    num_generated = len({*SAID_BY_LEARNER} & algorithm.columns)
+    return Forwards(num_trained, num_generated)
 
 
 class Times(NamedTuple):
@@ -79,9 +82,15 @@ def line(times: Sequence[Times]) -> Seconds:
 
 def compute(run: Run, extra: Forwards, mu: float = COST_RATIO) -> np.ndarray:
     """Return the cumulative compute at each row of the run, in trained rollouts."""
-    generated, trained = (np.array([row[name] or 0.0 for row in run.rows], float) for name in (GENERATED, TRAINED))
-    each = trained * (1 + FORWARD * extra.of_trained) + generated * (mu + FORWARD * extra.of_generated)
-    return np.cumsum(each)
+    generated = _column(run, GENERATED)
+    trained = _column(run, TRAINED)
+    cost = trained * (1 + FORWARD * extra.of_trained) + generated * (mu + FORWARD * extra.of_generated)
+    return np.cumsum(cost)
+
+
+def _column(run: Run, name: str) -> np.ndarray:
+    """Return a metric of all rows of a run, 0 if it is missing."""
+    return np.array([row[name] or 0.0 for row in run.rows], float)
 
 
 def seconds(run: Run, times: Times) -> np.ndarray:
@@ -89,9 +98,9 @@ def seconds(run: Run, times: Times) -> np.ndarray:
 
     The seconds of generation scale with the number of generated rollouts, so resampling costs more.
     """
-    generated = np.array([row[GENERATED] or 0.0 for row in run.rows], float)
-    more = times.generate_s * (generated / times.generated - 1)
-    return np.cumsum(times.iteration_s + more)
+    generated = _column(run, GENERATED)
+    extra_s = times.generate_s * (generated / times.generated - 1)
+    return np.cumsum(times.iteration_s + extra_s)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,15 +125,21 @@ class Noise:
             mu: cost ratio of the measured costs.
             measured: finite costs by (y, N / B): replay ratio, and ring in batches.
         """
-        rhos, alphas = np.geomspace(1e-3, 1, 61).tolist(), np.linspace(0, 0.49, 99).tolist()
+        rhos = np.geomspace(1e-3, 1, 61).tolist()
+        alphas = np.linspace(0, 0.49, 99).tolist()
         grid = [Costs(mu, rho, alpha) for rho in rhos for alpha in alphas]
-        theory = np.log([[costs.relative_cost(y * n, y) for y, n in measured] for costs in grid])
-        apart = np.log(list(measured.values())) - theory  # [candidates, arms]
-        spread = lambda apart: np.sqrt(np.mean((apart - apart.mean(axis=1, keepdims=True)) ** 2, axis=1))
-        best = int(np.argmin(spread(apart)))
+        theory = [[costs.relative_cost(y * n, y) for y, n in measured] for costs in grid]
+        gaps = np.log(list(measured.values())) - np.log(theory)  # [candidates, arms]
+        errors = _spread(gaps)
+        best = int(np.argmin(errors))
         left_out = []
-        for arm in range(apart.shape[1]):
-            others = np.delete(apart, arm, axis=1)
-            least = int(np.argmin(spread(others)))
-            left_out.append(apart[least, arm] - others[least].mean())
-        return cls(grid[best], float(spread(apart)[best]), math.sqrt(np.mean(np.square(left_out))))
+        for arm in range(gaps.shape[1]):
+            others = np.delete(gaps, arm, axis=1)
+            best_of_others = int(np.argmin(_spread(others)))
+            left_out.append(gaps[best_of_others, arm] - others[best_of_others].mean())
+        return cls(grid[best], float(errors[best]), math.sqrt(np.mean(np.square(left_out))))
+
+
+def _spread(gaps: np.ndarray) -> np.ndarray:
+    """Return the standard deviation of each candidate's gaps over the arms: a constant factor does not count."""
+    return np.sqrt(np.mean((gaps - gaps.mean(axis=1, keepdims=True)) ** 2, axis=1))

@@ -1,16 +1,18 @@
-"""Raw metrics of published runs: what the study's tables and figures are made from, in one compressed file a sweep.
+"""Raw metrics of published runs, from which the study's tables and figures are made: one compressed file per sweep.
 
     python -m studies.raw --config=configs/sweeps/e4_delay.py --runs=runs/e4 --out=studies/data/e4.json.xz \\
         [--only ARM ...]
 
-Of every finished run: its settings and what its sweep called it, what each held-out question got before it and at
-every evaluation, what came after, and the metrics below, at every iteration, or, of runs that only chose a learning
-rate, at evaluations alone. Beside them the versions, the commit and the machine that made them. studies.all reads
-nothing else. With ``--only`` these arms' runs are put into the file, and the others keep what stands there: a long
-sweep can be run an arm, or a few seeds of one, at a time, on machines that do not last. None of it is measured by the
-clock, so that they need not be alike. An arm is shown once all its seeds are there.
+A file has for every finished run: its settings, its label in the sweep, the score of each held-out question before the
+run and at every evaluation, the results of the sweep's ``after``, and the metrics ``METRICS``. The metrics are of every
+iteration, or of evaluations only if the run only chose a learning rate. The file also has the versions, the commit and
+the machine of the runs. studies.all reads nothing else.
 
-Owns: that file. Does not know: what is shown of it.
+With ``--only``, the runs of these arms are put into the file, and the other arms keep their runs. So a long sweep can
+be run one arm, or a few seeds of an arm, at a time. No value is measured by the clock, so the machines may differ. An
+arm is shown once all its seeds are in the file.
+
+Owns: the raw file. Does not know: the tables and figures.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import numpy as np
 from benchmarks.machine import hardware
 from jaxrl_llm.commands.sweep import points_of, read_sweep, runs_of
 from jaxrl_llm.config import Config, recorded
-from jaxrl_llm.sweeps.points import SEED, Point, with_point
+from jaxrl_llm.sweeps.points import SEED, Point, Sweep, with_point
 from jaxrl_llm.sweeps.table import Run
 from studies.costs import GENERATED, TRAINED
 from studies.design import RATE, is_reported, without_rate
@@ -70,21 +72,34 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
         SystemExit: no such arm, no run is finished, they are of several commits or versions, or two of one seed and
             task were not asked the same held-out questions, as intervals take for granted.
     """
-    base, sweep = runpy.run_path(config)["get_config"]().to_dict(), read_sweep(config)
+    base = runpy.run_path(config)["get_config"]().to_dict()
+    sweep = read_sweep(config)
     if only:
-        arm_of = lambda point: without_rate(sweep.called(point))
-        named = {arm_of(point) for point in sweep.points}
-        if missing := sorted({*only} - named):
-            raise SystemExit(f"--only={missing[0]!r}: no such arm in {config}; it has {sorted(named)}")
-        sweep = dataclasses.replace(sweep, points=[point for point in sweep.points if arm_of(point) in only])
+        sweep = _only_arms(sweep, only, config)
     points = points_of(config, base, sweep, folder)
     runs = [run for run in runs_of(folder, points, sweep, {}) if run.status == "finished"]
-    made_with = [json.loads((folder / run.name / "config.json").read_text())["made_with"] for run in runs]
+    made_with = []
+    for run in runs:
+        record = json.loads((folder / run.name / "config.json").read_text())
+        made_with.append(record["made_with"])
     if not runs or any(other != made_with[0] for other in made_with):
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
-    refuse_other_questions([(folder / run.name, points[run.name][1]) for run in runs])
-    records = [_record(run, folder / run.name, points[run.name][1], sweep.called(run.point)) for run in runs]
+    configs_of_runs = {run.name: points[run.name][1] for run in runs}
+    refuse_other_questions([(folder / run.name, configs_of_runs[run.name]) for run in runs])
+    records = [_record(run, folder / run.name, configs_of_runs[run.name], sweep.called(run.point)) for run in runs]
     return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
+
+
+def _only_arms(sweep: Sweep, only: Sequence[str], config: str) -> Sweep:
+    """Return the sweep with the points of the arms ``only``."""
+    points_by_arm: dict[str, list[Point]] = {}
+    for point in sweep.points:
+        points_by_arm.setdefault(without_rate(sweep.called(point)), []).append(point)
+    missing = sorted({*only} - {*points_by_arm})
+    if missing:
+        raise SystemExit(f"--only={missing[0]!r}: no such arm in {config}; it has {sorted(points_by_arm)}")
+    points = [point for point in sweep.points if without_rate(sweep.called(point)) in only]
+    return dataclasses.replace(sweep, points=points)
 
 
 def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
@@ -98,19 +113,30 @@ def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return content
-    before, machine = content_of(path), content["made_with"]["machine"]
-    another = {} if machine == (its := before["made_with"]["machine"]) else {"machine": machine}
-    for field, found in {"config": content["config"], "made_with": content["made_with"] | {"machine": its}}.items():
-        if before[field] != found:
-            raise SystemExit(f"{path} has runs of {field} {before[field]}, not of {found}")
+    before = content_of(path)
+    machine = content["made_with"]["machine"]
+    machine_before = before["made_with"]["machine"]
+    _refuse_other(path, "config", before["config"], content["config"])
+    _refuse_other(path, "made_with", before["made_with"], content["made_with"] | {"machine": machine_before})
     runs = {record["name"]: record for record in before["runs"]}
-    runs |= {record["name"]: record | another for record in content["runs"]}
+    for record in content["runs"]:
+        runs[record["name"]] = record if machine == machine_before else record | {"machine": machine}
     rates: dict[str, float] = {}
     for record in runs.values():
-        arm, rate = without_rate(record["label"]), record["point"][RATE]
-        if is_reported(record["point"][SEED]) and rates.setdefault(arm, rate) != rate:
-            raise SystemExit(f"{path} would have {arm!r} at two learning rates, {rates[arm]} and {rate}")
+        if not is_reported(record["point"][SEED]):
+            continue
+        arm = without_rate(record["label"])
+        rate = record["point"][RATE]
+        first_rate = rates.setdefault(arm, rate)
+        if first_rate != rate:
+            raise SystemExit(f"{path} would have {arm!r} at two learning rates, {first_rate} and {rate}")
     return before | {"runs": list(runs.values())}
+
+
+def _refuse_other(path: pathlib.Path, field: str, before: Any, new: Any) -> None:
+    """Raise SystemExit if new runs have another value of ``field`` than the file at ``path``."""
+    if before != new:
+        raise SystemExit(f"{path} has runs of {field} {before}, not of {new}")
 
 
 def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
@@ -118,24 +144,35 @@ def refuse_other_questions(runs: Sequence[tuple[pathlib.Path, Config]]) -> None:
 
     ``runs`` has the folder and the config of each run.
     """
-    asked: dict[str, tuple[pathlib.Path, list[str]]] = {}
+    questions_of_task: dict[str, tuple[pathlib.Path, list[str]]] = {}
     for workdir, config in runs:
         samples = json.loads((workdir / "eval_before.json").read_text())["samples"]
-        questions = [one["prompt"] for one in samples[:: config.eval.num_samples]]
-        first, wanted = asked.setdefault(f"{config.seed} {config.prompts}", (workdir, questions))
-        if questions != wanted:
+        questions = [sample["prompt"] for sample in samples[:: config.eval.num_samples]]
+        task = f"{config.seed} {config.prompts}"
+        first, first_questions = questions_of_task.setdefault(task, (workdir, questions))
+        if questions != first_questions:
             raise SystemExit(f"{workdir} was asked other held-out questions than {first}, of the same seed and task")
 
 
-def _record(run: Run, workdir: pathlib.Path, config: Config, called: str) -> dict[str, Any]:
-    last = config.num_iterations
-    at = [row["iteration"] for row in run.rows if row.get("eval/pass_rate") is not None]
-    files = [workdir / ("eval_after.json" if i == last else f"eval_{i}.json") for i in at]
-    rows = run.rows if is_reported(run.point[SEED]) else _between(run.rows, at)
-    columns = {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)}
-    before, *passed = [_passed(path, config.rewards.pass_threshold) for path in (workdir / "eval_before.json", *files)]
-    about = {"name": run.name, "label": called, "point": run.point, "samples": config.eval.num_samples}
-    return about | {"after": dict(run.after), "before": before, "passed": passed, "metrics": columns}
+def _record(run: Run, workdir: pathlib.Path, config: Config, label: str) -> dict[str, Any]:
+    """Return the record of a run for the raw file."""
+    evaluated = [row["iteration"] for row in run.rows if row.get("eval/pass_rate") is not None]
+    threshold = config.rewards.pass_threshold
+    passed = []
+    for iteration in evaluated:
+        name = "eval_after.json" if iteration == config.num_iterations else f"eval_{iteration}.json"
+        passed.append(_passed(workdir / name, threshold))
+    rows = run.rows if is_reported(run.point[SEED]) else _between(run.rows, evaluated)
+    return {
+        "name": run.name,
+        "label": label,
+        "point": run.point,
+        "samples": config.eval.num_samples,
+        "after": dict(run.after),
+        "before": _passed(workdir / "eval_before.json", threshold),
+        "passed": passed,
+        "metrics": {name: [_rounded(row.get(name)) for row in rows] for name in ("iteration", *METRICS)},
+    }
 
 
 def _passed(path: pathlib.Path, threshold: float) -> list[int]:
@@ -145,29 +182,36 @@ def _passed(path: pathlib.Path, threshold: float) -> list[int]:
         SystemExit: the reward of an answer failed. The answer would count as wrong.
     """
     evaluation = json.loads(path.read_text())
-    rewards = [one["reward"] for one in evaluation["samples"]]
-    if failed := rewards.count(None):
-        raise SystemExit(f"{path} has {failed} answers whose reward failed: run that point again")
-    return np.reshape(np.array(rewards) >= threshold, (-1, evaluation["num_samples"])).sum(axis=1).tolist()
+    rewards = [sample["reward"] for sample in evaluation["samples"]]
+    num_failed = rewards.count(None)
+    if num_failed:
+        raise SystemExit(f"{path} has {num_failed} answers whose reward failed: run that point again")
+    by_question = np.reshape(np.array(rewards) >= threshold, (-1, evaluation["num_samples"]))
+    return by_question.sum(axis=1).tolist()
 
 
-def _between(rows: Sequence[Any], at: Sequence[int]) -> list[dict[str, float | None]]:
+def _between(rows: Sequence[Any], evaluated: Sequence[int]) -> list[dict[str, float | None]]:
     """Return one row per evaluation over the iterations since the last one: sums for ``COUNTS``, otherwise means."""
-    found, begin = [], 0
-    for end in at:
-        some = [row for row in rows if begin < row["iteration"] <= end]
+    lines = []
+    begin = 0
+    for end in evaluated:
+        interval = [row for row in rows if begin < row["iteration"] <= end]
         line: dict[str, float | None] = {}
         for name in METRICS:
-            values = [row[name] for row in some if row.get(name) is not None]
-            of = np.sum if name in COUNTS else np.mean
-            line[name] = float(of(values)) if values else None
-        found.append(line | {"iteration": end, "eval/pass_rate": some[-1]["eval/pass_rate"]})
+            values = [row[name] for row in interval if row.get(name) is not None]
+            reduce = np.sum if name in COUNTS else np.mean
+            line[name] = float(reduce(values)) if values else None
+        line["iteration"] = end
+        line["eval/pass_rate"] = interval[-1]["eval/pass_rate"]
+        lines.append(line)
         begin = end
-    return found
+    return lines
 
 
 def _rounded(value: float | None) -> float | None:
-    return value if value is None or isinstance(value, int) else float(f"{value:.{DIGITS}g}")
+    if value is None or isinstance(value, int):
+        return value
+    return float(f"{value:.{DIGITS}g}")
 
 
 def write(content: dict[str, Any], path: pathlib.Path) -> None:
@@ -181,21 +225,34 @@ def content_of(path: pathlib.Path) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> Study:
+    """Return the content of the raw file at ``path`` as a study."""
     content = content_of(path)
-    runs, labels, samples, passed, before, machines = [], {}, {}, {}, {}, {}
-    for record in content["runs"]:
-        columns = record["metrics"]
-        rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        is_tuple = lambda v: isinstance(v, list) and not any(isinstance(x, dict) for x in v)  # not a list of functions
-        point: Point = {name: tuple(v) if is_tuple(v) else v for name, v in record["point"].items()}
-        runs.append(Run(record["name"], point, "finished", rows, after=record.get("after", {})))
-        passed[record["name"]] = np.array(record["passed"])
-        samples[record["name"]] = record["samples"]
-        labels[record["name"]] = record["label"]
-        machines[record["name"]] = record.get("machine", content["made_with"]["machine"])
-        if "before" in record:
-            before[record["name"]] = np.array(record["before"])
-    return Study(content["config"], content["made_with"], runs, labels, samples, passed, before, machines)
+    records = content["runs"]
+    machine = content["made_with"]["machine"]
+    return Study(
+        config=content["config"],
+        made_with=content["made_with"],
+        runs=[_run(record) for record in records],
+        labels={record["name"]: record["label"] for record in records},
+        samples_of={record["name"]: record["samples"] for record in records},
+        passed={record["name"]: np.array(record["passed"]) for record in records},
+        before={record["name"]: np.array(record["before"]) for record in records if "before" in record},
+        machines={record["name"]: record.get("machine", machine) for record in records},
+    )
+
+
+def _run(record: dict[str, Any]) -> Run:
+    """Return the run of a record."""
+    columns = record["metrics"]
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    point: Point = {name: _as_setting(value) for name, value in record["point"].items()}
+    return Run(record["name"], point, "finished", rows, after=record.get("after", {}))
+
+
+def _as_setting(value: Any) -> Any:
+    """Return a value of JSON as a setting: a list becomes a tuple, unless it holds functions (mappings)."""
+    is_tuple = isinstance(value, list) and not any(isinstance(item, dict) for item in value)
+    return tuple(value) if is_tuple else value
 
 
 def configs(study: Study, runs: Sequence[Run]) -> list[Config]:
@@ -210,12 +267,13 @@ def main() -> None:
     parser.add_argument("--runs", type=pathlib.Path, required=True)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--only", nargs="+", default=[], metavar="ARM", help="arms, without their rates")
-    given = parser.parse_args()
-    content = collect(given.config, given.runs, given.only)
-    if given.only:
-        content = added(content, given.out)
-    write(content, given.out)
-    print(f"{len(content['runs'])} runs, {given.out.stat().st_size / 2**20:.2f} MiB in {given.out}")
+    arguments = parser.parse_args()
+    content = collect(arguments.config, arguments.runs, arguments.only)
+    if arguments.only:
+        content = added(content, arguments.out)
+    write(content, arguments.out)
+    size_mb = arguments.out.stat().st_size / 2**20
+    print(f"{len(content['runs'])} runs, {size_mb:.2f} MiB in {arguments.out}")
 
 
 if __name__ == "__main__":

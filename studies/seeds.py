@@ -37,21 +37,25 @@ def paired(differences: Sequence[float]) -> Paired:
     """Return the paired t statistics of one difference per seed; NaN with p = 1 if a difference is not finite."""
     x = np.asarray(differences, float)
     if not np.isfinite(x).all():
-        return Paired(*[np.nan] * 3, 1.0)
+        return Paired(np.nan, np.nan, np.nan, 1.0)
+    mean = x.mean()
+    freedom = len(x) - 1
     error = x.std(ddof=1) / np.sqrt(len(x))
-    reach = stats.t.ppf(0.975, len(x) - 1) * error
-    p = 2 * stats.t.sf(abs(x.mean()) / error, len(x) - 1) if error else float(x.mean() == 0)
-    return Paired(float(x.mean()), float(x.mean() - reach), float(x.mean() + reach), float(p))
+    reach = stats.t.ppf(0.975, freedom) * error
+    p = 2 * stats.t.sf(abs(mean) / error, freedom) if error else float(mean == 0)
+    return Paired(float(mean), float(mean - reach), float(mean + reach), float(p))
 
 
 def by_seed(arm: Arm) -> list[Arm]:
     """Return each seed's run as an arm of its own, without bootstrap draws."""
-    alone, found = Resampling(1, arm.passed.shape[2], resamples=0), []
+    no_draws = Resampling(1, arm.passed.shape[2], resamples=0)
+    arms = []
     for i, run in enumerate(arm.runs):
-        passed, at = arm.passed[i : i + 1], arm.at[i : i + 1]
-        curves = alone.curves(passed / arm.samples)
-        found.append(dataclasses.replace(arm, runs=[run], passed=passed, curves=curves, at=at, draws=alone))
-    return found
+        passed = arm.passed[i : i + 1]
+        at = arm.at[i : i + 1]
+        curves = no_draws.curves(passed / arm.samples)
+        arms.append(dataclasses.replace(arm, runs=[run], passed=passed, curves=curves, at=at, draws=no_draws))
+    return arms
 
 
 def ends(arm: Arm, base: Arm) -> Paired:
@@ -61,9 +65,15 @@ def ends(arm: Arm, base: Arm) -> Paired:
 
 def saved(arm: Arm, base: Arm, threshold: float, way: Way) -> Paired:
     """Return the share of the base's cost to the threshold that an arm saves."""
-    to = lambda one: np.array([float(each.to(threshold, way(each))[0]) for each in by_seed(one)])
-    mean, low, high, p = paired(np.log(to(arm)) - np.log(to(base)))
+    logarithms = np.log(_costs_by_seed(arm, threshold, way)) - np.log(_costs_by_seed(base, threshold, way))
+    mean, low, high, p = paired(logarithms)
     return Paired(1 - np.exp(mean), 1 - np.exp(high), 1 - np.exp(low), p)
+
+
+def _costs_by_seed(arm: Arm, threshold: float, way: Way) -> np.ndarray:
+    """Return the cost to the threshold of each seed of an arm."""
+    costs = [run_of_seed.to(threshold, way(run_of_seed))[0] for run_of_seed in by_seed(arm)]
+    return np.array([float(cost) for cost in costs])
 
 
 def holm(p: Mapping[str, float], level: float = 0.05) -> list[str]:
@@ -89,6 +99,8 @@ def ranks(costs: np.ndarray) -> list[Rank]:
 
     ``costs`` is [arms, 1 + resamples]. Column 0 has the figures themselves and is not a draw.
     """
-    order = costs[:, 1:].argsort(axis=0, kind="stable").argsort(axis=0, kind="stable") + 1
+    draws = costs[:, 1:]
+    order = draws.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable") + 1
+    first = (order == 1).mean(axis=1)
     low, high = np.quantile(order, (0.025, 0.975), axis=1, method="closest_observation")
-    return [Rank(*of) for of in zip((order == 1).mean(axis=1).tolist(), low.tolist(), high.tolist(), strict=True)]
+    return [Rank(*rank) for rank in zip(first.tolist(), low.tolist(), high.tolist(), strict=True)]

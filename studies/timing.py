@@ -23,6 +23,7 @@ import pathlib
 import random
 import statistics
 import tempfile
+from typing import Any
 
 from benchmarks.machine import hardware
 from jaxrl_llm.commands.train import train
@@ -55,14 +56,62 @@ def measure(config: Config) -> list[dict[str, float]]:
 
 def summary(rows: list[dict[str, float]]) -> dict[str, float]:
     """Return the medians of the rows as the fields of ``costs.Times``."""
-    of = lambda value: statistics.median(map(value, rows))
     return {
-        "generate_s": of(lambda row: row["time/generate_s"] + row["time/reward_s"]),
-        "update_s": of(lambda row: row["time/update_s"]),
-        "iteration_s": of(lambda row: row["time/iteration_s"]),
-        "generated": of(lambda row: row[GENERATED]),
-        "trained": of(lambda row: row[TRAINED]),
+        "generate_s": statistics.median(row["time/generate_s"] + row["time/reward_s"] for row in rows),
+        "update_s": statistics.median(row["time/update_s"] for row in rows),
+        "iteration_s": statistics.median(row["time/iteration_s"] for row in rows),
+        "generated": statistics.median(row[GENERATED] for row in rows),
+        "trained": statistics.median(row[TRAINED] for row in rows),
     }
+
+
+@dataclasses.dataclass
+class Work:
+    """Arms to time.
+
+    Attributes:
+        configs: timed config by its JSON. Arms of several files may share one.
+        arms: JSON of the timed config by raw file and name of the arm.
+    """
+
+    configs: dict[str, Config] = dataclasses.field(default_factory=dict)
+    arms: dict[pathlib.Path, dict[str, str]] = dataclasses.field(default_factory=dict)
+
+    def add(self, path: pathlib.Path, iterations: int, only: list[str]) -> None:
+        """Add the reported arms of a raw file. Arms outside ``only`` are not measured, unless it is empty."""
+        study = raw.read(path)
+        first_runs = [runs[0] for runs in groups(study.reported()).values()]
+        for run, config in zip(first_runs, raw.configs(study, first_runs), strict=True):
+            name = study.labels[run.name]
+            timed_config = timed(config, iterations)
+            key = to_json(timed_config)
+            if not only or without_rate(name) in only:
+                self.configs[key] = timed_config
+            self.arms.setdefault(path, {})[name] = key
+
+    def names(self) -> set[str]:
+        """Return the names of all arms without their rates."""
+        return {without_rate(name) for arms in self.arms.values() for name in arms}
+
+
+def write_times(
+    path: pathlib.Path,
+    arms: dict[str, str],
+    rows: dict[str, list[dict[str, float]]],
+    made_with: dict[str, Any],
+    only: list[str],
+) -> None:
+    """Write the times of the arms of a raw file beside it. With ``only``, the other arms keep their recorded times."""
+    out = path.with_name(f"{path.name.removesuffix(RAW)}_times.json")
+    before = json.loads(out.read_text()) if only else {"made_with": made_with, "times": {}}
+    recorded = {without_rate(name): times for name, times in before["times"].items()}
+    times = {}
+    for name, key in arms.items():
+        times[name] = summary(rows[key]) if key in rows else recorded[without_rate(name)]
+    content_made_with = before["made_with"]
+    if only:
+        content_made_with = content_made_with | {"again": made_with | {"arms": only}}
+    out.write_text(json.dumps({"made_with": content_made_with, "times": times}, indent=1) + "\n")
 
 
 def main() -> None:
@@ -71,36 +120,28 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--only", nargs="+", default=[], metavar="ARM", help="arms, without their rates")
-    given = parser.parse_args()
-    if given.iterations < 2 or given.rounds < 1 or not all(path.name.endswith(RAW) for path in given.raw):
+    arguments = parser.parse_args()
+    are_raw = all(path.name.endswith(RAW) for path in arguments.raw)
+    if arguments.iterations < 2 or arguments.rounds < 1 or not are_raw:
         parser.error(f"files must be *{RAW}, --iterations at least 2 (the first warms up) and --rounds at least 1")
-    work: dict[str, Config] = {}
-    arms: dict[pathlib.Path, dict[str, str]] = {}  # by file and name of the arm: its timed config as JSON
-    for path in given.raw:
-        study = raw.read(path)
-        first = [runs[0] for runs in groups(study.reported()).values()]
-        for run, config in zip(first, raw.configs(study, first), strict=True):
-            config, name = timed(config, given.iterations), study.labels[run.name]
-            what = to_json(config)
-            if not given.only or without_rate(name) in given.only:
-                work[what] = config
-            arms.setdefault(path, {})[name] = what
-    if missing := {*given.only} - {without_rate(name) for its_arms in arms.values() for name in its_arms}:
-        parser.error(f"--only={sorted(missing)[0]!r}: no such arm")
-    rows: dict[str, list[dict[str, float]]] = {what: [] for what in work}
-    for i in range(given.rounds):
-        for what in random.Random(i).sample(list(work), len(work)):
-            rows[what] += measure(work[what])
-        made_with = {"machine": hardware(), "iterations": given.iterations, "rounds": i + 1}
-        made_with["with"] = [path.name.removesuffix(RAW) for path in given.raw]
-        for path, its_arms in arms.items():
-            out = path.with_name(f"{path.name.removesuffix(RAW)}_times.json")
-            before = json.loads(out.read_text()) if given.only else {"made_with": made_with, "times": {}}
-            kept = {without_rate(name): times for name, times in before["times"].items()}
-            times = {name: summary(rows[x]) if x in work else kept[without_rate(name)] for name, x in its_arms.items()}
-            again = {"again": made_with | {"arms": given.only}} if given.only else {}
-            content = {"made_with": before["made_with"] | again, "times": times}
-            out.write_text(json.dumps(content, indent=1) + "\n")
+    work = Work()
+    for path in arguments.raw:
+        work.add(path, arguments.iterations, arguments.only)
+    missing = {*arguments.only} - work.names()
+    if missing:
+        parser.error(f"--only={min(missing)!r}: no such arm")
+    rows: dict[str, list[dict[str, float]]] = {key: [] for key in work.configs}
+    for i in range(arguments.rounds):
+        for key in random.Random(i).sample(list(work.configs), len(work.configs)):
+            rows[key] += measure(work.configs[key])
+        made_with = {
+            "machine": hardware(),
+            "iterations": arguments.iterations,
+            "rounds": i + 1,
+            "with": [path.name.removesuffix(RAW) for path in arguments.raw],
+        }
+        for path, arms in work.arms.items():
+            write_times(path, arms, rows, made_with, arguments.only)
 
 
 if __name__ == "__main__":
