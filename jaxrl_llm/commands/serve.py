@@ -1,13 +1,18 @@
-"""Serve: completions of a model over HTTP, for agents and for anything that speaks the OpenAI API.
+"""Serve: answer requests for completions of a model over HTTP, for agents and for clients of the OpenAI API.
 
     python -m jaxrl_llm.serve --model=smollm2-135m-instruct --port=8000
 
-Token ids in, token ids with the log-probs that they were drawn with out: /inference/v1/generate. Messages and text:
-/v1/chat/completions. Requests are decoded side by side in as many slots as --slots; more wait, up to --max_waiting.
+There are two routes:
+
+- /inference/v1/generate receives token ids, and returns token ids and the log-probs that they were drawn with.
+- /v1/chat/completions receives messages and returns text.
+
+Requests are decoded side by side in --slots slots. Up to --max_waiting more requests wait.
 
     python -m jaxrl_llm.serve --model=BASE --adapter=terse=FOLDER --adapter=kind=FOLDER
 
-Adapters are models too, by their names, over one copy of the base. Each has slots of its own; they decode by turns.
+Each adapter is also a model that requests can name. All share one copy of the base. Each adapter has its own slots, and
+the adapters decode by turns.
 
 Owns: the command's work. Does not know: routes, the table of requests.
 """
@@ -53,36 +58,50 @@ def server_of(
     seed: int | None = 0,
     compute_dtype: str = "float32",
 ) -> Server:
-    """A server of the model at ``path``, with its engines running; ``serve_forever`` answers.
+    """Return a server of the model at ``path`` whose engines run. ``serve_forever`` answers the requests.
 
     Args:
-        adapters: folders of such over it, by name.
-        seed: of the noise; with None requests without a seed of their own have the noise of no other server.
+        adapters: folders of adapters of this model, by name.
+        seed: seed of the sampling noise. With None, requests without their own seed have new noise at every start.
 
     Raises:
-        ConfigError: bad input, or an address that cannot be had, before anything is compiled.
+        ConfigError: bad input, or an address that is not available, before anything is compiled.
     """
+    adapters = adapters or {}
     source = pretrained.resolve(path)
-    arch, tokenizer = source.architecture(), source.tokenizer().ending_at(sampling.stop_tokens)
+    arch = source.architecture()
+    tokenizer = source.tokenizer().ending_at(sampling.stop_tokens)
     mesh = sharding.make_mesh(MeshConfig())
     shards = sharding.num_data_shards(mesh)
     if slots < 1 or slots % shards:
-        raise ConfigError(f"--slots={slots} must be a multiple of {shards}, the devices with rows of their own")
+        raise ConfigError(f"--slots={slots} must be a multiple of {shards}, the devices that the rows are split over")
     if max_prompt_tokens + sampling.max_completion_tokens > arch.max_positions:
-        both = f"--max_prompt_tokens={max_prompt_tokens} + --max_tokens={sampling.max_completion_tokens}"
-        raise ConfigError(f"{both} must be at most the model's {arch.max_positions} positions")
+        lengths = f"--max_prompt_tokens={max_prompt_tokens} + --max_tokens={sampling.max_completion_tokens}"
+        raise ConfigError(f"{lengths} must be at most the model's {arch.max_positions} positions")
     try:
-        num_requests = (slots + max_waiting) * (1 + len(adapters or {}))
+        num_requests = (slots + max_waiting) * (1 + len(adapters))
         server = Server(address, {}, tokenizer, sampling.temperature, token, num_requests=num_requests)
     except OSError as error:
         raise ConfigError(f"--host={address[0]!r:.100} --port={address[1]}: {error}") from error
     try:
-        how = {"slots": slots, "max_waiting": max_waiting, "seed": seed, "compute_dtype": compute_dtype}
-        server.engines = _engines(path, source, adapters or {}, mesh, tokenizer, sampling, max_prompt_tokens, **how)
+        server.engines = _engines(
+            path,
+            source,
+            adapters,
+            mesh,
+            tokenizer,
+            sampling,
+            max_prompt_tokens,
+            slots=slots,
+            max_waiting=max_waiting,
+            seed=seed,
+            compute_dtype=compute_dtype,
+        )
     except BaseException:
         server.server_close()
         raise
-    server.activate()  # not before: a client that comes before there are weights is refused, and does not hang
+    # Only now: a client that connects before the weights are loaded is refused and does not hang.
+    server.activate()
     return server
 
 
@@ -100,51 +119,59 @@ def _engines(
     seed: int | None,
     compute_dtype: str,
 ) -> dict[str, Engine]:
-    """Running ones of the model and its adapters, by name; arguments as of ``server_of``."""
-    arch, shards = source.architecture(), sharding.num_data_shards(mesh)
-    at_once = min(8, slots // shards) * shards  # prompts of one prefill
+    """Return the running engines of the model and its adapters, by name. The arguments are those of ``server_of``."""
+    arch = source.architecture()
+    shards = sharding.num_data_shards(mesh)
+    num_prompts = min(8, slots // shards) * shards  # prompts of one prefill
     configs = {name: peft.read_config(folder) for name, folder in adapters.items()}
-    model, apart = Model(arch, compute_dtype), {path: ({"blocks": {}}, LoraConfig())}
+    model = Model(arch, compute_dtype)
+    loaded = {path: ({"blocks": {}}, LoraConfig())}  # the model itself has no adapters
     for name, config in configs.items():
-        apart[name] = peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh), config
+        loaded[name] = peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh), config
     if adapters:
         model = dataclasses.replace(model, lora=lora.common(configs.values()))
     is_greedy = sampling.temperature == 0
-    base = source.load_params(model.base, mesh, seed=seed or 0)  # which may be wrong, before anything is compiled
+    # Loaded before anything is compiled, because the files may be wrong.
+    base = source.load_params(model.base, mesh, seed=seed or 0)
     sampler = (Sampler if is_greedy else TemperingSampler)(
         model=model,
         mesh=mesh,
         sampling=sampling if is_greedy else dataclasses.replace(sampling, temperature=1.0),
         eos_ids=tokenizer.eos_ids,
-        num_prompts=at_once,
+        num_prompts=num_prompts,
         group_size=1,
         max_prompt_tokens=max_prompt_tokens,
         num_slots=slots,
         chunk_steps=8,
-        lookahead=slots - at_once,
+        lookahead=slots - num_prompts,
         keeps_support=False,
         cuts_rows=True,
     )
     sizes = {"--slots": slots, "--max_tokens": sampling.max_completion_tokens, "--max_prompt_tokens": max_prompt_tokens}
-    check_fits([sampler.abstract_state()] * (1 + len(adapters)), mesh, sizes)  # each engine has its own
+    check_fits([sampler.abstract_state()] * (1 + len(adapters)), mesh, sizes)  # one state for each engine
     programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
+    params = {}
     if adapters:
         shapes = model.abstract_params(mesh)
-        own = {name: lora.fit(*each, shapes, model.lora, base) for name, each in apart.items()}
         shared = compiled["publish_base"](base)
-        params = {name: lora.join(compiled["publish"](each, base), shared) for name, each in own.items()}
+        for name, (weights, config) in loaded.items():
+            fitted = lora.fit(weights, config, shapes, model.lora, base)
+            params[name] = lora.join(compiled["publish"](fitted, base), shared)
     else:
-        params = {path: compiled["publish"](base)}
-    turn, key = threading.Lock(), sharding.put(rng.stream(seed or 0, "sample"), sharding.replicated(mesh, 0))
-    compiled = {name: _in_turn(program, turn) for name, program in compiled.items()}
-    given = key, tokenizer.decode, max_waiting
-    first = lambda: secrets.randbelow(2**30) if seed is None else 0
-    return {name: Engine(sampler, compiled, each, *given, first()) for name, each in params.items()}
+        params[path] = compiled["publish"](base)
+    turn = threading.Lock()
+    key = sharding.put(rng.stream(seed or 0, "sample"), sharding.replicated(mesh, 0))
+    in_turn = {name: _in_turn(program, turn) for name, program in compiled.items()}
+    engines = {}
+    for name, weights in params.items():
+        first = secrets.randbelow(2**30) if seed is None else 0
+        engines[name] = Engine(sampler, in_turn, weights, key, tokenizer.decode, max_waiting, first)
+    return engines
 
 
 def _in_turn(program: Callable, turn: threading.Lock) -> Callable:
-    """A program of several engines' threads: it must come to all devices in one order."""
+    """Return the program for use by the threads of several engines. All devices must run the calls in one order."""
 
     def run(*args: Any) -> Any:
         with turn:
@@ -153,16 +180,23 @@ def _in_turn(program: Callable, turn: threading.Lock) -> Callable:
     return run
 
 
-def adapters_of(flags_given: list[str], model: str) -> dict[str, str]:
-    """Folders by name, of "name=folder" or a folder that is its own name; ConfigError where one stands twice."""
-    found = {model: ""}
-    for text in flags_given:
+def adapters_of(texts: list[str], model: str) -> dict[str, str]:
+    """Return the folders of adapters by name.
+
+    Args:
+        texts: "name=folder", or a folder, which is its own name.
+        model: name of the model, which an adapter must not have.
+
+    Raises:
+        ConfigError: two adapters have one name, or a name is empty.
+    """
+    folders: dict[str, str] = {}
+    for text in texts:
         name, _, folder = text.partition("=")
-        if name in found or not name:
+        if not name or name == model or name in folders:
             raise ConfigError(f"--adapter={text!r:.200} must be NAME=FOLDER with a name of its own")
-        found[name] = folder or name
-    del found[model]
-    return found
+        folders[name] = folder or name
+    return folders
 
 
 def serve(
@@ -201,7 +235,9 @@ def serve(
         raise ConfigError(f"--temperature={temperature} must be 0 or from 0.01 to 100")
     token = os.environ.get("JAXRL_SERVE_TOKEN", "")
     if host not in ("127.0.0.1", "::1", "localhost") and not token:
-        raise ConfigError(f"--host={host!r:.100} lets others in: set JAXRL_SERVE_TOKEN, which they must bear")
+        raise ConfigError(
+            f"--host={host!r:.100} lets other machines connect: set JAXRL_SERVE_TOKEN, the token of their requests"
+        )
     server = server_of(
         model,
         adapters,
@@ -229,7 +265,7 @@ def serve(
 
 
 def _watch(server: Server, engine: Engine) -> None:
-    """End the server with its engine."""
+    """End the server when its engine ends."""
     engine.join()
     server.shutdown()
 
@@ -254,16 +290,18 @@ def main() -> None:
 def define_flags() -> None:
     """Define the flags of the command."""
     flags.DEFINE_string("model", None, pretrained.SOME)
-    flags.DEFINE_multi_string("adapter", [], "NAME=FOLDER of adapters (PEFT) over it; may be given repeatedly.")
-    flags.DEFINE_string("host", "127.0.0.1", "Address to listen at; others reach it only with a token.")
+    flags.DEFINE_multi_string("adapter", [], "NAME=FOLDER of adapters (PEFT) for the model. The flag may be repeated.")
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen at. Other machines need a token (JAXRL_SERVE_TOKEN).")
     flags.DEFINE_integer("port", 8000, "Port; 0 takes a free one.", lower_bound=0, upper_bound=65535)
     flags.DEFINE_integer("slots", 32, "Completions decoded side by side.", upper_bound=2**31 - 1)
-    flags.DEFINE_integer("max_waiting", 256, "Requests that may wait; more are answered with 429.")
-    flags.DEFINE_integer("max_prompt_tokens", 512, "Longest prompt.")
-    flags.DEFINE_integer("max_tokens", 512, "Longest completion.")
-    flags.DEFINE_float("temperature", 1.0, "Softmax temperature of requests that name none; 0 is greedy, for all.")
-    said = "Of the noise; by default requests without a seed of their own have another at every start."
-    flags.DEFINE_integer("seed", None, said, lower_bound=0, upper_bound=2**31 - 1)
+    flags.DEFINE_integer("max_waiting", 256, "Most requests that wait; more are answered with status 429.")
+    flags.DEFINE_integer("max_prompt_tokens", 512, "Most tokens of a prompt.")
+    flags.DEFINE_integer("max_tokens", 512, "Most tokens of a completion.")
+    flags.DEFINE_float(
+        "temperature", 1.0, "Softmax temperature of requests that name none; 0 = greedy decoding of all requests."
+    )
+    seed_help = "Seed of the sampling noise. By default, requests without a seed have new noise at every start."
+    flags.DEFINE_integer("seed", None, seed_help, lower_bound=0, upper_bound=2**31 - 1)
     flags.DEFINE_enum("compute_dtype", "float32", ["float32", "bfloat16"], "Arithmetic.")
     flags.mark_flag_as_required("model")
 
