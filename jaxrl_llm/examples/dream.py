@@ -41,7 +41,7 @@ from typing import Any
 
 from jaxrl_llm.examples.experience import NUMBER, transitions
 from jaxrl_llm.examples.retrieval import is_of
-from jaxrl_llm.runtime.chat_client import said, said_by
+from jaxrl_llm.runtime.chat_client import reply_of, reply_to
 
 NUM_NEAREST = 3
 MAX_TOKENS = 512  # of a reply; the default limit of `jaxrl_llm.serve`
@@ -81,7 +81,7 @@ def imagined(task: str, state: str, history: list[dict[str, str]], action: str) 
     nearest = transitions(path).nearest(f"{state}\n{action}", NUM_NEAREST) if path else []
     lines = lambda steps: "\n".join(map(json.dumps, steps)) or "None."
     told = PROMPT.format(task=task, nearest=lines(nearest), history=lines(history), action=json.dumps(action))
-    return read(said_by("DREAM", told, max_tokens=MAX_TOKENS, temperature=0.0))
+    return read(reply_of("DREAM", told, max_tokens=MAX_TOKENS, temperature=0.0))
 
 
 def read(reply: str) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def play(base_url: str, prompt: Any, **columns: Any) -> float:
     dream = Dream()
     dream._begin(columns, "\n".join(message["content"] for message in messages))
     while not dream.is_over:
-        action = said(base_url, messages, model="policy")
+        action = reply_to(base_url, messages, model="policy")
         messages += [{"role": "assistant", "content": action}, {"role": "user", "content": dream._step(action)}]
     return dream.reward
 

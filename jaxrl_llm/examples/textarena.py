@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from jaxrl_llm.runtime.chat_client import said
+from jaxrl_llm.runtime.chat_client import reply_to
 
 
 def play(base_url: str, prompt: Any, game: str, seed: int, **columns: Any) -> float:
@@ -29,7 +29,7 @@ def play(base_url: str, prompt: Any, game: str, seed: int, **columns: Any) -> fl
         _, told = env.get_observation()
         texts = [str(text) for who, text, *_ in told if who != 0]  # skip the policy's own turns (player 0)
         messages.append({"role": "user", "content": "\n".join(texts)})
-        messages.append({"role": "assistant", "content": said(base_url, messages, model="policy")})
+        messages.append({"role": "assistant", "content": reply_to(base_url, messages, model="policy")})
         is_over, _ = env.step(action=messages[-1]["content"])
     rewards, _ = env.close()
     return float(rewards[0])

@@ -21,7 +21,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._ids: dict[bytes, int] = {}
-        self._of_data = 0
+        self._num_data = 0  # number of the data's questions, which come first
         self._answers: dict[int, tuple[int, int]] = {}  # passed, scored
         self._numbers: dict[str, dict[int, tuple[float, ...]]] = {}
 
@@ -32,19 +32,21 @@ class Ledger:
             tokens: the prompt's token ids, [n] integers without padding.
             hidden: text that only the environment knows (``Example.hidden``).
         """
-        digest = hashlib.blake2b(np.asarray(tokens, np.int32).tobytes() + hidden.encode(), digest_size=16).digest()
+        content = np.asarray(tokens, np.int32).tobytes() + hidden.encode()
+        digest = hashlib.blake2b(content, digest_size=16).digest()
         return self._ids.setdefault(digest, len(self._ids))
 
     def close_data(self) -> None:
         """Mark the end of the data's questions. Later questions come from elsewhere and are saved in checkpoints."""
-        self._of_data = len(self._ids)
+        self._num_data = len(self._ids)
 
     def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:
         """Count answers, [B] bool each. The rows of one question's group must be adjacent."""
-        counts = (np.sum(x.reshape(len(questions), -1), axis=1).tolist() for x in (passed & scored, scored))
-        for question, num_passed, num_scored in zip(questions, *counts, strict=True):
-            passed_before, scored_before = self.answers(question)
-            self._answers[question] = passed_before + num_passed, scored_before + num_scored
+        num_passed = np.sum((passed & scored).reshape(len(questions), -1), axis=1).tolist()
+        num_scored = np.sum(scored.reshape(len(questions), -1), axis=1).tolist()
+        for question, new_passed, new_scored in zip(questions, num_passed, num_scored, strict=True):
+            old_passed, old_scored = self.answers(question)
+            self._answers[question] = (old_passed + new_passed, old_scored + new_scored)
 
     def answers(self, question: int) -> tuple[int, int]:
         """Return ``(passed, scored)``: the number of answers that passed and the number that have a score."""
@@ -52,7 +54,11 @@ class Ledger:
 
     def passing(self, rate: float) -> set[int]:
         """Return the questions whose pass rate so far is at least ``rate``."""
-        return {q for q, (passed, scored) in self._answers.items() if scored and passed >= rate * scored}
+        questions = set()
+        for question, (passed, scored) in self._answers.items():
+            if scored and passed >= rate * scored:
+                questions.add(question)
+        return questions
 
     def numbers(self, name: str) -> dict[int, tuple[float, ...]]:
         """Return the mutable table (question id -> numbers) that a method keeps under ``name``."""
@@ -60,16 +66,22 @@ class Ledger:
 
     def state(self) -> dict[str, Any]:
         """Return the state that ``restore`` needs, as plain JSON."""
+        tables = {}
+        for name, table in self._numbers.items():
+            tables[name] = [[question, *numbers] for question, numbers in table.items()]
+        other_digests = list(self._ids)[self._num_data :]
         return {
-            "others": [digest.hex() for digest in list(self._ids)[self._of_data :]],
+            "others": [digest.hex() for digest in other_digests],
             "answers": [[question, *counts] for question, counts in self._answers.items()],
-            "numbers": {name: [[q, *few] for q, few in numbers.items()] for name, numbers in self._numbers.items()},
+            "numbers": tables,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Load a saved state. The ledger must already contain the same data's questions."""
         for digest in state["others"]:
             self._ids.setdefault(bytes.fromhex(digest), len(self._ids))
-        self._answers = {question: tuple(counts) for question, *counts in state["answers"]}
-        for name, numbers in state["numbers"].items():
-            self.numbers(name).update((question, tuple(few)) for question, *few in numbers)
+        self._answers = {question: (passed, scored) for question, passed, scored in state["answers"]}
+        for name, rows in state["numbers"].items():
+            table = self.numbers(name)
+            for question, *numbers in rows:
+                table[question] = tuple(numbers)

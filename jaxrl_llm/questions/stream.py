@@ -49,16 +49,20 @@ def split_held_out(
     Raises:
         ConfigError: no question would be left for training.
     """
-    keyed = [(question_of(example), example) for example in examples]
-    by_prompt: dict[str, Example] = {}
-    for key, example in keyed:
-        by_prompt.setdefault(key, example)
-    if num_held_out >= len(by_prompt):
-        most = f"the {len(by_prompt)} distinct questions of the source (prompts.size)"
-        raise ConfigError(f"eval.num_prompts={num_held_out} must be less than {most}: the rest is for training")
-    rows = list(by_prompt.items())
-    held_out = dict(rows[i] for i in np.random.default_rng(seed).permutation(len(rows))[:num_held_out])
-    return tuple(example for key, example in keyed if key not in held_out), tuple(held_out.values())
+    keys = [question_of(example) for example in examples]
+    first_copies: dict[str, Example] = {}
+    for key, example in zip(keys, examples, strict=True):
+        first_copies.setdefault(key, example)
+    if num_held_out >= len(first_copies):
+        raise ConfigError(
+            f"eval.num_prompts={num_held_out} must be less than the {len(first_copies)} distinct questions of the "
+            "source (prompts.size): the other questions are for training"
+        )
+    rows = list(first_copies.items())
+    order = np.random.default_rng(seed).permutation(len(rows))
+    held_out = dict(rows[i] for i in order[:num_held_out])
+    train = [example for key, example in zip(keys, examples, strict=True) if key not in held_out]
+    return tuple(train), tuple(held_out.values())
 
 
 def question_of(example: Example) -> str:
@@ -75,7 +79,8 @@ def encode_examples(
         ConfigError: a prompt is too long and ``prompts.long_prompt="error"``; a prompt has no token ids and
             ``prompts.bad_row="error"``; or no question is left.
     """
-    encoded, left_out = [], []
+    encoded = []
+    left_out: list[str] = []
 
     def leave_out(example: Example, reason: object, setting: str) -> None:
         message = f"{example.origin}: {reason}"
@@ -83,22 +88,19 @@ def encode_examples(
             raise ConfigError(f"{message} (prompts.{setting}='skip' leaves such rows out)")
         left_out.append(message)
 
-    def token_ids(some: Sequence[Example]) -> list[list[int] | ConfigError]:
-        if all(example.prompt and isinstance(example.prompt[0], int) for example in some):  # an agent sent token ids
-            return [example.prompt for example in some]
-        try:
-            return tokenizer.encode_prompts([example.prompt for example in some], **config.encoding)
-        except ConfigError as error:  # one prompt of the batch failed: encode one by one to find that prompt
-            return [error] if len(some) == 1 else [ids for example in some for ids in token_ids([example])]
+    def encode(batch: Sequence[Example]) -> list[Sequence[int] | ConfigError]:
+        return _token_ids(batch, tokenizer, config)
 
     pool = concurrent.futures.ThreadPoolExecutor()  # tokenizers release the interpreter's lock
     try:
-        token_ids(examples[:1])  # in the main thread: only there can an endless chat template be interrupted
-        parts = [examples[i : i + ENCODED_AT_ONCE] for i in range(0, len(examples), ENCODED_AT_ONCE)]
-        made = itertools.chain.from_iterable(pool.map(token_ids, parts))
-        for example, ids in zip(examples, made, strict=True):
-            if isinstance(ids, ConfigError) or not ids:
-                leave_out(example, ids or "the prompt has no token", "bad_row")
+        encode(examples[:1])  # in the main thread: only there can an endless chat template be interrupted
+        batches = [examples[i : i + ENCODED_AT_ONCE] for i in range(0, len(examples), ENCODED_AT_ONCE)]
+        token_ids = itertools.chain.from_iterable(pool.map(encode, batches))
+        for example, ids in zip(examples, token_ids, strict=True):
+            if isinstance(ids, ConfigError):
+                leave_out(example, ids, "bad_row")
+            elif not ids:
+                leave_out(example, "the prompt has no token", "bad_row")
             elif len(ids) > config.max_tokens:
                 reason = f"prompt of {len(ids)} tokens is over prompts.max_tokens={config.max_tokens}"
                 leave_out(example, reason, "long_prompt")
@@ -109,6 +111,19 @@ def encode_examples(
     if not encoded:
         raise ConfigError(f"no prompt is left: {len(left_out)} are left out ({left_out[0]})")
     return encoded, left_out
+
+
+def _token_ids(examples: Sequence[Example], tokenizer: Any, config: PromptsConfig) -> list[Sequence[int] | ConfigError]:
+    """Return the token ids of each question's prompt, or the error of a prompt that cannot be encoded."""
+    prompts: list[Any] = [example.prompt for example in examples]
+    if all(prompt and isinstance(prompt[0], int) for prompt in prompts):  # an agent sent token ids
+        return prompts
+    try:
+        return tokenizer.encode_prompts(prompts, **config.encoding)
+    except ConfigError as error:  # one prompt of the batch failed: encode one by one to find that prompt
+        if len(examples) == 1:
+            return [error]
+        return [ids for example in examples for ids in _token_ids([example], tokenizer, config)]
 
 
 def batch_of(rows: Sequence[EncodedExample], group_ids: Sequence[int]) -> PromptBatch:
@@ -136,7 +151,7 @@ class PromptStream:
     The order is a grain pipeline, which returns the item at any position directly. The position is the group's id.
 
     ``prompts.retire_pass_rate`` retires a question when the ledger's pass rate for this question reaches that value.
-    The stream skips retired questions. If all questions are retired, the stream asks all of them.
+    The stream skips retired questions. If all questions are retired, the stream asks every question.
 
     In a ladder, each question waits until the next easier version is retired. The last question of a ladder is the
     original one and is never retired.
@@ -154,14 +169,18 @@ class PromptStream:
     def __init__(
         self, encoded: Sequence[EncodedExample], config: PromptsConfig, ledger: Ledger, *, seed: int, held_out: Any = ()
     ):
-        self._encoded, self.ledger = encoded, ledger
+        self._encoded = encoded
+        self.ledger = ledger
         self._question_ids = [self.ledger.question_id(row.tokens, row.example.hidden) for row in encoded]
         self.ledger.close_data()
-        before, self._easier = {}, []  # per question, the next easier question that must be retired first
+        self._easier: list[int | None] = []  # per question, the next easier question that must be retired first
+        last_of_ladder: dict[str, int] = {}
         for row, question in zip(encoded, self._question_ids, strict=True):
-            self._easier.append(before.get(row.example.ladder) if row.example.ladder else None)
-            before[row.example.ladder] = question
-        self._last = {question for ladder, question in before.items() if ladder}
+            ladder = row.example.ladder
+            self._easier.append(last_of_ladder.get(ladder) if ladder else None)
+            if ladder:
+                last_of_ladder[ladder] = question
+        self._last = set(last_of_ladder.values())
         order = grain.MapDataset.source(range(len(encoded))).seed(seed)
         self._order = (order.shuffle() if config.shuffle else order).repeat()
         self._position = 0
@@ -172,10 +191,11 @@ class PromptStream:
         self._fingerprint = digest.hexdigest()[:16]
         # Only files need these hashes. Other sources are determined by the settings, except for the columns of some
         # reasoning-gym datasets that depend on the order of Python sets.
-        self._beside = {}
+        self._file_digests: dict[str, str] = {}
         if config.source in FILE_SOURCES:
-            self._beside["answers or other columns"] = _digest(row.example.columns for row in encoded)
-            self._beside["held-out questions"] = _digest((x.example.prompt, x.example.columns) for x in held_out)
+            questions = [(row.example.prompt, row.example.columns) for row in held_out]
+            self._file_digests["answers or other columns"] = _digest(row.example.columns for row in encoded)
+            self._file_digests["held-out questions"] = _digest(questions)
 
     def next_batch(self, num_prompts: int) -> PromptBatch:
         """Return the next ``num_prompts`` questions of the stream. A batch may continue past the end of a pass."""
@@ -183,28 +203,39 @@ class PromptStream:
         asks_all = len(retired) == len(set(self._question_ids))
         group_ids = []
         while len(group_ids) < num_prompts:
-            place = int(self._order[self._position])
-            waits = self._easier[place] is not None and self._easier[place] not in retired
-            if asks_all or not (waits or self._question_ids[place] in retired):
+            index = self._index(self._position)
+            easier = self._easier[index]
+            waits = easier is not None and easier not in retired
+            is_retired = self._question_ids[index] in retired
+            if asks_all or not (waits or is_retired):
                 group_ids.append(self._position)
             self._position += 1
         return batch_of([self.lookup(i) for i in group_ids], group_ids)
 
+    def _index(self, position: int) -> int:
+        """Return the index of the question at a position of the stream."""
+        index = self._order[position]
+        if index is None:  # the type of grain allows it for filtered pipelines
+            raise RuntimeError(f"the order of questions has no item at position {position}")
+        return int(index)
+
     def lookup(self, group_id: int) -> EncodedExample:
         """Return the question at the position ``group_id`` of the stream."""
-        return self._encoded[int(self._order[group_id])]
+        return self._encoded[self._index(group_id)]
 
     def question_id(self, group_id: int) -> int:
         """Return the ledger's id of the question at the position ``group_id``."""
-        return self._question_ids[int(self._order[group_id])]
+        return self._question_ids[self._index(group_id)]
 
     def retired(self) -> set[int]:
         """Return the ids of the questions that are not asked again."""
-        return self.ledger.passing(self._retire_pass_rate) - self._last if self._retire_pass_rate else set()
+        if not self._retire_pass_rate:
+            return set()
+        return self.ledger.passing(self._retire_pass_rate) - self._last
 
     def state(self) -> dict[str, Any]:
         """Return the state that ``restore`` needs, as plain JSON."""
-        return {"position": self._position, "fingerprint": self._fingerprint, "beside": self._beside}
+        return {"position": self._position, "fingerprint": self._fingerprint, "beside": self._file_digests}
 
     def check(self, state: dict[str, Any], *, allow_changes: bool) -> None:
         """Raise ConfigError if this stream cannot continue from ``state``.
@@ -214,13 +245,17 @@ class PromptStream:
         """
         if state["fingerprint"] != self._fingerprint:
             raise ConfigError(
-                "the questions are not those of the checkpoint (the file, the tokenizer, a date in its template, seed "
-                f"or prompts.* has changed): fingerprint {self._fingerprint} here, {state['fingerprint']} there"
+                f"the questions have the fingerprint {self._fingerprint}, and those of the checkpoint "
+                f"{state['fingerprint']}: the file, the tokenizer, a date in its template, seed or prompts.* has "
+                "changed. Set them back, or use another workdir"
             )
-        before = state.get("beside", {})  # checkpoints of earlier versions have no such entry
-        if (changed := [name for name, x in self._beside.items() if before.get(name, x) != x]) and not allow_changes:
-            said = f"the {' and the '.join(changed)} are not those of the checkpoint (their file has changed)"
-            raise ConfigError(f"{said}. Set them back, or use another workdir, or pass --allow_config_changes")
+        saved = state.get("beside", {})  # checkpoints of earlier versions have no such entry
+        changed = [name for name, digest in self._file_digests.items() if saved.get(name, digest) != digest]
+        if changed and not allow_changes:
+            raise ConfigError(
+                f"the {' and the '.join(changed)} differ from the checkpoint's, because their file has changed. Set "
+                "them back, or use another workdir, or pass --allow_config_changes"
+            )
 
     def restore(self, state: dict[str, Any]) -> None:
         self.check(state, allow_changes=True)

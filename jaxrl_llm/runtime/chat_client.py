@@ -17,18 +17,21 @@ from jaxrl_llm.runtime import json_lines
 URL = "http://127.0.0.1:8000/v1"
 
 
-def said(url: str, messages: list[dict[str, str]], token: str = "", **body: Any) -> str:
+def reply_to(url: str, messages: list[dict[str, str]], token: str = "", **body: Any) -> str:
     """Return the model's reply to messages. ``body`` contains further fields of the request.
 
     Raises:
         OSError: the server cannot be reached, or it refused the request.
     """
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     data = json_lines.written({"messages": messages, **body}).encode()
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", data, headers)
     try:
-        with urllib.request.urlopen(request) as answer:
-            return json.load(answer)["choices"][0]["message"]["content"] or ""
+        with urllib.request.urlopen(request) as response:
+            message = json.load(response)["choices"][0]["message"]
+            return message["content"] or ""
     except urllib.error.HTTPError as error:
         raise OSError(f"{request.full_url}: {error}: {_reason(error.read())}") from error
 
@@ -41,12 +44,18 @@ def _reason(body: bytes) -> str:
         return body.decode(errors="replace")[:200]
 
 
-def said_by(name: str, text: str, **body: Any) -> str:
-    """Return the reply of a configured server to one text. Raises the same errors as ``said``.
+def reply_of(name: str, text: str, **body: Any) -> str:
+    """Return the reply of a configured server to one text.
 
     Environment variables configure the server: JAXRL_``name``_URL (default ``URL``), JAXRL_``name``_MODEL (default: the
     server's first model) and JAXRL_``name``_TOKEN, the bearer token (default: none).
+
+    Raises:
+        OSError: the server cannot be reached, or it refused the request.
     """
-    own = lambda setting: os.environ.get(f"JAXRL_{name}_{setting}", "")
-    body |= {"model": own("MODEL")} if own("MODEL") else {}
-    return said(own("URL") or URL, [{"role": "user", "content": text}], own("TOKEN"), **body)
+    url = os.environ.get(f"JAXRL_{name}_URL", "") or URL
+    model = os.environ.get(f"JAXRL_{name}_MODEL", "")
+    token = os.environ.get(f"JAXRL_{name}_TOKEN", "")
+    if model:
+        body["model"] = model
+    return reply_to(url, [{"role": "user", "content": text}], token, **body)

@@ -34,8 +34,10 @@ def check_output(path: str, flag: str = "--output") -> None:
 
 def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
     """Write one JSON object per line. With several hosts only the first host writes."""
-    if hosts.is_first():
-        pathlib.Path(path).write_text("".join(json_lines.written(row) + "\n" for row in rows), encoding="utf-8")
+    if not hosts.is_first():
+        return
+    lines = [json_lines.written(row) + "\n" for row in rows]
+    pathlib.Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:
@@ -44,15 +46,15 @@ def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, m
     Raises:
         ConfigError: the field is not a list of this model's token ids, or has fewer than ``minimum``.
     """
-    where = f"{where}: `{field}`"
+    place = f"{where}: `{field}`"
     ids = row.get(field)
-    if not isinstance(ids, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigError(f"{where} must be a list of token ids")
+    if not isinstance(ids, list) or not all(type(token_id) is int for token_id in ids):
+        raise ConfigError(f"{place} must be a list of token ids")
     if len(ids) < minimum:
-        raise ConfigError(f"{where} must hold at least {minimum} token ids")
-    wrong = [i for i in ids if not 0 <= i < vocab_size]
-    if wrong:
-        raise ConfigError(f"{where}: token id {wrong[0]} is not in the model's vocabulary 0..{vocab_size - 1}")
+        raise ConfigError(f"{place} must hold at least {minimum} token ids")
+    unknown = [token_id for token_id in ids if not 0 <= token_id < vocab_size]
+    if unknown:
+        raise ConfigError(f"{place}: token id {unknown[0]} is not in the model's vocabulary 0..{vocab_size - 1}")
     return ids
 
 

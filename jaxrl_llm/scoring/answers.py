@@ -1,6 +1,6 @@
 r"""Find the answer in a text and read it: as a number, a choice, words or a formula.
 
-Rewards, votes, evaluation and judges all ask this module, so that they cannot disagree about what a text answers.
+Rewards, votes, evaluation and judges all use this module, so that they agree about the answer of a text.
 
     text      --marked, answer_of-->   the answer: a piece of the text
     answer    --quantity-->            a number with its unit, or None
@@ -61,7 +61,7 @@ _HASHES = "####"
 
 
 def without_thought(text: str) -> str:
-    """Return what follows the last ``</think>``, up to a ``<think>`` that never closes. Quoted tags do not count."""
+    """Return the text after the last ``</think>``, up to a ``<think>`` that never closes. Quoted tags do not count."""
     after = 0
     for found in _END_OF_THOUGHT.finditer(text):
         if not _is_quoted(text, found.start(), found.end()):
@@ -240,7 +240,7 @@ _WORD = re.compile(
     r"|[^\s!-/:-@\[-`{-~]+)"
 )
 _DECIMAL = re.compile(r"-?[0-9]*(?:[,'][0-9]{3})*(?:\.[0-9]+)?")
-# What changes the meaning of words though it is punctuation: "C++", "A-", "x^2 + 1", "1/2".
+# Punctuation that changes the meaning of words: "C++", "A-", "x^2 + 1", "1/2".
 _SYMBOL = re.compile(
     r"\^|(?<=[\w+)\]}])\s?[+<>=]|(?<=\w)#|#(?=\w)|(?<=[0-9])\s?(?:/|\*\*?)\s?(?=[0-9])|(?<=[A-Za-z])-(?![\w-])"
 )
@@ -301,12 +301,12 @@ def _short(number: str) -> str:
 
 
 def symbols(text: str) -> str:
-    """Return the punctuation that changes what words mean, such as that of "C++", "A-" and "x^2 + 1"."""
+    """Return the punctuation that changes the meaning of words, such as that of "C++", "A-" and "x^2 + 1"."""
     return "".join(found.strip() for found in _SYMBOL.findall(unstyled(text)))
 
 
 def same_text(said: str, right: str) -> bool:
-    """Compare two answers by their words and by the symbols that change what words mean.
+    """Compare two answers by their words and by the symbols that change the meaning of words.
 
     The same number in two notations is the same text ("1/2" and "0.5"), and so is the same choice ("B" and "(b)").
     """
@@ -372,7 +372,7 @@ def key(answer: str) -> str:
 
 
 def vote(text: str) -> str:
-    """Return the key of what a text answers; "" if it answers nothing.
+    """Return the key of the answer of a text; "" without an answer.
 
     Without a mark it is the last number of the last line, else the words of the last line.
     """

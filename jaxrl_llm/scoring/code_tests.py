@@ -100,9 +100,18 @@ def _graded(
 ) -> list[tuple[float, Result]]:
     results = [result for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
     is_code = parses(prompts, completions, sandbox=sandbox, **columns)
-    of_error = [-0.3 if result.exception.startswith("AssertionError") else -0.6 for result in results]
-    kinds = zip(results, is_code, of_error, strict=True)
-    return [(1.0 if result.finished else error if is_python else -1.0, result) for result, is_python, error in kinds]
+    graded_results = []
+    for result, is_python in zip(results, is_code, strict=True):
+        if result.finished:
+            score = 1.0
+        elif not is_python:
+            score = -1.0
+        elif result.exception.startswith("AssertionError"):
+            score = -0.3
+        else:
+            score = -0.6
+        graded_results.append((score, result))
+    return graded_results
 
 
 def by_turn(
@@ -117,10 +126,13 @@ def by_turn(
     """
     rewards = []
     for i, score in enumerate(passed(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
-        earlier = [message["content"] for message in messages[i] if message["role"] == "assistant"][:-1]
-        own = {key: [values[i]] * len(earlier) for key, values in columns.items()}
-        is_code = parses([prompts[i]] * len(earlier), earlier, sandbox=[sandbox[i]] * len(earlier), **own)
-        rewards.append([*(0.0 if valid else -0.2 for valid in is_code), 2.0 * score - 1.0])
+        turns = [message["content"] for message in messages[i] if message["role"] == "assistant"]
+        earlier = turns[:-1]
+        num = len(earlier)
+        repeated = {key: [values[i]] * num for key, values in columns.items()}
+        is_code = parses([prompts[i]] * num, earlier, sandbox=[sandbox[i]] * num, **repeated)
+        turn_rewards = [0.0 if is_python else -0.2 for is_python in is_code]
+        rewards.append([*turn_rewards, 2.0 * score - 1.0])
     return rewards
 
 
@@ -136,8 +148,9 @@ def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list
     """
     scores = []
     for i, (reward, result) in enumerate(_graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)):
-        own = {key: values[i] for key, values in columns.items()}
-        masked = [] if result.limit in TOO_LONG else _left_out(completions[i], tests[i], sandbox[i], own)
+        masked = []
+        if result.limit not in TOO_LONG:
+            masked = _left_out(completions[i], tests[i], sandbox[i], _columns_of(columns, i))
         scores.append({"reward": reward, "masked": masked})
     return scores
 
@@ -151,11 +164,21 @@ def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], column
     if not traced.finished:
         return []
     result = run(UNRUN, sandbox, stdin=json.dumps([code, traced.lines]))
-    begins = [start, *(start + end.end() for end in NEW_LINE.finditer(completion[start:])), len(completion)]
-    if not result.finished or len(result.value or "") >= 1024 * _limits(sandbox).output_kb:
+    value = result.value or ""
+    if not result.finished or len(value) >= 1024 * _limits(sandbox).output_kb:
         return []
-    unrun = [(max(first, line) - line, last - line + 1) for first, last in json.loads(result.value) if last >= line]
-    return sorted([begins[first], begins[min(last, len(begins) - 1)]] for first, last in set(unrun))
+    line_starts = [start, *(start + end.end() for end in NEW_LINE.finditer(completion[start:])), len(completion)]
+    ranges = set()  # first line, and the line after the last, counted from the completion's first
+    for first, last in json.loads(value):
+        if last >= line:
+            ranges.add((max(first, line) - line, last - line + 1))
+    spans = [[line_starts[first], line_starts[min(end, len(line_starts) - 1)]] for first, end in ranges]
+    return sorted(spans)
+
+
+def _columns_of(columns: dict[str, list], i: int) -> dict[str, Any]:
+    """Return the columns of completion ``i``."""
+    return {key: values[i] for key, values in columns.items()}
 
 
 def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
@@ -163,8 +186,11 @@ def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, 
 
     After a test that takes too long, the remaining tests of the completion do not run and count as failed.
     """
-    several = zip(_results(completions, tests, sandbox, columns, apart=True), tests, strict=True)
-    return [sum(result.finished for result in results) / len(every) for results, every in several]
+    shares = []
+    for results, all_tests in zip(_results(completions, tests, sandbox, columns, apart=True), tests, strict=True):
+        num_passed = sum(result.finished for result in results)
+        shares.append(num_passed / len(all_tests))
+    return shares
 
 
 def stopped(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
@@ -187,11 +213,12 @@ def _results(
 ) -> Iterable[list[Result]]:
     """Yield the results of each completion's tests, run together or apart. A test that takes too long ends the list."""
     for i, completion in enumerate(completions):
-        own = {key: values[i] for key, values in columns.items()}
-        code = program(completion, own["prefix"], own["names"], own["given"])
+        own_columns = _columns_of(columns, i)
+        code = program(completion, own_columns["prefix"], own_columns["names"], own_columns["given"])
+        test_sets = [[test] for test in tests[i]] if apart else [tests[i]]
         results: list[Result] = []
-        for several in [[test] for test in tests[i]] if apart else [tests[i]]:
-            results.append(_judge(code, several, sandbox[i], own))
+        for test_set in test_sets:
+            results.append(_judge(code, test_set, sandbox[i], own_columns))
             if results[-1].limit in TOO_LONG:
                 break
         yield results
@@ -204,7 +231,7 @@ def _judge(code: str, tests: Sequence[str], sandbox: dict[str, Any], columns: di
         columns: ``names``, ``classes``, ``setup`` and ``prefix`` of the question.
         more: further fields of ``Tests``.
     """
-    own = Tests(
+    test_run = Tests(
         tests=tuple(tests),
         names=tuple(columns["names"]),
         program_setup=columns["setup"],
@@ -212,7 +239,7 @@ def _judge(code: str, tests: Sequence[str], sandbox: dict[str, Any], columns: di
         has_classes=bool(columns["classes"]),
         **more,
     )
-    return run(code, sandbox, tests=own)
+    return run(code, sandbox, tests=test_run)
 
 
 def _whole(prefix: str) -> str:
@@ -234,20 +261,24 @@ def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, 
     Raises:
         SandboxError: the sandbox failed.
     """
-    code, said = program(completion, columns["prefix"], columns["names"], columns["given"]), []
+    code = program(completion, columns["prefix"], columns["names"], columns["given"])
+    failures = []
     for test in shown_tests:
         result = _judge(code, [test], sandbox, columns)
         if result.finished:
             continue
-        how = f"came to the limit of {result.limit}" if result.limit else result.exception or "left before its end"
-        compared = _compared(test)
-        if result.exception.startswith("AssertionError") and compared:
-            got = _judge(code, [], sandbox, columns, expression=compared)
-            how = f"{compared} gives {got.value}" if got.finished else how
-        said.append(f"{test.strip()}\nfailed: {how}"[:MAX_FEEDBACK])
+        reason = result.exception or "left before its end"
+        if result.limit:
+            reason = f"came to the limit of {result.limit}"
+        expression = _compared(test)
+        if expression and result.exception.startswith("AssertionError"):
+            evaluated = _judge(code, [], sandbox, columns, expression=expression)
+            if evaluated.finished:
+                reason = f"{expression} gives {evaluated.value}"
+        failures.append(f"{test.strip()}\nfailed: {reason}"[:MAX_FEEDBACK])
         if result.limit in TOO_LONG:
             break
-    return "\n\n".join(said)
+    return "\n\n".join(failures)
 
 
 def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
@@ -255,8 +286,8 @@ def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
 
     It is an environment (``environments.factory``).
     """
-    said = feedback(turns[-1], **columns)
-    return f"{said}\n\nTry again." if said else None
+    failures = feedback(turns[-1], **columns)
+    return f"{failures}\n\nTry again." if failures else None
 
 
 def _compared(test: str) -> str:
@@ -320,14 +351,22 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
     prefix = _whole(prefix) if defining else prefix
     line = 1 + len(NEW_LINE.findall(prefix))
     if prefix and defining:
-        code, line = f"{prefix}\n{code}", line + 1
+        code = f"{prefix}\n{code}"
+        line += 1
     elif prefix:
         is_body = code.lstrip("\r\n")[:1].isspace()  # keep the indentation of a function's body
-        lines = (code if is_body else indented).splitlines(keepends=True)
-        end = next((i for i, one in enumerate(lines) if i and one[0] not in " \t\r\n"), len(lines))
-        code = prefix + "".join(lines[:end])
+        code = prefix + _body(code if is_body else indented)
     future, rest = _future_first(code)
     return future + rest, line, -1 if future else len(completion) - len(text) + start
+
+
+def _body(code: str) -> str:
+    """Return the first line of the code and the lines after it that are indented or empty."""
+    lines = code.splitlines(keepends=True)
+    end = 1
+    while end < len(lines) and lines[end][0] in " \t\r\n":
+        end += 1
+    return "".join(lines[:end])
 
 
 def _answer(completion: str) -> str:
@@ -335,7 +374,8 @@ def _answer(completion: str) -> str:
     _, mark, text = completion.partition(THOUGHT)
     if not mark:
         return completion
-    outside, place = "", 0  # the text with its code blocks replaced by spaces
+    outside = ""  # the text with its code blocks replaced by spaces
+    place = 0
     for block in _Fences(text).blocks() if THOUGHT in text else ():
         outside += text[place : block.start] + " " * (block.end - block.start)
         place = block.end
@@ -368,15 +408,19 @@ class _Fences:
 
     def blocks(self) -> list[_Block]:
         """Return each fenced block, in order. A fence at the very end of the text opens no block."""
-        blocks, place = [], 0
-        while (found := OPENING.search(self.text, place)) and found.end() < len(self.text):  # no block after the end
-            indent = found["indent"]
-            marker = MARKER.match(found["before"] or "")
-            width = len((indent if indent is not None else marker[0] if marker else "").expandtabs(4))
-            start = found.end() + 1
-            end, place = self.end_of_block(start, found["ticks"] or found["tildes"] or found["behind"], width)
-            blocks.append(_Block(start, end, found.start(), indent))
-        return blocks
+        blocks: list[_Block] = []
+        place = 0
+        while True:
+            opening = OPENING.search(self.text, place)
+            if opening is None or opening.end() >= len(self.text):
+                return blocks
+            indent = opening["indent"]
+            marker = MARKER.match(opening["before"] or "")
+            before = marker[0] if indent is None and marker else indent or ""
+            start = opening.end() + 1
+            fence = opening["ticks"] or opening["tildes"] or opening["behind"]
+            end, place = self.end_of_block(start, fence, len(before.expandtabs(4)))
+            blocks.append(_Block(start, end, opening.start(), indent))
 
     def end_of_block(self, start: int, fence: str, width: int) -> tuple[int, int]:
         """Return where the code of a block that begins at ``start`` ends, and where the text after its fence begins.
@@ -390,7 +434,9 @@ class _Fences:
             fence: the opening fence.
             width: number of columns that indent it.
         """
-        strict, loose, readings = None, None, []
+        strict: tuple[int, int] | None = None
+        loose: tuple[int, int] | None = None
+        readings = []
         first = bisect.bisect_left(self._places, start)
         for found in self._closings[first : first + MAX_CLOSINGS]:
             mark = found["fence"] or found["late"]
@@ -427,14 +473,19 @@ def _dedented(code: str, indent: str | None) -> str:
 
     If the fence follows other text on its line (None), the indentation of the first line of code is removed.
     """
-    indent = re.match(r"(?:[ \t]*\r?\n)*([ \t]*)", code)[1] if indent is None else indent
-    has_it = re.match(rf"(?:[ \t]*\r?\n)*{indent}", code)
-    return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE) if indent and has_it else code
+    if indent is None:
+        first_line = re.match(r"(?:[ \t]*\r?\n)*([ \t]*)", code)
+        indent = first_line[1] if first_line else ""
+    has_indent = re.match(rf"(?:[ \t]*\r?\n)*{indent}", code)
+    if not indent or not has_indent:
+        return code
+    return re.sub(rf"^[ \t]{{1,{len(indent)}}}", "", code, flags=re.MULTILINE)
 
 
 def _future_first(code: str) -> tuple[str, str]:
     """Return the imports from ``__future__``, which must come first, and the rest of the code."""
-    return "".join(one.strip() + "\n" for one in FUTURE.findall(code)), FUTURE.sub("", code)
+    imports = "".join(line.strip() + "\n" for line in FUTURE.findall(code))
+    return imports, FUTURE.sub("", code)
 
 
 def _is_whole(code: str) -> bool:
@@ -455,8 +506,8 @@ def run(code: str, settings: dict[str, Any], *, stdin: str = "", tests: Tests | 
     Raises:
         SandboxError: the sandbox failed.
     """
-    own = {name: value for name, value in settings.items() if name in OF_SANDBOX}
-    return _sandbox(**own).run(code, stdin=stdin, name=NAME, limits=_limits(settings), tests=tests)
+    sandbox = _sandbox(settings.get("isolation", ""), settings.get("required", False))
+    return sandbox.run(code, stdin=stdin, name=NAME, limits=_limits(settings), tests=tests)
 
 
 def _limits(settings: dict[str, Any]) -> Limits:

@@ -1,10 +1,10 @@
 r"""Whether a formula can be computed: an upper bound on its numbers, found by reading it and without computing it.
 
-``\boxed{9^{9^{9}}}`` has 370 million digits. A computer algebra system that is given it computes all of them, so a
-policy could stop a scorer with six characters. The bound knows sums, products, powers, factorials, binomials,
+``\boxed{9^{9^{9}}}`` has 370 million digits. A computer algebra system would compute all digits, so
+that a policy could stop a scorer with six characters. The bound knows sums, products, powers, factorials, binomials,
 ``\exp``, ``\sum`` and ``\prod``, in LaTeX and as plain text.
 
-Owns: the limits on digits, nesting and length. Does not know: what a formula is worth, sympy.
+Owns: the limits on digits, nesting and length. Does not know: the value of a formula, sympy.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _Reader:
         return 0.0
 
     def _command_size(self) -> float:
-        r"""Read what stands in brackets directly behind a command, such as the 3 and the 8 of ``\sqrt[3]{8}``."""
+        r"""Read the contents of the brackets directly behind a command, such as the 3 and the 8 of ``\sqrt[3]{8}``."""
         sizes = [0.0]
         while self.peek() in ("{", "["):
             sizes.append(self._atom_size())

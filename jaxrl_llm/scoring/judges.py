@@ -28,12 +28,13 @@ import os
 import re
 from typing import Any
 
-from jaxrl_llm.runtime.chat_client import said_by
+from jaxrl_llm.runtime.chat_client import reply_of
 from jaxrl_llm.scoring.answers import accepted, is_answer, marked, without_thought
 from jaxrl_llm.scoring.quantities import grade, listed_numbers
 from jaxrl_llm.scoring.typography import plain
 
-AT_ONCE, MAX_TOKENS = 8, 256
+AT_ONCE = 8  # concurrent requests to the judge
+MAX_TOKENS = 256  # longest reply
 RUBRIC = "The answer is right, complete and clear."
 # Matches the text before a grade: "**Score:** ", "score is ", "Score = $".
 GRADE = re.compile(r"score[*_]{0,3}\s{0,3}(?:is\s)?[:=]?\s{0,3}[*_]{0,3}\s{0,3}(?=[\d.(\[*_$\\])", re.I)
@@ -46,7 +47,7 @@ DOUBT = "Is that answer right? Write yes or no."
 
 def asked(text: str, temperature: float = 0.0) -> str:
     """Return the judge's reply to a text. Raise OSError if there is no reply."""
-    return said_by("JUDGE", text, max_tokens=MAX_TOKENS, temperature=temperature)
+    return reply_of("JUDGE", text, max_tokens=MAX_TOKENS, temperature=temperature)
 
 
 def _all(texts: list[str], temperature: float = 0.0) -> list[str]:
@@ -68,21 +69,29 @@ def judged(prompts: list, completions: list[str], rubric: list | None = None, **
     Source: rubrics, a generative judge and the votes of DeepSeek-GRM (arXiv:2504.02495). Differs: no model filters the
         votes; the served judge is trained elsewhere (``ranked``).
     """
-    texts = [
-        f"Question:\n{_shown(prompt)}\n\nAnswer:\n{text}\n\nGrade the answer from 0 to 10 by this rubric: {rule}\n"
-        "Say briefly why, then end with a line 'Score: N'."
-        for prompt, text, rule in zip(prompts, completions, rubric or [RUBRIC] * len(prompts), strict=True)
-    ]
-    votes = int(os.environ.get("JAXRL_JUDGE_VOTES", "1"))
-    grades = [_grade(said) for said in _all([text for text in texts for _ in range(votes)], float(votes > 1))]
-    of_each = [[x for x in grades[i * votes : (i + 1) * votes] if x is not None] for i in range(len(texts))]
-    return [sum(given) / len(given) if given else None for given in of_each]
+    num_votes = int(os.environ.get("JAXRL_JUDGE_VOTES", "1"))
+    requests = []
+    for prompt, text, rule in zip(prompts, completions, rubric or [RUBRIC] * len(prompts), strict=True):
+        request = (
+            f"Question:\n{_shown(prompt)}\n\nAnswer:\n{text}\n\nGrade the answer from 0 to 10 by this rubric: {rule}\n"
+            "Say briefly why, then end with a line 'Score: N'."
+        )
+        requests += [request] * num_votes
+    temperature = 1.0 if num_votes > 1 else 0.0
+    grades = [_grade(reply) for reply in _all(requests, temperature)]
+    scores: list[float | None] = []
+    for first in range(0, len(grades), num_votes):
+        votes = [grade for grade in grades[first : first + num_votes] if grade is not None]
+        scores.append(sum(votes) / len(votes) if votes else None)
+    return scores
 
 
-def _grade(said: str) -> float | None:
+def _grade(reply: str) -> float | None:
     """Return the last grade of a judge's reply divided by 10, or None without a grade from 0 to 10."""
-    found = list(GRADE.finditer(said))
-    value = grade(said[found[-1].end() :]) if found else None
+    matches = list(GRADE.finditer(reply))
+    if not matches:
+        return None
+    value = grade(reply[matches[-1].end() :])
     return value / 10 if value is not None and value <= 10 else None
 
 
@@ -97,18 +106,19 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
     """
     steps = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
     gated = [i for i, text in enumerate(completions) if marked(text) is not None]
-    texts = [
-        f"Question:\n{_shown(prompts[i])}\n\nSolution:\n"
-        + "\n".join(f"Step {k}: {step}" for k, step in enumerate(steps[i], 1))
-        + "\n\nGo through the steps in order. Write for each one a line 'Step N: right' or 'Step N: wrong'."
-        for i in gated
-    ]
+    requests = []
+    for i in gated:
+        lines = "\n".join(f"Step {k}: {step}" for k, step in enumerate(steps[i], 1))
+        requests.append(
+            f"Question:\n{_shown(prompts[i])}\n\nSolution:\n{lines}\n\nGo through the steps in order. "
+            "Write for each one a line 'Step N: right' or 'Step N: wrong'."
+        )
     scores: list[float | None] = [0.0] * len(completions)
-    for i, said in zip(gated, _all(texts), strict=True):
-        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(said)}
-        of_steps = [verdicts.get(k) for k in range(1, len(steps[i]) + 1)]
-        k = of_steps.index("wrong") if "wrong" in of_steps else len(of_steps)
-        scores[i] = None if None in of_steps[:k] else k / len(of_steps)
+    for i, reply in zip(gated, _all(requests), strict=True):
+        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(reply)}
+        step_verdicts = [verdicts.get(k) for k in range(1, len(steps[i]) + 1)]
+        num_right = step_verdicts.index("wrong") if "wrong" in step_verdicts else len(step_verdicts)
+        scores[i] = None if None in step_verdicts[:num_right] else num_right / len(step_verdicts)
     return scores
 
 
@@ -123,17 +133,25 @@ def meant(
     Source: the prefix reward of RLPT, arXiv:2509.19249, section 3.2. Differs: the paper's prompt for the judge was not
         found, and this one is ours; half a sentence does not count as a prefix.
     """
-    given = {i: found for i, text in enumerate(completions) if (found := marked(text))}
+    given_answers = {}
+    for i, text in enumerate(completions):
+        answer_text = marked(text)
+        if answer_text:
+            given_answers[i] = answer_text
     same = "First text:\n{}\n\nSecond text:\n{}\n\nDo they mean the same? End with one word, yes or no."
     begins = (
         "Prediction:\n{}\n\nReference:\n{}\n\nDoes the reference begin with what the prediction says, its first "
         "sentence or more of it, in these words or in others? End with one word, yes or no."
     )
-    ask, after = (same, [""] * len(answer)) if following is None else (begins, following)
-    texts = [ask.format(found, f"{accepted(answer[i])[0]} {after[i]}".strip()) for i, found in given.items()]
+    template = same if following is None else begins
+    requests = []
+    for i, answer_text in given_answers.items():
+        after = "" if following is None else following[i]
+        reference = f"{accepted(answer[i])[0]} {after}".strip()
+        requests.append(template.format(answer_text, reference))
     scores: list[float | None] = [0.0] * len(completions)
-    for i, said in zip(given, _all(texts), strict=True):
-        verdicts = YES_OR_NO.findall(said)
+    for i, reply in zip(given_answers, _all(requests), strict=True):
+        verdicts = YES_OR_NO.findall(reply)
         scores[i] = float(verdicts[-1].lower() == "yes") if verdicts else None
     return scores
 
@@ -148,16 +166,24 @@ def ranked(prompts: list, completions: list[str], truth: list[list[float]], **co
 
     Source: DeepSeek-GRM, arXiv:2504.02495, the outcome reward of its rule-based reinforcement.
     """
-    worth = []
-    for text, right in zip(completions, truth, strict=True):
-        text = plain(without_thought(text))
-        found = list(SCORES.finditer(text))
-        given = listed_numbers(text[found[-1].end() :]) if found else []
-        best = right.index(max(right))
-        others = [score for i, score in enumerate(given) if i != best]
-        is_right = len(given) == len(right) and (given[best] > max(others) if others else given[0] == right[0])
-        worth.append(1.0 if is_right else -1.0)
-    return worth
+    rewards = []
+    for completion, values in zip(completions, truth, strict=True):
+        text = plain(without_thought(completion))
+        matches = list(SCORES.finditer(text))
+        scores = listed_numbers(text[matches[-1].end() :]) if matches else []
+        rewards.append(1.0 if _ranks_best_first(scores, values) else -1.0)
+    return rewards
+
+
+def _ranks_best_first(scores: list[float], values: list[float]) -> bool:
+    """Return whether the answer of the largest value has the single highest score. A lone answer has its value."""
+    if len(scores) != len(values):
+        return False
+    best = values.index(max(values))
+    others = [score for i, score in enumerate(scores) if i != best]
+    if not others:
+        return scores[0] == values[0]
+    return scores[best] > max(others)
 
 
 def doubt(prompt: Any, turns: list[str], **columns: Any) -> str | None:
@@ -171,13 +197,17 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
     Source: SPARK (synergistic), arXiv:2509.22624: the same policy learns to answer and to judge, on its own answers.
         Differs: the verdict is a second turn of the row, after the answer; only single answers are judged.
     """
-    worth = []
+    rewards = []
     for row, right in zip(messages, answer, strict=True):
-        turns = [message["content"] for message in row if message["role"] == "assistant"]
-        is_right = is_answer(turns[0], right)
-        verdicts = [YES_OR_NO.findall(plain(without_thought(turn))) for turn in turns[1:]]
-        worth.append([float(is_right), *(float(bool(v) and (v[-1].lower() == "yes") == is_right) for v in verdicts)])
-    return worth
+        first, *later = [message["content"] for message in row if message["role"] == "assistant"]
+        is_right = is_answer(first, right)
+        turn_rewards = [float(is_right)]
+        for turn in later:
+            verdicts = YES_OR_NO.findall(plain(without_thought(turn)))
+            says_right = bool(verdicts) and verdicts[-1].lower() == "yes"
+            turn_rewards.append(float(bool(verdicts) and says_right == is_right))
+        rewards.append(turn_rewards)
+    return rewards
 
 
 def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
@@ -192,20 +222,22 @@ def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) ->
         the paper trains a generative reward model that names the first wrong step. Here any served model gives one
         word. Held-out answers are judged too; in the paper they only need to be right.
     """
-    right = [is_answer(text, wanted) for text, wanted in zip(completions, answer, strict=True)]
-    texts = [
-        f"Question:\n{_shown(prompt)}\n\nSolution:\n{text}\n\nIts final answer is right. Is every step that leads "
-        "there right too, and none guessed? End with one word, 'sound' or 'flawed'."
-        for prompt, text, is_right in zip(prompts, completions, right, strict=True)
-        if is_right
-    ]
-    is_flawed = iter([_is_flawed(said) for said in _all(texts)])
-    return [1.0 - next(is_flawed) if is_right else -1.0 for is_right in right]
+    right = [i for i, text in enumerate(completions) if is_answer(text, answer[i])]
+    requests = []
+    for i in right:
+        requests.append(
+            f"Question:\n{_shown(prompts[i])}\n\nSolution:\n{completions[i]}\n\nIts final answer is right. Is every "
+            "step that leads there right too, and none guessed? End with one word, 'sound' or 'flawed'."
+        )
+    rewards = [-1.0] * len(completions)
+    for i, reply in zip(right, _all(requests), strict=True):
+        rewards[i] = 0.0 if _is_flawed(reply) else 1.0
+    return rewards
 
 
-def _is_flawed(said: str) -> bool:
+def _is_flawed(reply: str) -> bool:
     """Return whether the last "sound" or "flawed" of a judge's reply means flawed. "not" and "un" reverse the word."""
-    verdicts = list(VERDICT.finditer(said))
+    verdicts = list(VERDICT.finditer(reply))
     if not verdicts:
         return False
     negation, prefix, word = verdicts[-1].groups()

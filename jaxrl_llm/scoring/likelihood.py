@@ -31,14 +31,17 @@ def reward(prompts: list, completions: list[str], **columns: Any) -> list[float 
     The reward is None if the question and the completion are longer than the model's maximum length.
     """
     logp_of = _scorer(os.environ.get("JAXRL_LIKELIHOOD_MODEL", MODEL))
-    texts = [x if isinstance(x, str) else x[-1]["content"] for x in prompts]
-    logps = [logp_of(ASKED.format(answer=said), question) for question, said in zip(texts, completions, strict=True)]
-    return [None if logp is None else math.exp(logp) for logp in logps]
+    rewards = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        logp = logp_of(ASKED.format(answer=completion), question)
+        rewards.append(None if logp is None else math.exp(logp))
+    return rewards
 
 
 @functools.cache
 def _scorer(path: str) -> Any:
-    """Return a function ``(asked, said)`` that gives the mean log-prob of the tokens of ``said``, given ``asked``.
+    """Return a function ``(asked, question)``: the mean log-prob of the tokens of ``question``, given ``asked``.
 
     The log-prob is in nats. The function returns None if both texts together are too long.
     """
@@ -54,36 +57,52 @@ def _scorer(path: str) -> Any:
     from jaxrl_llm.runtime.programs import Program, compile_all
 
     source = pretrained.resolve(path, setting="JAXRL_LIKELIHOOD_MODEL")
-    tokenizer, mesh = source.tokenizer(), sharding.make_mesh(MeshConfig(), jax.devices()[:1])
+    tokenizer = source.tokenizer()
+    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     model = Model(source.architecture())
     params = source.load_params(model, mesh, seed=0)
-    how = {"system_prompt": "", "chat_template": True}
+    has_template = True
     try:
-        tokenizer.encode_prompt("", **how)
+        tokenizer.encode_prompt("", system_prompt="", chat_template=True)
     except ConfigError:  # a base model has no chat template
-        how["chat_template"] = False
+        has_template = False
 
     @functools.cache
     def compiled(width: int) -> Any:
         def mean(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
-            sizes = {"completion_width": width, "chunk_positions": CHUNK_POSITIONS}
-            values = row_logp(model, params, tokens, prompt_length, length, sampling=PLAIN, **sizes)
+            values = row_logp(
+                model,
+                params,
+                tokens,
+                prompt_length,
+                length,
+                sampling=PLAIN,
+                completion_width=width,
+                chunk_positions=CHUNK_POSITIONS,
+            )
             return jnp.sum(values.logp, axis=1) / (length - prompt_length)
 
         shapes = [sharding.rows(mesh, s, jnp.int32) for s in ((1, width), (1,), (1,))]
         program = Program(mean, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
         return compile_all({"likelihood": program}, mesh)["likelihood"]
 
-    def logp_of(asked: str, said: str) -> float | None:
-        prompt, answer = tokenizer.encode_prompt(asked, **how), tokenizer.encode(said)
-        if (size := len(prompt) + len(answer)) > (most := model.arch.max_positions):
-            said = f"{size} tokens of question and completion; JAXRL_LIKELIHOOD_MODEL={path!r} takes {most}"
-            warnings.warn(said, stacklevel=2)
+    def logp_of(asked: str, question: str) -> float | None:
+        prompt_ids = tokenizer.encode_prompt(asked, system_prompt="", chat_template=has_template)
+        question_ids = tokenizer.encode(question)
+        size = len(prompt_ids) + len(question_ids)
+        max_size = model.arch.max_positions
+        if size > max_size:
+            warnings.warn(
+                f"question and completion have {size} tokens, and JAXRL_LIKELIHOOD_MODEL={path!r} takes {max_size}",
+                stacklevel=2,
+            )
             return None
-        width = min(row_files.bucket(size), most)
+        width = min(row_files.bucket(size), max_size)
         row = np.zeros((1, width), np.int32)
-        row[0, :size] = prompt + answer
-        arrays = row, np.array([len(prompt)], np.int32), np.array([size], np.int32)
-        return float(jax.device_get(compiled(width)(params, *sharding.put(arrays, sharding.leading(mesh, arrays))))[0])
+        row[0, :size] = prompt_ids + question_ids
+        arrays = (row, np.array([len(prompt_ids)], np.int32), np.array([size], np.int32))
+        on_device = sharding.put(arrays, sharding.leading(mesh, arrays))
+        logps = jax.device_get(compiled(width)(params, *on_device))
+        return float(logps[0])
 
     return logp_of

@@ -5,7 +5,7 @@ The rules are ours. The library math_verify reads and simplifies formulas. Our o
     the answer         ``scoring.answers`` finds it: the last <answer> or the last box; an empty one is wrong
     numbers            numbers of both sides are compared as exact fractions, with their units
     other values       constant formulas are compared by relative size, so that 1e-31 and 1e-19 differ
-    bases              10_3 equals neither 10_2 nor 10
+    bases              10_3 differs from 10_2 and from 10
     brackets           a pair, an interval and a set are different
 
 Owns: how a completion is compared with column ``answer``. Does not know: where questions come from.
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from jaxrl_llm.scoring import answers
 from jaxrl_llm.scoring.formula_size import is_computable, name_of
 from jaxrl_llm.scoring.quantities import Quantity, number_beside_words, quantity, same_quantity
+from jaxrl_llm.scoring.reward_worker import one_by_one
 from jaxrl_llm.scoring.typography import plain, unstyled
 from jaxrl_llm.settings.schema import ConfigError
 
@@ -34,6 +35,8 @@ except ModuleNotFoundError as error:
 # Silence the warning that no timeout is set. math_verify's timeout uses a signal, which fails silently outside the main
 # thread. The deadline of the reward pool is enforced instead.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+NO_TIMEOUT: Any = None  # math_verify documents None as no timeout, but its annotation is int
 
 # Priority: the last \boxed{}, then "the answer is ...", then any other formula or number.
 _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
@@ -78,6 +81,7 @@ class _Label(NamedTuple):
     brackets: str
 
 
+@one_by_one  # so that a completion that takes too long fails without the others
 def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
     r"""Return 1.0 if the completion's answer is mathematically equal to ``answer``, else 0.0.
 
@@ -93,96 +97,102 @@ def reward(prompts: list, completions: list[str], *, answer: list, **columns) ->
     return [float(_equals(text, labels[repr(right)])) for text, right in zip(completions, answer, strict=True)]
 
 
-reward.one_by_one = True  # so that a completion that takes too long fails without the others
-
-
 def _equals(text: str, label: _Label) -> bool:
     marked = answers.marked(text)
     if marked == "":
         return False
-    said = marked if marked is not None else answers.answer_of(text)
-    is_read = marked is not None or not _has_formula(text)  # without a mark math_verify prefers formulas
-    number = (quantity(said) or number_beside_words(said)) if is_read else quantity(said)
+    answer = marked if marked is not None else answers.answer_of(text)
+    number = quantity(answer)
+    if number is None and (marked is not None or not _has_formula(text)):  # without a mark math_verify prefers formulas
+        number = number_beside_words(answer)
     if label.number is not None and number is not None:
         return _same_number(number, label.number)
-    base = answers.in_base(said)
+    base = answers.in_base(answer)
     if base is not None or label.base is not None:
         return base == label.base
-    brackets = answers.brackets(said) if marked is not None else ""
+    brackets = answers.brackets(answer) if marked is not None else ""
     if brackets and label.brackets and brackets != label.brackets:
         return False
     return _same_formula(label, _parse_completion(text, marked))
 
 
-def _same_number(said: Quantity, right: Quantity) -> bool:
+def _same_number(answer: Quantity, right: Quantity) -> bool:
     """Compare numbers. Decimals may be rounded to six digits; integers may not."""
-    if same_quantity(said, right):
+    if same_quantity(answer, right):
         return True
-    if said.unit and right.unit and said.unit != right.unit:
+    if answer.unit and right.unit and answer.unit != right.unit:
         return False
-    if said.value.denominator == right.value.denominator == 1:
+    if answer.value.denominator == right.value.denominator == 1:
         return False
     scale = min(Fraction(1), 10 * abs(right.value))
-    return abs(said.value - right.value) <= scale * Fraction(1, 2 * 10**_DECIMALS)
+    return abs(answer.value - right.value) <= scale * Fraction(1, 2 * 10**_DECIMALS)
 
 
 def _same_formula(label: _Label, forms: list) -> bool:
     """Compare the formulas that math_verify read. Constants are compared by relative size, not by math_verify."""
-    pairs = [(one, other) for one in label.forms for other in forms]
-    constants = [(one, other) for one, other in pairs if _is_constant(one) and _is_constant(other)]
+    pairs = [(left, right) for left in label.forms for right in forms]
+    constants = [(left, right) for left, right in pairs if _is_constant(left) and _is_constant(right)]
     if constants:
-        return any(_same_constant(one, other) for one, other in constants)
-    is_equal = verify(label.forms, forms, float_rounding=label.decimals, timeout_seconds=None)
-    read = [(one, other) for one, other in pairs if not isinstance(one, str) and not isinstance(other, str)]
-    return is_equal and (not read or any(_may_be_equal(one, other) for one, other in read))
+        return any(_same_constant(left, right) for left, right in constants)
+    if not verify(label.forms, forms, float_rounding=label.decimals, timeout_seconds=NO_TIMEOUT):
+        return False
+    formulas = [(left, right) for left, right in pairs if not isinstance(left, str) and not isinstance(right, str)]
+    return not formulas or any(_may_be_equal(left, right) for left, right in formulas)
 
 
-def _may_be_equal(one: Any, other: Any) -> bool:
+def _may_be_equal(left: Any, right: Any) -> bool:
     """Return False if constants in two forms differ. math_verify rounds them to six decimals before it compares."""
-    if _is_constant(one) and _is_constant(other):
-        return _same_constant(one, other)
-    if isinstance(one, sympy.Expr) and isinstance(other, sympy.Expr):
-        difference = one - other
+    if _is_constant(left) and _is_constant(right):
+        return _same_constant(left, right)
+    if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr):
+        minuend: Any = left  # the decorated operators of sympy have no types
+        difference = minuend - right
         return not difference.is_Rational or difference == 0
-    some, others = _elements(one), _elements(other)
-    if not some or len(some) != len(others):
+    left_elements = _elements(left)
+    right_elements = _elements(right)
+    if not left_elements or len(left_elements) != len(right_elements):
         return True
-    if isinstance(one, sympy.FiniteSet) or isinstance(other, sympy.FiniteSet):
-        return all(any(_may_be_equal(element, partner) for partner in others) for element in some)
-    return all(map(_may_be_equal, some, others))
+    if isinstance(left, sympy.FiniteSet) or isinstance(right, sympy.FiniteSet):
+        return all(any(_may_be_equal(x, y) for y in right_elements) for x in left_elements)
+    return all(map(_may_be_equal, left_elements, right_elements))
 
 
 def _elements(form: Any) -> list:
     """Return the elements of a set, a tuple or a matrix, and the ends of an interval; [] for other forms."""
     if isinstance(form, sympy.Interval):
         return [form.start, form.end]
-    if isinstance(form, sympy.FiniteSet | sympy.Tuple | sympy.MatrixBase):
-        return list(form)
+    if isinstance(form, sympy.FiniteSet | sympy.Tuple):
+        return list(form.args)
+    if isinstance(form, sympy.MatrixBase):
+        return form.flat()
     return []
 
 
 def _is_constant(form: Any) -> bool:
-    return isinstance(form, sympy.Expr) and bool(form.is_number) and bool(form.is_finite)
+    if not isinstance(form, sympy.Expr) or not form.is_number:
+        return False
+    return bool(getattr(form, "is_finite", None))  # sympy defines the attribute when a class is created
 
 
-def _same_constant(one: sympy.Expr, other: sympy.Expr) -> bool:
+def _same_constant(left: sympy.Expr, right: sympy.Expr) -> bool:
     """Compare rational numbers exactly, other exact constants to 35 digits, and constants with decimals to six."""
-    if one.is_Rational and other.is_Rational:
-        return bool(one == other)
-    left = sympy.N(one, EXACT_DIGITS)
-    right = sympy.N(other, EXACT_DIGITS)
-    size = max(abs(left), abs(right))
-    if one.has(sympy.Float) or other.has(sympy.Float):
-        return bool(abs(left - right) <= min(1, 10 * size) / (2 * 10**_DECIMALS))
-    return bool(abs(left - right) <= size / sympy.Integer(10) ** (EXACT_DIGITS - 5))
+    if left.is_Rational and right.is_Rational:
+        return bool(left == right)
+    left_value = sympy.N(left, EXACT_DIGITS)
+    right_value = sympy.N(right, EXACT_DIGITS)
+    difference = abs(left_value - right_value)
+    size = max(abs(left_value), abs(right_value))
+    if left.has(sympy.Float) or right.has(sympy.Float):
+        return bool(difference <= min(1, 10 * size) / (2 * 10**_DECIMALS))
+    return bool(difference <= size / sympy.Integer(10) ** (EXACT_DIGITS - 5))
 
 
 def _label(answer: Any) -> _Label:
     """Read a label with math_verify and with our own rules."""
     text = str(answer).rpartition("####")[2]
-    said = answers.answer_of(text)
+    right = answers.answer_of(text)
     forms, decimals = _gold(text, answer)
-    return _Label(forms, decimals, quantity(said), answers.in_base(said), answers.brackets(said))
+    return _Label(forms, decimals, quantity(right), answers.in_base(right), answers.brackets(right))
 
 
 def _gold(text: str, answer: Any) -> tuple[list, int]:
@@ -194,8 +204,8 @@ def _gold(text: str, answer: Any) -> tuple[list, int]:
         raise ValueError(f"column answer={answer!r:.80} holds no mathematics to compare with")
     if _WORDS.fullmatch(parsed[-1].strip()):
         raise ValueError(
-            f"column answer={answer!r:.80} is no mathematics but words: rewards.functions="
-            r"'jaxrl_llm.scoring.scores:exact' compares words, and math those in \text{}"
+            f"column answer={answer!r:.80} has words instead of mathematics: rewards.functions="
+            r"'jaxrl_llm.scoring.scores:exact' compares words, and 'math' compares the words in \text{}"
         )
     # math_verify does not treat 6.02*10^23 as equal to its digits. A completion may contain either form.
     digits = _digits(text)
@@ -232,8 +242,11 @@ def _parse_completion(text: str, marked: str | None) -> list:
 
 
 def _read(text: str) -> list:
-    digits = _digits(text)  # in a formula, 2e-1 may also mean 2 times Euler's number minus 1
-    return _parse(digits) + (_parse(text) if digits != text and _has_formula(text) else [])
+    digits = _digits(text)
+    forms = _parse(digits)
+    if digits != text and _has_formula(text):  # in a formula, 2e-1 may also mean 2 times Euler's number minus 1
+        forms = forms + _parse(text)
+    return forms
 
 
 def _digits(text: str) -> str:
@@ -242,7 +255,7 @@ def _digits(text: str) -> str:
 
 
 def _parse(text: str) -> list:
-    return parse(_without_large_formulas(text), extraction_config=_EXTRACTION, parsing_timeout=None)
+    return parse(_without_large_formulas(text), extraction_config=_EXTRACTION, parsing_timeout=NO_TIMEOUT)
 
 
 def _without_large_formulas(text: str) -> str:

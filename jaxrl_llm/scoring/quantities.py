@@ -91,11 +91,11 @@ _OPERATOR = re.compile(r"[+*/^<>!\\{}|~_#&]")
 _UNIT_IN_PROSE = re.compile(
     r"\s?(%|°\s?[CF]?|[$€£¥₹]|[千万萬亿億]|[A-Za-z]{1,11}(?:\^\{?[23]\}?)?(?:/[A-Za-z]{1,11})?(?![A-Za-z]))"
 )
-_OPERAND = re.compile(r"[0-9A-Za-z\u00c0-\u024f\u0370-\u052f)\]}]")  # a minus after one of these subtracts
+_OPERAND = re.compile(r"[0-9A-Za-z\u00c0-\u024f\u0370-\u052f)\]}]")  # a minus after such a character subtracts
 _VERBS = r"is|are|was|be|equals|equal to|gets?|got|gives?|ist|sind|est|es|son|é"
-# What a minus with a space after it may follow and still be a sign.
+# Text before a minus with a space after it that is still a sign.
 _BEFORE_SIGN = re.compile(rf"(?:^|[=:(\[{{,$]|[是为為は]|(?<![^\W\d_])(?:{_VERBS}|to|of))$", re.I)
-# What the number of a sentence follows: "It is 72", "It costs $5", not "Paris, 75001".
+# Text before the number of a sentence: "It is 72", "It costs $5", not "Paris, 75001".
 _BEFORE_NUMBER = re.compile(
     rf"(?:[=:]|[是为為は]|(?<![^\W\d_])(?:{_VERBS}|costs?|pays?|has|have|had|makes?|made|about|only|exactly|approximately"
     r"|roughly|answer|total|result|sum))$",
@@ -110,7 +110,7 @@ _GRADE = re.compile(
 
 
 class Quantity(NamedTuple):
-    """A number as it was read.
+    """A number that was read from a text.
 
     Attributes:
         value: the exact value.
@@ -138,8 +138,8 @@ def quantity(answer: str) -> Quantity | None:
     text = _BASE_TEN.sub("", text)
     text = _SPACED.sub(lambda found: found[0].replace(" ", "'"), text)
     head = _HEAD.match(text)
-    number = NUMBER.match(text, head.end())
-    if number is None:
+    number = None if head is None else NUMBER.match(text, head.end())
+    if head is None or number is None:
         return None
     is_negative = (head["sign"] or "+")[0] in "-mn" or bool(head["second"])
     beside = text[number.end() :]
@@ -193,7 +193,7 @@ def digits_of(numeral: str) -> str | None:
 
 
 def _unit(rest: str) -> tuple[str, int] | None:
-    """Read what stands around a number as (unit, multiplier); None if it is more than a unit, such as a variable."""
+    """Read the text around a number as (unit, multiplier); None if the text is more than a unit, such as a variable."""
     parts = [part.strip(".,") for part in _UNIT_SIGN.sub(r" \1 ", rest).split()]
     if len(parts) > MAX_UNIT_WORDS:
         return None
@@ -288,8 +288,10 @@ def number_in_sentence(text: str, number: re.Match) -> Quantity | None:
     if after:
         word = after[1].casefold()
         multiplier = _MULTIPLIERS.get(word, 1)
-        known = _unit(" " + after[1]) if word[0] in "%°$€£¥₹" or re.split(r"[\^/]", word)[0] in _KNOWN_UNITS else None
-        unit = unit or (known[0] if known else "")
+        is_known = word[0] in "%°$€£¥₹" or re.split(r"[\^/]", word)[0] in _KNOWN_UNITS
+        known_unit = _unit(" " + after[1]) if is_known else None
+        if not unit and known_unit:
+            unit = known_unit[0]
     return _quantity(number, _is_negative(before), unit, multiplier)
 
 

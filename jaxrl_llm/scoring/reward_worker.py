@@ -16,14 +16,24 @@ from math import nan
 from numbers import Complex, Integral, Real
 from operator import length_hint
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl_llm.scoring.worker_program import MAX_SCORE, message, one_line
 from jaxrl_llm.settings.functions import awaited
 
 __builtins__ = dict(vars(builtins))  # own copy: a user function that replaces `builtins.float` must not change scores
 
+RewardFunction = TypeVar("RewardFunction", bound=Callable)
 TEXTS = (str, bytes, bytearray, memoryview)
+
+
+def one_by_one(function: RewardFunction) -> RewardFunction:
+    """Declare that a reward function scores each completion independently. (Decorator.)
+
+    The pool then calls the function once per completion, so that a failure affects one completion only.
+    """
+    vars(function)["one_by_one"] = True
+    return function
 
 
 def call(

@@ -50,33 +50,46 @@ def _has_format(text: str) -> bool:
 
 def exact(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
     """Return 1.0 if the answer is the same text as ``answer`` (a text or a list of accepted texts), else 0.0."""
-    given = zip(completions, answer, strict=True)
-    return [float(any(same_text(answer_of(text), one) for one in accepted(right))) for text, right in given]
+    scores = []
+    for text, right in zip(completions, answer, strict=True):
+        given_answer = answer_of(text)
+        is_right = any(same_text(given_answer, accepted_text) for accepted_text in accepted(right))
+        scores.append(float(is_right))
+    return scores
 
 
 def f1(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
     """Return 2 P R / (P + R): P and R are the shares of the given and of the right answer's words that both contain."""
-    given = zip(completions, answer, strict=True)
-    return [max(_overlap(words(answer_of(text)), words(one)) for one in accepted(right)) for text, right in given]
+    scores = []
+    for text, right in zip(completions, answer, strict=True):
+        given_words = words(answer_of(text))
+        scores.append(max(_overlap(given_words, words(accepted_text)) for accepted_text in accepted(right)))
+    return scores
 
 
-def _overlap(said: list[str], right: list[str]) -> float:
-    common = sum((collections.Counter(said) & collections.Counter(right)).values())
-    return 2.0 * common / (len(said) + len(right)) if common else float(said == right)
+def _overlap(given: list[str], right: list[str]) -> float:
+    common = collections.Counter(given) & collections.Counter(right)
+    num_common = sum(common.values())
+    if num_common == 0:
+        return float(given == right)
+    return 2.0 * num_common / (len(given) + len(right))
 
 
 def key_steps(prompts: list, completions: list[str], answer: list, key_steps: list, **columns: Any) -> list[float]:
     """Return [the answer is right] + 0.1 times the share of the key steps that the completion contains.
 
     The share distinguishes two wrong answers. A completion contains a step if the words of the step follow each other
-    in the completion. A step may be a list of texts: any of them counts.
+    in the completion. A step may be a list of texts: one of its texts suffices.
 
     Source: StepRAR of R1-VL, arXiv:2503.12937, the soft match of key steps and its weight (released code). Differs: a
         step is searched in the whole completion, by words instead of letters; answers are compared as texts; its
         structure reward (StepRVR) is ``format``.
     """
-    right = exact(prompts, completions, answer)
-    return [r + STEP_WEIGHT * _share(text, own) for r, text, own in zip(right, completions, key_steps, strict=True)]
+    scores = []
+    is_right = exact(prompts, completions, answer)
+    for score, text, steps in zip(is_right, completions, key_steps, strict=True):
+        scores.append(score + STEP_WEIGHT * _share(text, steps))
+    return scores
 
 
 def keywords(prompts: list, completions: list[str], keywords: list, **columns: Any) -> list[float]:
@@ -84,22 +97,29 @@ def keywords(prompts: list, completions: list[str], keywords: list, **columns: A
 
     Source: IFScale, whose prompts contain hundreds of instructions that each ask for a keyword.
     """
-    return [_share(text, own) for text, own in zip(completions, keywords, strict=True)]
+    return [_share(text, wanted) for text, wanted in zip(completions, keywords, strict=True)]
 
 
 def _share(text: str, wanted: list) -> float:
-    """Return the share of the wanted texts that a text contains. A list counts if the text has any of its texts."""
-    said = [f" {' '.join(found)} " for found in (words(text), all_words(text))]
+    """Return the share of the wanted texts that a text contains. A list counts if the text has one text of the list."""
+    without_articles = _padded(words(text))
+    with_articles = _padded(all_words(text))
 
-    def has(one: Any) -> bool:
-        if isinstance(one, list | tuple):
-            return any(map(has, one))
-        found = words(str(one))
-        if all_words(str(one)):
-            return any(f" {' '.join(found)} " in part for part in said)
-        return bool(found) and str(one).strip() in text  # for keywords of punctuation only
+    def contains(item: Any) -> bool:
+        if isinstance(item, list | tuple):
+            return any(map(contains, item))
+        item_words = words(str(item))
+        if all_words(str(item)):
+            phrase = _padded(item_words)
+            return phrase in without_articles or phrase in with_articles
+        return bool(item_words) and str(item).strip() in text  # for keywords of punctuation only
 
-    return sum(map(has, wanted)) / max(len(wanted), 1)
+    return sum(map(contains, wanted)) / max(len(wanted), 1)
+
+
+def _padded(text_words: list[str]) -> str:
+    """Return the words with spaces around each, so that a phrase is found at word boundaries only."""
+    return f" {' '.join(text_words)} "
 
 
 def majority(prompts: list, completions: list[str], **columns: Any) -> list[float]:

@@ -1,7 +1,7 @@
 r"""Reduce a text to plain characters: one form for each digit, minus sign and quotation mark, and no LaTeX styles.
 
     plain      typographic variants of characters become one form, mostly ASCII
-    unstyled   plain, without what only changes the looks of LaTeX and Markdown: ``\textbf{5}``, ``\left(``, ``**5**``
+    unstyled   plain, without the styles of LaTeX and Markdown: ``\textbf{5}``, ``\left(``, ``**5**``
     flat       unstyled, with numeric fractions, degrees and multiplication signs as plain text: ``\frac{1}{2}`` is 1/2
     peeled     without the delimiters, quotation marks and the full stop around a text
 
@@ -92,7 +92,7 @@ _ESCAPED = re.compile(r"\\([$%&#_€£])")
 
 
 def unstyled(text: str) -> str:
-    r"""Return the text without what only changes its looks: ``\textbf{5}``, ``\color{red}5``, ``\left(``."""
+    r"""Return the text without styles, which only change its looks: ``\textbf{5}``, ``\color{red}5``, ``\left(``."""
     text = plain(text)
     if "\\" in text:
         text = _without_groups(_SWITCHES.sub("", _COLOR.sub("", text)))

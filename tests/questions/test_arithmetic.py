@@ -57,7 +57,10 @@ def test_no_question_is_of_both_parts_whatever_the_seed():
         ({"term": 2}, "prompts.arguments.term=2 is not one of terms, largest, modulus"),
         ({"terms": 1}, "prompts.arguments.terms=1 must be a whole number of at least 2"),
         ({"largest": 9.0}, "prompts.arguments.largest=9.0 must be a whole number of at least 1"),
-        ({"part": "tests"}, "'tests' is no part of the sums; prompts.name and eval.name take '', 'train', 'test'"),
+        (
+            {"part": "tests"},
+            "prompts.name='tests' is no part of the sums: prompts.name and eval.name take '', 'train', 'test'",
+        ),
         ({"part": "test", "size": 1}, "prompts.size=1 is too small: none of the sums is of the part 'test'"),
         ({"modulus": True}, "prompts.arguments.modulus=True must be a whole number"),
     ],

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from support.refusal import ANY, refused
 
 from jaxrl_llm.config import ConfigError, PromptsConfig
 from jaxrl_llm.questions.tasks import code, load, scorer
@@ -206,7 +207,7 @@ def test_parts_are_a_small_number(loaded, parts):
 
 
 def test_parts_want_solutions_and_a_rate_to_go_on_at(loaded):
-    with pytest.raises(ConfigError, match="no question of 'f' has a solution to give"):
+    with refused("prompts.arguments.given_parts", ANY, "'f'"):
         laddered(loaded, {**SOLVED, "code": None}, parts=2)
     with pytest.raises(ConfigError, match=r"prompts.retire_pass_rate=0.0 must be above 0 with .*given_parts=2"):
         laddered(loaded, SOLVED, parts=2, rate=0.0)

@@ -29,6 +29,6 @@ def test_the_reward_is_the_mean_probability_of_the_question(monkeypatch):
         logp = transformer.completion_logp(jax.device_get(params), model.arch, row, len(asked), len(row))
         mean = math.fsum(logp[len(asked) :]) / len(tokenizer.encode(question))
         assert reward == pytest.approx(math.exp(mean), rel=1e-5)
-    with pytest.warns(UserWarning, match="question and completion; JAXRL_LIKELIHOOD_MODEL='random:debug' takes"):
+    with pytest.warns(UserWarning, match="tokens, and JAXRL_LIKELIHOOD_MODEL='random:debug' takes"):
         both = likelihood.reward(["sum"] * 2, ["b" * 100_000, "4"])
     assert both == [None, got[0]]  # the other of its group is scored

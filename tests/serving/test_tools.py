@@ -448,8 +448,8 @@ def test_an_address_of_ip_6_is_listened_at():
 def test_a_client_is_told_why_it_is_refused():
     with scripted("No.") as (server, _):
         with pytest.raises(OSError, match=r"HTTP Error 400: Bad Request: top_p=0\.5 is not supported: it must be 1"):
-            chat_client.said(f"http://127.0.0.1:{server.server_port}/v1", USER, top_p=0.5)
-        assert chat_client.said(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
+            chat_client.reply_to(f"http://127.0.0.1:{server.server_port}/v1", USER, top_p=0.5)
+        assert chat_client.reply_to(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
 
 
 def test_stop_strings_are_looked_for_in_the_new_tokens():

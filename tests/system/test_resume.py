@@ -287,7 +287,7 @@ def test_other_questions_are_refused_before_a_file_is_touched(setting, value, fi
     before = files()
     assert {"config.json", "report.html", "metrics.jsonl"} <= set(before)
     monkeypatch.setattr(train_module, "compile_all", refuse_to_compile)
-    with pytest.raises(ConfigError, match="the questions are not those of the checkpoint"):
+    with pytest.raises(ConfigError, match="the questions have the fingerprint"):
         train_module.train(freeze(mapping), workdir, allow_config_changes=True)
     assert files() == before
 
@@ -311,9 +311,11 @@ def test_another_answer_or_another_held_out_question_is_refused_unless_allowed(t
 
     ghosts.haunt(monkeypatch)
     assert run(1) == 0
-    with pytest.raises(ConfigError, match=r"the answers or other columns and the held-out questions are not those"):
+    with pytest.raises(
+        ConfigError, match=r"the answers or other columns and the held-out questions differ from the checkpoint"
+    ):
         run(2, answer="5")
-    with pytest.raises(ConfigError, match=r"the held-out questions are not those of the checkpoint.*--allow_config_ch"):
+    with pytest.raises(ConfigError, match=r"the held-out questions differ from the checkpoint.*--allow_config_ch"):
         run(2, asked="6+6=")
     assert run(2, asked="6+6=", allow_config_changes=True) == run(3, asked="6+6=") == 0
 

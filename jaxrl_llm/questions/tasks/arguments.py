@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.settings.schema import ConfigError
 
 
-def checked(given: Mapping[str, Any], allowed: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
+def checked(arguments: Mapping[str, Any], allowed: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
     """Return every argument in the order of ``allowed``. Missing arguments have their default.
 
     Args:
@@ -20,13 +20,15 @@ def checked(given: Mapping[str, Any], allowed: Mapping[str, tuple[int, int, int]
     Raises:
         ConfigError: an unknown argument, or a value that is not allowed.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in allowed:
-            known = f"is not one of {', '.join(allowed)}" if allowed else "is set, but prompts.source takes none"
-            raise ConfigError(f"prompts.arguments.{name}={value!r} {known}")
+            names = f"is not one of {', '.join(allowed)}" if allowed else "is set, but prompts.source takes none"
+            raise ConfigError(f"prompts.arguments.{name}={value!r} {names}")
         default, least, most = allowed[name]
         is_switch = isinstance(default, bool)
-        if not isinstance(value, int) or isinstance(value, bool) != is_switch or not least <= value <= most:
-            wanted = "True or False" if is_switch else f"a whole number of at least {least} and at most {most}"
-            raise ConfigError(f"prompts.arguments.{name}={value!r} must be {wanted}")
-    return {name: default for name, (default, *_) in allowed.items()} | dict(given)
+        has_type = isinstance(value, int) and isinstance(value, bool) == is_switch
+        if not has_type or not least <= value <= most:
+            form = "True or False" if is_switch else f"a whole number of at least {least} and at most {most}"
+            raise ConfigError(f"prompts.arguments.{name}={value!r} must be {form}")
+    defaults = {name: default for name, (default, _, _) in allowed.items()}
+    return defaults | dict(arguments)

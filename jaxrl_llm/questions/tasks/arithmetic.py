@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -52,18 +52,23 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     terms, largest, modulus = checked(config.arguments, ARGUMENTS).values()
     if config.name not in PARTS:
         raise ConfigError(
-            f"{config.name!r} is no part of the sums; prompts.name and eval.name take '', 'train', 'test'"
+            f"prompts.name={config.name!r} is no part of the sums: prompts.name and eval.name take '', 'train', 'test'"
         )
     examples = []
-    for i, row in enumerate(np.random.default_rng(seed).integers(0, largest + 1, (config.size, terms)).tolist(), 1):
+    rows = np.random.default_rng(seed).integers(0, largest + 1, (config.size, terms)).tolist()
+    for i, row in enumerate(rows, start=1):
         total = sum(row) % modulus if modulus else sum(row)
         question = "+".join(map(str, row)) + (f" mod {modulus}=" if modulus else "=")
-        if zlib.crc32(question.encode()) % 8 in PARTS[config.name]:
-            steps = [str(x) for x in itertools.accumulate(row)][1:-1]
-            columns = {"answer": str(total)} | ({"key_steps": steps} if steps else {})
-            examples.append(Example(question, columns, f"arithmetic:{i}"))
-    if config.name == "test":
-        examples = list({example.prompt: example for example in reversed(examples)}.values())[::-1]
+        if zlib.crc32(question.encode()) % 8 not in PARTS[config.name]:
+            continue
+        columns: dict[str, Any] = {"answer": str(total)}
+        partial_sums = [str(x) for x in itertools.accumulate(row)][1:-1]
+        if partial_sums:
+            columns["key_steps"] = partial_sums
+        examples.append(Example(question, columns, f"arithmetic:{i}"))
+    if config.name == "test":  # keep the last copy of each sum
+        last_copies = {example.prompt: example for example in reversed(examples)}
+        examples = list(last_copies.values())[::-1]
     if not examples:
         raise ConfigError(f"prompts.size={config.size} is too small: none of the sums is of the part {config.name!r}")
     return Loaded(tuple(examples))

@@ -43,19 +43,28 @@ from jaxrl_llm.scoring import code_tests
 from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from jaxrl_llm.config import PromptsConfig
     from jaxrl_llm.types import Example
 
 SCORER = "jaxrl_llm.scoring.code_tests:passed"
 TEMPLATE = "{text}\n\nYour code should pass these tests:\n\n{tests}\n"
-SECONDS, MOST_PARTS = 1.0, 100
+SECONDS = 1.0
+MOST_PARTS = 100
 GO_ON = "{prompt}\nGo on from here:\n\n{given}"  # for MBPP prompts; a HumanEval prompt is code itself
 
 # key -> its type, per format. NEEDED maps the key that identifies a format to that format.
-MBPP = {"text": str, "prompt": str, "test_list": list, "test_imports": list, "test_setup_code": str, "code": str}
-MBPP |= {"challenge_test_list": list, "source_file": str}
+MBPP = {
+    "text": str,
+    "prompt": str,
+    "test_list": list,
+    "test_imports": list,
+    "test_setup_code": str,
+    "code": str,
+    "challenge_test_list": list,
+    "source_file": str,
+}
 HUMAN_EVAL = {"prompt": str, "test": str, "entry_point": str, "canonical_solution": str}
 NEEDED = {"test_list": MBPP, "test": HUMAN_EVAL}
 
@@ -84,26 +93,27 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     settings = _arguments(config.arguments)
     _try_sandbox(settings["sandbox"])
 
-    def made(line: bytes) -> tuple[str, dict[str, Any]]:
+    def question_of_line(line: bytes) -> tuple[str, dict[str, Any]]:
         prompt, columns = question(parse(line), settings)
         if settings["check_solutions"]:
             _check_solution(prompt, columns)
         return prompt, columns
 
     try:
-        loaded = load_rows(config, lines, made)
+        loaded = load_rows(config, lines, question_of_line)
         return dataclasses.replace(loaded, laddered=lambda examples: laddered(config, examples))
     finally:
         code_tests.close()  # ends the sandboxes that checked solutions; rewards are computed in other processes
 
 
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return ``prompts.arguments`` with their defaults. Raise ConfigError for a wrong argument."""
     where = "prompts.arguments"
-    settings = {"shown_tests": 1, "template": TEMPLATE, "check_solutions": False, "given_parts": 0, "sandbox": {}}
-    _check_names(where, given, settings)
-    settings |= given
-    shown, template, sandbox = settings["shown_tests"], settings["template"], settings["sandbox"]
+    defaults = {"shown_tests": 1, "template": TEMPLATE, "check_solutions": False, "given_parts": 0, "sandbox": {}}
+    _check_names(where, arguments, defaults)
+    settings = defaults | arguments
+    shown = settings["shown_tests"]
+    template = settings["template"]
     if not isinstance(shown, int) or isinstance(shown, bool) or shown < -1:
         raise ConfigError(f"{where}.shown_tests={shown!r} must be a whole number of at least -1 (all)")
     if not isinstance(template, str) or "{text}" not in template:
@@ -113,31 +123,40 @@ def _arguments(given: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"{where}.given_parts={parts!r} must be a whole number from 0 to {MOST_PARTS}")
     if not isinstance(settings["check_solutions"], bool):
         raise ConfigError(f"{where}.check_solutions={settings['check_solutions']!r} must be True or False")
-    if not isinstance(sandbox, dict):
-        raise ConfigError(f"{where}.sandbox={sandbox!r:.80} must be settings by name")
-    limits = [field.name for field in dataclasses.fields(Limits)]
-    _check_names(f"{where}.sandbox", sandbox, [*limits, "isolation", "required"])
-    settings["sandbox"] = sandbox = {"seconds": SECONDS} | sandbox
-    try:
-        Limits(**{name: value for name, value in sandbox.items() if name in limits})
-    except ValueError as error:
-        raise ConfigError(f"{where}.sandbox.{error}") from error
-    if not isinstance(sandbox.get("required", False), bool):
-        raise ConfigError(f"{where}.sandbox.required={sandbox['required']!r} must be True or False")
+    settings["sandbox"] = _sandbox_settings(f"{where}.sandbox", settings["sandbox"])
     return settings
 
 
-def _check_names(where: str, given: dict[str, Any], known: Any) -> None:
-    for name, value in given.items():
-        if name not in known:
-            raise ConfigError(f"{where}.{name}={value!r:.80} is not one of {', '.join(known)}")
+def _sandbox_settings(where: str, sandbox: Any) -> dict[str, Any]:
+    """Return the settings of the sandbox with their defaults. Raise ConfigError for a wrong setting."""
+    if not isinstance(sandbox, dict):
+        raise ConfigError(f"{where}={sandbox!r:.80} must be settings by name")
+    limits = [field.name for field in dataclasses.fields(Limits)]
+    _check_names(where, sandbox, [*limits, "isolation", "required"])
+    settings: dict[str, Any] = {"seconds": SECONDS, **sandbox}
+    try:
+        Limits(**{name: value for name, value in settings.items() if name in limits})
+    except ValueError as error:
+        raise ConfigError(f"{where}.{error}") from error
+    if not isinstance(settings.get("required", False), bool):
+        raise ConfigError(f"{where}.required={settings['required']!r} must be True or False")
+    return settings
+
+
+def _check_names(where: str, settings: dict[str, Any], names: Iterable[str]) -> None:
+    for name, value in settings.items():
+        if name not in names:
+            raise ConfigError(f"{where}.{name}={value!r:.80} is not one of {', '.join(names)}")
 
 
 def _try_sandbox(settings: dict[str, Any]) -> None:
-    """Check that programs can be run as configured, before any device is used. A warning lists what is not enforced."""
-    own = {name: settings[name] for name in ("isolation", "required") if name in settings}
+    """Check that programs can be run as configured, before any device is used.
+
+    A warning lists the limits that are not enforced.
+    """
+    options = {name: settings[name] for name in ("isolation", "required") if name in settings}
     try:
-        Sandbox(**own).close()
+        Sandbox(**options).close()
     except (SandboxError, ValueError) as error:
         raise ConfigError(f"prompts.arguments.sandbox: {error}") from error
 
@@ -155,18 +174,23 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if len(forms) != 1:
         keys = f"{sorted(row)!s:.300}"
         raise BadRowError(f"must have one of `test_list` (MBPP) and `test` (HumanEval); its keys are {keys}")
+    (form,) = forms
     for key, value in row.items():
-        if key == "task_id":
-            continue
-        if key not in forms[0]:
-            near = difflib.get_close_matches(key, forms[0], n=1)
-            hint = f"; did you mean `{near[0]}`" if near else f": its form has {', '.join(forms[0])}, task_id"
-            raise BadRowError(f"unknown key `{key}`{hint}")
-        kind = forms[0][key]
-        if not isinstance(value, kind) or (kind is list and not all(isinstance(x, str) for x in value)):
-            raise BadRowError(f"`{key}` must be {'text' if kind is str else 'a list of texts'}, not {value!r:.60}")
-    prompt, columns = _of_mbpp(row, settings) if forms[0] is MBPP else _of_human_eval(row)
+        if key != "task_id":
+            _check_key(key, value, form)
+    prompt, columns = _of_mbpp(row, settings) if form is MBPP else _of_human_eval(row)
     return prompt, columns | {"given": "", "task_id": row.get("task_id"), "sandbox": settings["sandbox"]}
+
+
+def _check_key(key: str, value: Any, form: dict[str, type]) -> None:
+    """Raise BadRowError if the row's format does not have this key, or the value has another type."""
+    if key not in form:
+        near = difflib.get_close_matches(key, form, n=1)
+        hint = f"; did you mean `{near[0]}`" if near else f": its form has {', '.join(form)}, task_id"
+        raise BadRowError(f"unknown key `{key}`{hint}")
+    kind = form[key]
+    if not isinstance(value, kind) or (kind is list and not all(isinstance(x, str) for x in value)):
+        raise BadRowError(f"`{key}` must be {'text' if kind is str else 'a list of texts'}, not {value!r:.60}")
 
 
 def laddered(config: PromptsConfig, examples: Sequence[Example]) -> list[Example]:
@@ -176,33 +200,38 @@ def laddered(config: PromptsConfig, examples: Sequence[Example]) -> list[Example
         ConfigError: ``prompts.retire_pass_rate`` is 0, so that only the easiest versions would ever be asked; or no
             question has a solution.
     """
-    parts, found = config.arguments.get("given_parts", 0), []
+    parts = config.arguments.get("given_parts", 0)
+    ladders = []
     for i, example in enumerate(examples):
         lines = (example.columns["solution"] or "").splitlines(keepends=True)
         counts = dict.fromkeys(len(lines) * k // (parts + 1) for k in range(parts, 0, -1))
-        for given in ("".join(lines[:count]) for count in counts if count):
-            form = "{prompt}{given}" if example.columns["prefix"] else GO_ON
-            easier = {"prompt": form.format(prompt=example.prompt, given=given), "ladder": f"{i}"}
-            found.append(dataclasses.replace(example, **easier, columns=example.columns | {"given": given}))
-        found.append(dataclasses.replace(example, ladder=f"{i}" if parts else ""))
+        form = "{prompt}{given}" if example.columns["prefix"] else GO_ON
+        for count in counts:
+            if count == 0:
+                continue
+            given = "".join(lines[:count])
+            prompt = form.format(prompt=example.prompt, given=given)
+            columns = example.columns | {"given": given}
+            ladders.append(dataclasses.replace(example, prompt=prompt, columns=columns, ladder=f"{i}"))
+        ladders.append(dataclasses.replace(example, ladder=f"{i}" if parts else ""))
     if parts and config.retire_pass_rate == 0:
         raise ConfigError(
             f"prompts.retire_pass_rate=0.0 must be above 0 with prompts.arguments.given_parts={parts}: a question "
             "waits until its easier version passes at that rate"
         )
-    if parts and len(found) == len(examples):
+    if parts and len(ladders) == len(examples):
         raise ConfigError(
-            f"prompts.arguments.given_parts={parts}: no question of {config.name!r} has a solution to give"
+            f"prompts.arguments.given_parts={parts} needs solutions, and no question of {config.name!r} has one"
         )
-    return found
+    return ladders
 
 
 def _check_solution(prompt: str, columns: dict[str, Any]) -> None:
     if columns["solution"] is None:
         raise BadRowError("has no solution (`code` or `canonical_solution`) that check_solutions could check")
-    several = {key: [value] for key, value in columns.items()}
+    repeated = {key: [value] for key, value in columns.items()}
     try:
-        (share,) = code_tests.share([prompt], [columns["solution"]], **several)
+        (share,) = code_tests.share([prompt], [columns["solution"]], **repeated)
     except SandboxError as error:
         raise ConfigError(f"prompts.arguments.sandbox: {error}") from error
     if share < 1:
@@ -232,8 +261,16 @@ def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[s
     names, classes = _under_test(trees, _tree(setup), _tree(solution))
     if not names:
         raise BadRowError("`test_list` uses no name that an answer could define: all are built-ins or the setup's own")
-    own = {"tests": tests, "setup": setup, "prefix": "", "names": names, "classes": classes}
-    return prompt, own | {"shown_tests": shown, "solution": solution}
+    columns = {
+        "tests": tests,
+        "setup": setup,
+        "prefix": "",
+        "names": names,
+        "classes": classes,
+        "shown_tests": shown,
+        "solution": solution,
+    }
+    return prompt, columns
 
 
 def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -246,14 +283,20 @@ def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not any(name in line for line in row["prompt"].splitlines() if line.startswith(("def ", "async def "))):
         raise BadRowError(f"`prompt` does not begin a function {name!r:.60}, which is `entry_point`")
     tree = _parsed("test", row["test"])
-    if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
-        raise BadRowError("`test` does not define a function check(candidate)")
     tests = [f"{part}\ncheck({name})" for part in _one_assertion_each(tree)]
     prompt = row["prompt"]
     tree = _tree(_without_last_definition(prompt))
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-    own = {"tests": tests, "setup": "", "prefix": prompt, "names": [name], "classes": classes}
-    return prompt, own | {"shown_tests": [], "solution": row.get("canonical_solution")}
+    columns = {
+        "tests": tests,
+        "setup": "",
+        "prefix": prompt,
+        "names": [name],
+        "classes": classes,
+        "shown_tests": [],
+        "solution": row.get("canonical_solution"),
+    }
+    return prompt, columns
 
 
 def _without_last_definition(prompt: str) -> str:
@@ -289,7 +332,7 @@ def _defined(solution: ast.Module) -> set[str]:
 def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module) -> tuple[list[str], list[str]]:
     """Return the names that the tests take from an answer, and the classes among these names.
 
-    A name belongs to the result in one of these cases:
+    A name belongs to the result in three cases:
 
     - The tests use it, but it is not defined by the tests, by the setup or by Python.
     - The solution defines it and the tests use it.
@@ -334,9 +377,13 @@ def _bound(tree: ast.Module) -> set[str]:
 
 def _innermost_calls(tree: ast.Module) -> list[str]:
     """Return the names of the functions that are called without a call among their arguments."""
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    inner = lambda call: any(isinstance(node, ast.Call) for part in call.args for node in ast.walk(part))
-    return [call.func.id for call in calls if not inner(call)]
+    names = []
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            nodes = [node for argument in call.args for node in ast.walk(argument)]
+            if not any(isinstance(node, ast.Call) for node in nodes):
+                names.append(call.func.id)
+    return names
 
 
 def _one_assertion_each(tree: ast.Module) -> list[str]:
@@ -345,22 +392,37 @@ def _one_assertion_each(tree: ast.Module) -> list[str]:
     Definitions do not count as asserting, because other statements call them. If an asserting statement binds a name
     that another statement needs, as a loop does, the code is not split.
     """
-    place = next(i for i, node in enumerate(tree.body) if isinstance(node, ast.FunctionDef) and node.name == "check")
-    statements = tree.body[place].body
+    place, check = _check_function(tree)
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    found = [(i, x) for i, x in enumerate(statements) if not isinstance(x, definitions)]
-    asserting = [i for i, x in found if any(isinstance(node, ast.Assert) for node in ast.walk(x))]
-    needed = set().union(*(_names(x, ast.Load) - _names(x, ast.Store) for x in statements))
-    if any(_names(statements[i], ast.Store) & needed for i in asserting):
+    asserting = []
+    needed: set[str] = set()
+    for i, statement in enumerate(check.body):
+        has_assertion = any(isinstance(node, ast.Assert) for node in ast.walk(statement))
+        if has_assertion and not isinstance(statement, definitions):
+            asserting.append(i)
+        needed |= _names(statement, ast.Load) - _names(statement, ast.Store)
+    if any(_names(check.body[i], ast.Store) & needed for i in asserting):
         return [ast.unparse(tree)]
     texts = []
     for kept in asserting:
-        other = copy.copy(tree)
-        check = copy.copy(tree.body[place])
-        check.body = [x for i, x in enumerate(statements) if i == kept or i not in asserting]
-        other.body = [*tree.body[:place], check, *tree.body[place + 1 :]]
-        texts.append(ast.unparse(other))
+        part = copy.copy(check)
+        part.body = [statement for i, statement in enumerate(check.body) if i == kept or i not in asserting]
+        module = copy.copy(tree)
+        module.body = [*tree.body[:place], part, *tree.body[place + 1 :]]
+        texts.append(ast.unparse(module))
     return texts or [ast.unparse(tree)]
+
+
+def _check_function(tree: ast.Module) -> tuple[int, ast.FunctionDef]:
+    """Return the place of the first function ``check`` of a module, and the function.
+
+    Raises:
+        BadRowError: the module has no such function.
+    """
+    for place, node in enumerate(tree.body):
+        if isinstance(node, ast.FunctionDef) and node.name == "check":
+            return place, node
+    raise BadRowError("`test` does not define a function check(candidate)")
 
 
 def _names(statement: ast.AST, context: type) -> set[str]:

@@ -23,6 +23,7 @@ from jaxrl_llm.settings.schema import ConfigError
 if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
+Prompt = str | list[dict[str, str]]  # text or messages
 SCORER = ""  # a file has no scorer: set rewards.functions
 
 
@@ -35,11 +36,16 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         ConfigError: the file cannot be read, has no question, or has a bad row under ``prompts.bad_row="error"``.
     """
     del seed
-    read, parse_row = (_parquet_rows, _parse_scalars) if config.source == "parquet" else (lines, parse)
     for name, old in config.arguments.items():
         if not isinstance(old, str):
             raise ConfigError(f"prompts.arguments.{name}={old!r} must be the name of a column of {config.name!r}")
-    return load_rows(config, read, lambda row: question(renamed(parse_row(row), config.arguments)))
+    is_parquet = config.source == "parquet"
+
+    def question_of_row(row: Any) -> tuple[Prompt, dict[str, Any]]:
+        parsed = _parse_scalars(row) if is_parquet else parse(row)
+        return question(renamed(parsed, config.arguments))
+
+    return load_rows(config, _parquet_rows if is_parquet else lines, question_of_row)
 
 
 def renamed(row: Any, names: dict[str, str]) -> Any:
@@ -50,37 +56,39 @@ def renamed(row: Any, names: dict[str, str]) -> Any:
     """
     if not isinstance(row, dict) or not names:
         return row
-    if absent := [old for old in names.values() if old not in row]:
+    absent = [old for old in names.values() if old not in row]
+    if absent:
         raise BadRowError(f"has no column `{absent[0]}` (prompts.arguments); its columns are {sorted(row)!s:.300}")
     rest = {key: value for key, value in row.items() if key not in names.values()}
-    if twice := rest.keys() & names.keys():
-        raise BadRowError(f"has a column `{min(twice)}` already (prompts.arguments)")
+    duplicates = rest.keys() & names.keys()
+    if duplicates:
+        raise BadRowError(f"has a column `{min(duplicates)}` already (prompts.arguments)")
     return rest | {name: row[old] for name, old in names.items()}
 
 
 def load_rows(
     config: PromptsConfig,
     read: Callable[[Path], Iterable[tuple[int, Any]]],
-    made: Callable[[Any], tuple[str | list[dict[str, str]], dict[str, Any]]],
+    question_of_row: Callable[[Any], tuple[Prompt, dict[str, Any]]],
 ) -> Loaded:
     """Return the first ``config.size`` questions made from the rows of ``config.name``.
 
-    Raises the same errors as ``load``. A name with ``*`` or ``?`` that is not itself a file means all matching files,
-    sorted by name. If ``config.size`` leaves rows unread, a message about them is the first of ``bad_rows``.
+    A name with ``*`` or ``?`` that is not itself a file means all matching files, sorted by name. If ``config.size``
+    leaves rows unread, a message about them is the first of ``bad_rows``. It raises the same errors as ``load``.
 
     Args:
         read: function that yields the rows of a file with their numbers.
-        made: function that returns a row's prompt and columns, or raises BadRowError.
+        question_of_row: function that returns a row's prompt and columns, or raises BadRowError.
     """
     from jaxrl_llm.types import Example  # imported here because task modules contain scorers and must not import jax
 
-    examples, bad_rows = [], []
+    examples = []
+    bad_rows: list[str] = []
     try:
-        rows = ((path, *row) for path in files_of(config.name) for row in read(path))
-        for path, number, row in rows:
-            origin = f"{path}:{number}"
+        rows = _all_rows(files_of(config.name), read)
+        for origin, row in rows:
             try:
-                prompt, columns = made(row)
+                prompt, columns = question_of_row(row)
                 examples.append(Example(prompt, columns, origin))
             except BadRowError as error:
                 if config.bad_row == "error":
@@ -98,6 +106,13 @@ def load_rows(
     return Loaded(tuple(examples), tuple(bad_rows))
 
 
+def _all_rows(paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, Any]]]) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of all files, each with its origin ("file:row")."""
+    for path in paths:
+        for number, row in read(path):
+            yield f"{path}:{number}", row
+
+
 def files_of(name: str) -> list[Path]:
     """Return the file of this name, or the files that match a name with ``*`` or ``?``, sorted by name.
 
@@ -109,9 +124,10 @@ def files_of(name: str) -> list[Path]:
         raise IsADirectoryError(f"Is a directory: its files are {name.rstrip('/')}/*")
     if path.exists() or not glob.has_magic(name):
         return [path]
-    if not (found := sorted(Path(one) for one in glob.glob(str(path), recursive=True) if os.path.isfile(one))):
+    matches = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
+    if not matches:
         raise FileNotFoundError("No such file is there")
-    return found
+    return sorted(matches)
 
 
 def _has_more(rows: Iterator[Any]) -> bool:
@@ -152,7 +168,7 @@ def _parse_scalars(row: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
+def question(row: Any) -> tuple[Prompt, dict[str, Any]]:
     """Return ``(prompt, columns)`` of a row.
 
     Raises:
@@ -165,22 +181,23 @@ def question(row: Any) -> tuple[str | list[dict[str, str]], dict[str, Any]]:
     return prompt, {key: value for key, value in row.items() if key not in ("prompt", "messages")}
 
 
-def prompt_of(row: Any) -> str | list[dict[str, str]]:
+def prompt_of(row: Any) -> Prompt:
     """Return the text or the messages of a row. Raise BadRowError if the row has no valid prompt.
 
     A null counts as an absent value, because Parquet has every column in every row.
     """
     if not isinstance(row, dict):
         raise BadRowError(f"must be an object with `prompt` or `messages`, not {type(row).__name__}")
-    given = [key for key in ("prompt", "messages") if row.get(key) is not None]
-    if len(given) != 1:
+    keys = [key for key in ("prompt", "messages") if row.get(key) is not None]
+    if len(keys) != 1:
         raise BadRowError(f"must have one of `prompt` and `messages`; its columns are {sorted(row)!s:.300}")
-    prompt = row[given[0]]
-    if given == ["prompt"] and isinstance(prompt, str):
+    (key,) = keys
+    prompt = row[key]
+    if key == "prompt" and isinstance(prompt, str):
         if not prompt:
             raise BadRowError("`prompt` is empty")
         return prompt
-    return _messages(prompt, given[0])
+    return _messages(prompt, key)
 
 
 def _messages(messages: Any, key: str) -> list[dict[str, str]]:
@@ -188,7 +205,8 @@ def _messages(messages: Any, key: str) -> list[dict[str, str]]:
         kinds = "text or a list of messages" if key == "prompt" else "a list of messages"
         raise BadRowError(f"`{key}` must be {kinds}, not {messages!r:.60}")
     for message in messages:
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        is_message = isinstance(message, dict)
+        if not is_message or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise BadRowError(f"a message must have texts `role` and `content`, not {message!r:.60}")
         if message.get("tool_calls"):
             raise BadRowError("a message has `tool_calls`, which are not read: its `content` must say what it calls")

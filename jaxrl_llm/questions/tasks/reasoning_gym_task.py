@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.scoring.answers import integer_of, marked, without_thought
 from jaxrl_llm.scoring.formula_size import is_computable
+from jaxrl_llm.scoring.reward_worker import one_by_one
 from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
@@ -73,11 +74,15 @@ OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")  # 
 SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
 # Formulas that may be passed to sympy: allowed syntax nodes, maximum sizes, and names beyond those of the right answer.
-FORMULA = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load)
-FORMULA += (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
-MAX_FORMULA_CHARS, MAX_EXPONENT = 4000, 99
+FORMULA = (
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Constant, ast.Name, ast.Load),
+    *(ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub),
+)
+MAX_FORMULA_CHARS = 4000
+MAX_EXPONENT = 99
 MAX_ANSWER_CHARS = 20_000  # the longest right answers are grids of about 2,000 characters
-MAX_COPIES, MIN_QUESTIONS_TO_COUNT = 0.5, 20
+MAX_COPIES = 0.5
+MIN_QUESTIONS_TO_COUNT = 20
 LONG_EXPONENT = re.compile(r"[0-9.][eE][+-]?[0-9_]{3,}")
 FUNCTIONS = {"sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh", "asinh", "acosh"}
 FUNCTIONS |= {"atanh", "exp", "log", "ln", "sqrt", "Abs", "pi", "E"}
@@ -105,44 +110,53 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
 def _mixed(config: PromptsConfig, seed: int) -> Loaded:
     """Return questions of several datasets. Each dataset is spread evenly over the whole order."""
-    weights, loaded = {}, {}
-    for name, given in config.arguments.items():
-        weight = given.get("weight", 1) if isinstance(given, dict) else None
-        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
-            wanted = "arguments of the dataset, and a weight above 0"
-            raise ConfigError(f"prompts.arguments.{name}={given!r:.200} must be {wanted}")
+    weights: dict[str, float] = {}
+    for name, arguments in config.arguments.items():
+        weight = arguments.get("weight", 1) if isinstance(arguments, dict) else None
+        if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < float("inf"):
+            raise ConfigError(
+                f"prompts.arguments.{name}={arguments!r:.200} must be arguments of the dataset, and a weight above 0"
+            )
         weights[name] = weight
     if not weights:
         raise ConfigError(f"prompts.arguments must name the datasets of prompts.name={MIX!r}")
-    ends = [round(config.size * sum([*weights.values()][: i + 1]) / sum(weights.values())) for i in range(len(weights))]
-    for name, begin, end in zip(weights, [0, *ends], ends, strict=False):
-        own = {key: value for key, value in config.arguments[name].items() if key != "weight"}
+    placed = []  # (place in the order, number of the dataset, question)
+    begin = 0
+    num_datasets = 0
+    for i, name in enumerate(weights):
+        end = round(config.size * sum([*weights.values()][: i + 1]) / sum(weights.values()))
         if end > begin:
-            part = dataclasses.replace(config, name=name, arguments=own, size=end - begin)
-            loaded[name] = load(part, seed=seed).examples
-    placed = [((i + 0.5) / len(some), j, x) for j, some in enumerate(loaded.values()) for i, x in enumerate(some)]
-    return Loaded(tuple(example for *_, example in sorted(placed, key=lambda one: one[:2])))
+            arguments = {key: value for key, value in config.arguments[name].items() if key != "weight"}
+            part = dataclasses.replace(config, name=name, arguments=arguments, size=end - begin)
+            examples = load(part, seed=seed).examples
+            for j, example in enumerate(examples):
+                placed.append(((j + 0.5) / len(examples), num_datasets, example))
+            num_datasets += 1
+        begin = end
+    placed.sort(key=lambda place: place[:2])
+    return Loaded(tuple(example for *_, example in placed))
 
 
 def _by_level(config: PromptsConfig, seed: int) -> Loaded:
     """Return questions of a dataset's curriculum, from level 0 upwards."""
-    own = dict(config.arguments)
-    levels, name = own.pop("levels"), config.name
+    name = config.name
+    own_arguments = dict(config.arguments)
+    levels = own_arguments.pop("levels")
     if name not in DATASETS:
         return _of_dataset(config, seed)  # raises ConfigError
     if name not in CURRICULA:
         raise ConfigError(f"prompts.arguments.levels={levels!r}: {name} has no curriculum")
     if type(levels) is not int or not 1 <= levels <= config.size:
         raise ConfigError(f"prompts.arguments.levels={levels!r} must be a whole number from 1 to prompts.size")
-    most = max(len(one.levels) for one in create_curriculum(name).attributes.values())
-    if levels > most:
-        raise ConfigError(f"prompts.arguments.levels={levels!r} must be at most {most}, the levels of {name}")
+    num_levels = max(len(attribute.levels) for attribute in create_curriculum(name).attributes.values())
+    if levels > num_levels:
+        raise ConfigError(f"prompts.arguments.levels={levels!r} must be at most {num_levels}, the levels of {name}")
     examples: list[Any] = []
     for level in range(levels):
         curriculum = create_curriculum(name)
         curriculum.set_global_level(level)
         arguments = dataclasses.asdict(curriculum.generate_configuration({"seed": 0, "size": 1}))
-        arguments = {key: value for key, value in arguments.items() if key not in ("seed", "size")} | own
+        arguments = {key: value for key, value in arguments.items() if key not in ("seed", "size")} | own_arguments
         size = config.size * (level + 1) // levels - len(examples)
         part = dataclasses.replace(config, arguments=arguments, size=size)
         # A dataset makes its i-th question from seed + i. Each level needs new seeds, or its questions would repeat.
@@ -166,8 +180,10 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
         if name in SOURCE_PACKAGES[package]:
             raise ConfigError(f"prompts.name={name!r} {_how_to_get(package)}")
     if name in OF_SETS and os.environ.get("PYTHONHASHSEED", "random") == "random":
-        said = "has other questions in each process of Python, so that a run of it could not be resumed"
-        raise ConfigError(f"prompts.name={name!r} {said}: set PYTHONHASHSEED=0 in the environment")
+        raise ConfigError(
+            f"prompts.name={name!r} has other questions in each process of Python, so that a run could not be resumed: "
+            "set PYTHONHASHSEED=0 in the environment"
+        )
     known = [field.name for field in dataclasses.fields(DATASETS[name][1]) if field.name not in ("seed", "size")]
     for key, value in config.arguments.items():
         if key not in known:
@@ -197,11 +213,14 @@ def _refuse_copies(name: str, entries: list[dict[str, Any]]) -> None:
     if name in COPIES and len(entries) >= MIN_QUESTIONS_TO_COUNT:
         copies = sum(entry["answer"] == COPIES[name](entry) for entry in entries) / len(entries)
         if copies > MAX_COPIES:
-            said = f"prompts.name={name!r}: {copies:.0%} of the right answers are copies of the question's input, and"
-            advice = "Set prompts.arguments so that more inputs change, such as longer strings"
-            raise ConfigError(f"{said} at most {MAX_COPIES:.0%} may be. {advice}")
+            raise ConfigError(
+                f"prompts.name={name!r}: {copies:.0%} of the right answers are copies of the question's input, and at "
+                f"most {MAX_COPIES:.0%} may be. Set prompts.arguments so that more inputs change, such as longer "
+                "strings"
+            )
 
 
+@one_by_one  # so that a completion that takes too long fails without the others
 def reward(
     prompts: list, completions: list[str], *, entry: list, dataset: list, dataset_arguments: list, **columns
 ) -> list[float]:
@@ -215,13 +234,10 @@ def reward(
         datasets in ``WITHOUT_PARTIAL_CREDIT`` give 1.0 or 0.0
         an answer that makes the scorer raise scores 0.0
     """
-    return [
-        _score(text, row, name, _dataset(name, json.dumps(arguments, sort_keys=True)))
-        for text, row, name, arguments in zip(completions, entry, dataset, dataset_arguments, strict=True)
-    ]
-
-
-reward.one_by_one = True  # so that a completion that takes too long fails without the others
+    scores = []
+    for text, row, name, arguments in zip(completions, entry, dataset, dataset_arguments, strict=True):
+        scores.append(_score(text, row, name, _dataset(name, json.dumps(arguments, sort_keys=True))))
+    return scores
 
 
 def again(prompt: Any, turns: list[str], **columns) -> str | None:
@@ -229,8 +245,9 @@ def again(prompt: Any, turns: list[str], **columns) -> str | None:
 
     It is an environment (``environments.factory``).
     """
-    given = {name: [value] for name, value in columns.items()}
-    return None if reward([prompt], turns[-1:], **given)[0] >= 1.0 else "That is not right. Try again."
+    repeated = {name: [value] for name, value in columns.items()}
+    (score,) = reward([prompt], turns[-1:], **repeated)
+    return None if score >= 1.0 else "That is not right. Try again."
 
 
 def _score(completion: str, entry: dict[str, Any], name: str, dataset: Any) -> float:
@@ -238,10 +255,12 @@ def _score(completion: str, entry: dict[str, Any], name: str, dataset: Any) -> f
     try:
         if isinstance(answer, str) and re.fullmatch(r"-?[0-9]+", answer.strip()):
             return float(dataset.score_answer(last_integer(completion), entry) >= 1.0)
-        said = free_answer(completion)
-        is_safe = len(said) <= MAX_ANSWER_CHARS and (name not in GUARDS or GUARDS[name](said, entry))
-        score = float(dataset.score_answer(said if is_safe else "", entry))
-        return float(score >= WITHOUT_PARTIAL_CREDIT[name]) if name in WITHOUT_PARTIAL_CREDIT else score
+        text = free_answer(completion)
+        is_safe = len(text) <= MAX_ANSWER_CHARS and (name not in GUARDS or GUARDS[name](text, entry))
+        score = float(dataset.score_answer(text if is_safe else "", entry))
+        if name in WITHOUT_PARTIAL_CREDIT:
+            return float(score >= WITHOUT_PARTIAL_CREDIT[name])
+        return score
     except Exception:
         dataset.score_answer(answer, entry)  # raises if even the right answer fails: the completion is not at fault
         return 0.0
@@ -266,31 +285,41 @@ def _is_formula(text: str, entry: dict[str, Any]) -> bool:
     if text == entry["answer"]:
         return True
     names = set(re.findall(r"[A-Za-z_]\w*", entry["answer"]))
-    names |= FUNCTIONS if names else set()
+    if names:
+        names |= FUNCTIONS
     try:
         nodes = [*ast.walk(ast.parse(text.strip(), mode="eval"))]
     except Exception:
         return False
-    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
-    if len(text) > MAX_FORMULA_CHARS or not all(type(value) in (int, float) for value in constants):
+    if len(text) > MAX_FORMULA_CHARS:
         return False
-    if not is_computable(text) or LONG_EXPONENT.search(text) or not all(map(math.isfinite, constants)):
+    constants = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    numbers = [value for value in constants if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) < len(constants):
+        return False
+    if not is_computable(text) or LONG_EXPONENT.search(text) or not all(map(math.isfinite, numbers)):
         return False
     for node in nodes:
         if not isinstance(node, FORMULA) or (isinstance(node, ast.Name) and node.id not in names):
             return False
-        if _is_power(node):
-            of_numbers = not _names(node.left)
-            if of_numbers and not all(isinstance(x, ast.Constant) for x in (node.left, node.right)):
-                return False
-            for x in ast.walk(node.right):  # a power of a variable, as in E**(x**2), is not computed
-                if (_is_power(x) and not _names(x.left) - FUNCTIONS) or getattr(x, "value", 0) > MAX_EXPONENT:
-                    return False
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and not _is_small_power(node):
+            return False
     return True
 
 
-def _is_power(node: ast.AST) -> bool:
-    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+def _is_small_power(power: ast.BinOp) -> bool:
+    """Return whether a power cannot fill the memory."""
+    is_of_numbers = not _names(power.left)
+    if is_of_numbers and not (isinstance(power.left, ast.Constant) and isinstance(power.right, ast.Constant)):
+        return False
+    for node in ast.walk(power.right):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
+            has_variable = bool(_names(node.left) - FUNCTIONS)
+            if not has_variable:  # a power of a variable, as in E**(x**2), is not computed
+                return False
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > MAX_EXPONENT:
+            return False
+    return True
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -309,8 +338,8 @@ def _makes_24(text: str, entry: dict[str, Any]) -> bool:
     if not _is_formula(text, entry):
         return False
     tree = ast.parse(text.strip(), mode="eval")
-    used = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return sorted(used) == sorted(entry["metadata"]["numbers"]) and _value(tree.body) == 24
+    numbers: list[Any] = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    return sorted(numbers) == sorted(entry["metadata"]["numbers"]) and _value(tree.body) == 24
 
 
 def _value(node: ast.AST) -> Fraction | None:
@@ -322,16 +351,24 @@ def _value(node: ast.AST) -> Fraction | None:
             value = _value(inner)
             return value if value is None or isinstance(op, ast.UAdd) else -value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            values = _value(left), _value(right)
-            if None in values or (isinstance(op, ast.Pow) and (values[1].denominator > 1 or abs(values[1]) > 9)):
+            base = _value(left)
+            other = _value(right)
+            if base is None or other is None:
+                return None
+            if isinstance(op, ast.Pow) and (other.denominator > 1 or abs(other) > 9):
                 return None
             with contextlib.suppress(ZeroDivisionError):
-                return OPERATORS[type(op)](*values)
+                return OPERATORS[type(op)](base, other)
     return None
 
 
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-OPERATORS |= {ast.Pow: operator.pow}
+OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+}
 
 
 def _is_the_answer(text: str, entry: dict[str, Any]) -> bool:
@@ -359,16 +396,23 @@ def _is_near(text: str, entry: dict[str, Any]) -> bool:
 # - puzzle24 ignores the numbers of its question. game_of_life_halting accepts any text that is not empty.
 # - rush_hour executes a move of 99999999999 steps, and rubiks_cube any number of turns.
 # - The others accept NaN or 0, or compute 1e999999999.
-GUARDS = dict.fromkeys(("n_queens", "binary_matrix", "spiral_matrix", "string_insertion"), _is_literal)
-GUARDS |= dict.fromkeys(("countdown", "polynomial_multiplication"), _is_formula)
-GUARDS |= dict.fromkeys(("simple_integration", "intermediate_integration"), _is_formula)
-GUARDS["puzzle24"] = _makes_24
-GUARDS["game_of_life_halting"] = _is_the_answer
-GUARDS["coin_flip"] = _is_near
-GUARDS["complex_arithmetic"] = _of_form(r"[\d\s.eEijIJ()*+-]*")
-GUARDS["number_sorting"] = _of_form(r"[^A-DF-Za-df-z]*")
-GUARDS["rush_hour"] = _of_form(r"(?:\D|\d(?!\d\d))*")
-GUARDS["rubiks_cube"] = _of_form(r"(?s:.{0,2000})")
+GUARDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
+    "n_queens": _is_literal,
+    "binary_matrix": _is_literal,
+    "spiral_matrix": _is_literal,
+    "string_insertion": _is_literal,
+    "countdown": _is_formula,
+    "polynomial_multiplication": _is_formula,
+    "simple_integration": _is_formula,
+    "intermediate_integration": _is_formula,
+    "puzzle24": _makes_24,
+    "game_of_life_halting": _is_the_answer,
+    "coin_flip": _is_near,
+    "complex_arithmetic": _of_form(r"[\d\s.eEijIJ()*+-]*"),
+    "number_sorting": _of_form(r"[^A-DF-Za-df-z]*"),
+    "rush_hour": _of_form(r"(?:\D|\d(?!\d\d))*"),
+    "rubiks_cube": _of_form(r"(?s:.{0,2000})"),
+}
 
 # dataset -> minimum score that counts as 1.0; lower scores count as 0.0. In these datasets one fixed answer, or a copy
 # of the question, earns partial credit.
@@ -412,8 +456,8 @@ def last_integer(completion: str) -> str | None:
 
 def free_answer(completion: str) -> str:
     """Return the marked answer, or else all text after the thought, stripped."""
-    found = marked(completion)
-    return without_thought(completion).strip() if found is None else found
+    answer = marked(completion)
+    return without_thought(completion).strip() if answer is None else answer
 
 
 @functools.lru_cache(maxsize=8)
