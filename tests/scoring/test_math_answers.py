@@ -34,7 +34,7 @@ def test_small_and_large_numbers_and_letters_are_what_they_mean(answer, right, w
 )
 def test_words_are_a_fault_of_the_data(answer):
     """They were products of their letters, so that every completion was wrong."""
-    with pytest.raises(ValueError, match=r"is no mathematics but words.*scores:exact.*\\text\{\}"):
+    with pytest.raises(ValueError, match=r"answer=.* has words.*scores:exact.*\\text\{\}"):
         math([], ["1"], answer=[answer])
 
 
