@@ -5,6 +5,7 @@ Owns: where these files are, and their names before they moved into the package.
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import sys
@@ -57,7 +58,7 @@ def data_file(name: str) -> pathlib.Path:
 
     A name of the package's file begins with ``jaxrl_llm/``, so that it is the same in every installation.
     """
-    path = pathlib.Path(name).expanduser()
+    path = pathlib.Path(os.path.expanduser(name))  # ``Path.expanduser`` raises for the home of an unknown user
     shipped = PACKAGE.parent / name
     if not path.exists() and name.startswith(f"{PACKAGE.name}/") and shipped.is_file():
         return shipped
