@@ -89,18 +89,29 @@ def pretrained(task: str) -> str:
     """Return a table of the SmolLM2 arms on a task, with pass@k also on the task that no arm trained on."""
     found = pretrained_arms(task)
     base = found[0]
-    shown = lambda name: lambda arm: arm.after(name).shown()
-    columns = [f"{of}/pass@{k}" for of in ("held-out", transfer.TASK) for k in (1, transfer.SAMPLES)]
-    more = {name.replace("/", " "): shown(name) for name in columns}
-    return arms.table(found, SMOLLM2_THRESHOLD, base=base, more=more)
+    columns = {}
+    for questions in ("held-out", transfer.TASK):
+        for k in (1, transfer.SAMPLES):
+            columns[f"{questions} pass@{k}"] = _after(f"{questions}/pass@{k}")
+    return arms.table(found, SMOLLM2_THRESHOLD, base=base, more=columns)
+
+
+def _after(name: str) -> Callable[[Arm], str]:
+    """Return a function from an arm to a figure that was measured after training, as text."""
+
+    def shown(arm: Arm) -> str:
+        return arm.after(name).shown()
+
+    return shown
 
 
 def by_threshold(tasks: Sequence[Sequence[Arm]], rates: Sequence[float], way: Way) -> str:
     """Return a table of savings by threshold, relative to the first arm of the same task, the on-policy arm."""
     rows = []
     for base, *others in tasks:
-        shown = lambda arm, rate, base=base: arms.saved(arm, base, rate, way).shown(".0%")
-        rows += [[without_rate(arm.name), *(shown(arm, rate) for rate in rates)] for arm in others]
+        for arm in others:
+            savings = [arms.saved(arm, base, rate, way).shown(".0%") for rate in rates]
+            rows.append([without_rate(arm.name), *savings])
     return arms.markdown(["arm", *(f"to {rate:.2f}" for rate in rates)], rows)
 
 
@@ -180,7 +191,8 @@ class Comparisons:
 def by_seeds() -> str:
     """Return a table of the page's most quoted comparisons of the small model's arms."""
     found = Comparisons()
-    cost, end = found.cost, found.end
+    cost = found.cost
+    end = found.end
     grid = pictures.grid_of(arms_of("e2"))
     for y, n in ((4, 8), (8, 8), (1, 8), (1, 4), (2, 8)):
         cost(f"saved, y {y}, N {n} B", grid[y, n], grid[1, 1])
@@ -193,8 +205,12 @@ def by_seeds() -> str:
         cost(f"seconds saved, sequences, y {y}, N 8 B", sequences[y, 8], sequences[1, 1], Arm.over_seconds)
     for y in (1, 2, 4, 8, 16):
         end(f"end, y {y}, N 8 B", grid[y, 8], grid[1, 1])
-    e3, league = by_name("e3"), by_name("league")
-    asymre = lambda delta, share: e3[f"AsymRE, delta_V {delta:g}, share {share:g}"]
+    e3 = by_name("e3")
+    league = by_name("league")
+
+    def asymre(delta: float, share: float) -> Arm:
+        return e3[f"AsymRE, delta_V {delta:g}, share {share:g}"]
+
     for share in (0, 0.2, 0.5):
         end(f"end, AsymRE, -0.3 less -0.1, share {share:g}", asymre(-0.3, share), asymre(-0.1, share))
     for delta in (0, -0.05, -0.1, -0.3):
@@ -257,9 +273,12 @@ def lives(name: str) -> str:
 def against_ring(name: str) -> str:
     """Return a table of the compute to the threshold that reuse alone saves: relative to y = 1 with the same ring."""
     grid = pictures.grid_of(arms_of(name))
-    ratios, rings = (sorted({key[i] for key in grid}) for i in (0, 1))
-    shown = lambda y, n: arms.saved(grid[y, n], grid[1, n], THRESHOLD, DECLARED).shown(".0%")
-    rows = [[f"y {y}", *(shown(y, n) for n in rings)] for y in ratios[1:]]
+    ratios = sorted({y for y, _ in grid})
+    rings = sorted({n for _, n in grid})
+    rows = []
+    for y in ratios[1:]:
+        savings = [arms.saved(grid[y, n], grid[1, n], THRESHOLD, DECLARED).shown(".0%") for n in rings]
+        rows.append([f"y {y}", *savings])
     return arms.markdown(["uses", *(f"N {n} B" for n in rings)], rows)
 
 
@@ -269,12 +288,11 @@ def otherwise(name: str, columns: Mapping[str, tuple[float, float]], ring: int =
     ``columns`` maps column heads to (threshold, cost ratio).
     """
     grid = pictures.grid_of(arms_of(name))
-    shown = lambda arm, rate, mu: arms.saved(arm, grid[1, 1], rate, at_mu(mu)).shown(".0%")
-    rows = [
-        [f"y {y}, N {n} B", *(shown(arm, *column) for column in columns.values())]
-        for (y, n), arm in grid.items()
-        if n == ring
-    ]
+    rows = []
+    for (y, n), arm in grid.items():
+        if n == ring:
+            savings = [arms.saved(arm, grid[1, 1], rate, at_mu(mu)).shown(".0%") for rate, mu in columns.values()]
+            rows.append([f"y {y}, N {n} B", *savings])
     return arms.markdown(["arm", *columns], rows)
 
 
@@ -383,8 +401,9 @@ def noise(name: str) -> costs.Noise:
 def spread(name: str, base: str) -> str:
     """Return a text that compares the spreads of arms and of seeds, and lists the arms that differ from ``base``."""
     found = {arm.name.split(",")[0]: arm for arm in arms_of(name)}
-    seeds = np.array([arm.end_by_run() for arm in found.values()])
-    of_seeds, of_arms = np.sqrt(seeds.var(axis=1, ddof=1).mean()), seeds.mean(axis=1).std(ddof=1)
+    ends = np.array([arm.end_by_run() for arm in found.values()])
+    of_seeds = np.sqrt(ends.var(axis=1, ddof=1).mean())
+    of_arms = ends.mean(axis=1).std(ddof=1)
     apart = {arm: arms.gained(a, found[base]) for arm, a in found.items() if arm != base}
     above = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.low > 0]
     below = [f"`{arm}` ({x.value:+.2f})" for arm, x in apart.items() if x.high < 0]
@@ -399,20 +418,23 @@ def spread(name: str, base: str) -> str:
 def differences(name: str) -> str:
     """Return a table of each arm's end and compute to the threshold, relative to the first arm."""
     base, *others = arms_of(name)
-    to = lambda arm: arm.to(THRESHOLD, DECLARED(arm))
+    base_cost = base.to(THRESHOLD, DECLARED(base))
     rows = []
     for arm in others:
-        more = Interval.of(to(arm) / to(base) - 1).shown(".0%")
+        cost = arm.to(THRESHOLD, DECLARED(arm))
+        more = Interval.of(cost / base_cost - 1).shown(".0%")
         rows.append([without_rate(arm.name), arms.gained(arm, base).shown("+.2f"), more])
     return arms.markdown(["arm", "end, difference", f"batches to {THRESHOLD:.2f}, more"], rows)
 
 
 def fit_of_noise(name: str) -> str:
-    found, to = noise(name), list(declared_costs(name).values())
+    """Return a sentence about the error of the theory with the fitted noise."""
+    found = noise(name)
+    costs_to_threshold = list(declared_costs(name).values())
     return (
         f"With rho = {found.costs.rho:.3f}, alpha = {found.costs.alpha:.3f} and a common factor the theory's J is off "
         f"by {found.error:.0%} (root mean square over the arms), and by {found.left_out_error:.0%} for an arm that the "
-        f"fit has not seen; one cost for all arms is off by {np.std(np.log(to)):.0%}."
+        f"fit has not seen; one cost for all arms is off by {np.std(np.log(costs_to_threshold)):.0%}."
     )
 
 
@@ -504,8 +526,7 @@ TABLES: dict[str, Callable[[], str]] = {
 def figures(folder: pathlib.Path) -> None:
     """Write every figure whose runs are in studies/data."""
     grid = pictures.grid_of(arms_of("e2"))
-    in_batches = lambda batch: f"compute: trained + {COST_RATIO:g} generated, in batches of {batch}"
-    over = in_batches(SUMS.batch)
+    over = _in_batches(SUMS.batch)
     # The figure of the README.
     shown = {"on-policy": grid[1, 1], "ring of 8 B, no reuse": grid[1, 8], "each rollout used 4 times": grid[4, 8]}
     pictures.curves({"": shown}, folder / "replay_study.svg", over={over: DECLARED}, threshold=THRESHOLD)
@@ -522,15 +543,21 @@ def figures(folder: pathlib.Path) -> None:
     for called, found in smollm2.items():
         if found:
             shown = without_task(found)
-            over = {in_batches(found[0].batch): DECLARED}
+            over = {_in_batches(found[0].batch): DECLARED}
             over |= {seconds: Arm.over_seconds} if found[0].times else {}
             path = folder / f"replay_study_smollm2_{called}.svg"
             families = {"": shown}
-            if own := methods(shown):
+            own = methods(shown)
+            if own:
                 uses = {name: arm for name, arm in shown.items() if name not in own}
                 beside = {name: shown[name] for name in ("on-policy", CLIP)}
                 families = {"uses and rings": uses, f"{CLIP}: methods": beside | own}
             pictures.curves(families, path, over=over, threshold=SMOLLM2_THRESHOLD)
+
+
+def _in_batches(batch: int) -> str:
+    """Return the label of the axis of compute."""
+    return f"compute: trained + {COST_RATIO:g} generated, in batches of {batch}"
 
 
 def page(text: str) -> str:
@@ -544,9 +571,11 @@ def differing(folder: pathlib.Path) -> Sequence[str]:
     made = {found[2]: found[3] for found in MARK.finditer(page(text))}
     wrong = [f"table {name}" for _, name, shown, _ in MARK.findall(text) if shown != made[name]]
     figures(folder)
-    drawn = sorted(path.name for path in folder.glob("*.svg"))
-    stored = lambda name: (FOLDER / name).read_bytes() if (FOLDER / name).is_file() else b""
-    return [*wrong, *(name for name in drawn if (folder / name).read_bytes() != stored(name))]
+    for drawn in sorted(folder.glob("*.svg")):
+        stored = FOLDER / drawn.name
+        if not stored.is_file() or stored.read_bytes() != drawn.read_bytes():
+            wrong.append(drawn.name)
+    return wrong
 
 
 def main() -> None:

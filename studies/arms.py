@@ -114,8 +114,10 @@ class Arm:
         """Return the mean of a training metric between the evaluations before and after ``evaluation``."""
         means = []
         for run, at in zip(self.runs, self.at, strict=True):
-            begin, end = at[evaluation - 1] + 1 if evaluation else 0, at[min(evaluation + 1, len(at) - 1)]
-            means.append(np.mean([row[metric] for row in run.rows[begin : end + 1] if row.get(metric) is not None]))
+            begin = at[evaluation - 1] + 1 if evaluation else 0
+            end = at[min(evaluation + 1, len(at) - 1)]
+            values = [row[metric] for row in run.rows[begin : end + 1] if row.get(metric) is not None]
+            means.append(np.mean(values))
         return self.draws.mean_of(means)
 
     def last_tenth(self, metric: str) -> Interval:
@@ -142,9 +144,11 @@ def arms_of(study: raw.Study, times: Mapping[str, Times] | None = None) -> list[
     Runs are cut at the budget, because resampling and extra forward passes can cost more than the sweep planned. An arm
     is left out until all its seeds are there.
     """
-    found, (batch, budget) = [], _budget(study)
-    arms = list(groups(study.reported()).values())
-    arms = [members for members in arms if len(members) == max(map(len, arms))]
+    found = []
+    batch, budget = _budget(study)
+    every = list(groups(study.reported()).values())
+    num_seeds = max(map(len, every))
+    arms = [members for members in every if len(members) == num_seeds]
     draws = Resampling(len(arms[0]), next(iter(study.passed.values())).shape[-1])
     pooled = times_of_work({study.labels[runs[0].name]: runs[0] for runs in arms}, times or {})
     for members, config in zip(arms, raw.configs(study, [members[0] for members in arms]), strict=True):
@@ -171,13 +175,16 @@ def times_of_work(arms: Mapping[str, Run], times: Mapping[str, Times]) -> dict[s
     The times of arms with the same work differ only by measurement noise. The size of the ring, the learning rate and
     the number of iterations do not change the work of an iteration.
     """
-    work = lambda run: repr(sorted((k, v) for k, v in run.point.items() if k not in ELSE))
-    alike: dict[str, list[Times]] = {}
+    work = {}
     for name, run in arms.items():
+        settings = sorted((key, value) for key, value in run.point.items() if key not in ELSE)
+        work[name] = repr(settings)
+    times_by_work: dict[str, list[Times]] = {}
+    for name in arms:
         if name in times:
-            alike.setdefault(work(run), []).append(times[name])
-    medians = {what: Times(*np.median(some, axis=0).tolist()) for what, some in alike.items()}
-    return {name: medians[work(run)] for name, run in arms.items() if work(run) in alike}
+            times_by_work.setdefault(work[name], []).append(times[name])
+    medians = {key: Times(*np.median(measured, axis=0).tolist()) for key, measured in times_by_work.items()}
+    return {name: medians[work[name]] for name in arms if work[name] in medians}
 
 
 def _budget(study: raw.Study) -> tuple[int, float]:
@@ -199,7 +206,12 @@ def _evenly(at: np.ndarray) -> np.ndarray:
     The last but one is dropped if its gap to the last is less than half the gap before it.
     """
     kept = np.arange(len(at))
-    return np.delete(kept, -2) if len(at) > 2 and 2 * (at[-1] - at[-2]) < at[-2] - at[-3] else kept
+    if len(at) > 2:
+        last_gap = at[-1] - at[-2]
+        gap_before = at[-2] - at[-3]
+        if 2 * last_gap < gap_before:
+            return np.delete(kept, -2)
+    return kept
 
 
 def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
@@ -209,9 +221,11 @@ def tuning(study: raw.Study) -> dict[str, dict[float, float]]:
     _, budget = _budget(study)
     choosing = list(groups([run for run in study.runs if run.name not in reported]).values())
     for members, config in zip(choosing, raw.configs(study, [members[0] for members in choosing]), strict=True):
-        extra, scores = costs.forwards(config), []
+        extra = costs.forwards(config)
+        scores = []
         for run in members:
-            evaluations = sum(row.get(METRIC) is not None for row in _up_to(run, budget, extra).rows)
+            paid_rows = _up_to(run, budget, extra).rows
+            evaluations = sum(row.get(METRIC) is not None for row in paid_rows)
             scores.append(np.mean(study.passed[run.name][:evaluations]) / study.samples_of[run.name])
         name = without_rate(study.labels[members[0].name])
         found.setdefault(name, {})[members[0].point[RATE]] = float(np.mean(scores))

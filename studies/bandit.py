@@ -40,10 +40,14 @@ def limit(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndar
     """
     assert delta_v < 0
     a = behaviour * (rewards - behaviour @ rewards - delta_v)
-    low, high = a.min() + delta_v, a.max()
+    low = a.min() + delta_v
+    high = a.max()
     for _ in range(200):
         middle = (low + high) / 2
-        low, high = (middle, high) if np.maximum(a - middle, 0).sum() > -delta_v else (low, middle)
+        if np.maximum(a - middle, 0).sum() > -delta_v:
+            low = middle
+        else:
+            high = middle
     return np.maximum(a - low, 0) / -delta_v
 
 

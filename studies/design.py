@@ -76,8 +76,11 @@ class Design:
         """Return the name of an arm: its replay ratio, its ring in batches, and its other settings."""
         budget = ("rollout.prompts_per_iteration", "replay.capacity", "num_iterations", EVERY)
         ratio = self.batch // (GROUP * settings["rollout.prompts_per_iteration"])
-        shown = lambda value: f"{value:.3g}" if isinstance(value, float) else value
-        others = [f"{name.rsplit('.', 1)[-1]} {shown(value)}" for name, value in settings.items() if name not in budget]
+        others = []
+        for name, value in settings.items():
+            if name not in budget:
+                shown = f"{value:.3g}" if isinstance(value, float) else value
+                others.append(f"{name.rsplit('.', 1)[-1]} {shown}")
         return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // self.batch} B", *others))
 
 
@@ -171,13 +174,17 @@ def smollm2_sweep(
     rates: Sequence[float] = SMOLLM2_RATES,
 ) -> Sweep:
     """Return a sweep of the SmolLM2 study. ``arms`` are by task and name; one seed chooses the rates."""
-    numbers = lambda digits: {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": digits}
+    one_digit = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    two_digits = one_digit | {"max_digits": 2}
     tasks = {
-        "sums": {"prompts.name": "chain_sum", "prompts.arguments": numbers(1)},
-        "products": {"prompts.name": "products", "prompts.max_tokens": 56, "prompts.arguments": numbers(1)},
-        "longer sums": {"prompts.name": "chain_sum", "prompts.arguments": numbers(2)},
+        "sums": {"prompts.name": "chain_sum", "prompts.arguments": one_digit},
+        "products": {"prompts.name": "products", "prompts.max_tokens": 56, "prompts.arguments": one_digit},
+        "longer sums": {"prompts.name": "chain_sum", "prompts.arguments": two_digits},
     }
     points = {f"{task}: {name}": tasks[task] | arm for task, of_task in arms.items() for name, arm in of_task.items()}
-    label = lambda settings: next(name for name, its in points.items() if its == settings)
+
+    def label(settings: Point) -> str:
+        return next(name for name, point in points.items() if point == settings)
+
     sweep = sweep_of(list(points.values()), label, rates, samples=2, choosing=TUNING[:1], budget=budget)
     return dataclasses.replace(sweep, after="studies.transfer:measure")
