@@ -11,7 +11,7 @@ from typing import Any
 from jaxrl_llm.runtime.json_server import Refused
 
 # Fields of a request that have no effect with these values: allowed values by name, () = any value. Null is allowed for
-# every field. A server that implements one of these fields removes it from the request first.
+# every field. A server that implements such a field removes it from the request first.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),

@@ -25,7 +25,8 @@ from jaxrl_llm.runtime import json_lines
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
-THINK, THOUGHT = "<think>", "</think>"  # the chat template may put <think> in the prompt
+THINK = "<think>"  # the chat template may put it in the prompt
+THOUGHT = "</think>"
 MARKS = (BEGIN, END, MISTRAL, THOUGHT)
 FUNCTION = "<function="
 FUNCTION_END = "</function>"

@@ -59,3 +59,8 @@ def reply_of(name: str, text: str, **body: Any) -> str:
     if model:
         body["model"] = model
     return reply_to(url, [{"role": "user", "content": text}], token, **body)
+
+
+# Old names, which users' environments may import.
+said = reply_to
+said_by = reply_of

@@ -1,1 +1,1 @@
-"""How answers are scored: the rules that find the answer in a text."""
+"""Scores of completions: reward functions, the worker processes that run them, and answers in texts."""

@@ -63,12 +63,12 @@ _HASHES = "####"
 def without_thought(text: str) -> str:
     """Return the text after the last ``</think>``, up to a ``<think>`` that never closes. Quoted tags do not count."""
     after = 0
-    for found in _END_OF_THOUGHT.finditer(text):
-        if not _is_quoted(text, found.start(), found.end()):
-            after = found.end()
-    for found in _OPEN_THOUGHT.finditer(text, after):
-        if not _is_quoted(text, found.start(), found.end()):
-            return text[after : found.start()]
+    for tag in _END_OF_THOUGHT.finditer(text):
+        if not _is_quoted(text, tag.start(), tag.end()):
+            after = tag.end()
+    for tag in _OPEN_THOUGHT.finditer(text, after):
+        if not _is_quoted(text, tag.start(), tag.end()):
+            return text[after : tag.start()]
     return text[after:]
 
 
@@ -96,9 +96,9 @@ def marked(text: str) -> str | None:
 
 def answer_of(text: str) -> str:
     """Return the marked answer; without a mark the last line that is not blank, "" if there is none."""
-    found = marked(text)
-    if found is not None:
-        return found
+    marked_text = marked(text)
+    if marked_text is not None:
+        return marked_text
     lines = _lines(text)
     return lines[-1].strip() if lines else ""
 
@@ -111,15 +111,16 @@ def _blank_code(text: str) -> str:
     fence = ""
     opened = 0
     for line in text.splitlines(keepends=True):
-        found = _FENCE.match(line)
+        fence_match = _FENCE.match(line)
         lines.append(line)
-        if fence and found and found[1].startswith(fence) and not line[found.end() :].strip():
+        if fence and fence_match and fence_match[1].startswith(fence) and not line[fence_match.end() :].strip():
             lines[opened:] = [_blank(fenced) for fenced in lines[opened:]]
             fence = ""
-        elif not fence and found and "`" not in line[found.end() :]:
-            fence = found[1]
+        elif not fence and fence_match and "`" not in line[fence_match.end() :]:
+            fence = fence_match[1]
             opened = len(lines) - 1
-    return _INLINE.sub(lambda found: _blank(found[0]), "".join(lines))  # a fence that never closes quotes nothing
+    # A fence that never closes quotes nothing.
+    return _INLINE.sub(lambda code: _blank(code[0]), "".join(lines))
 
 
 def _blank(code: str) -> str:
@@ -178,9 +179,9 @@ _ITEM = re.compile("^[ \t]{0,9}[-\u2013\u2212\u2022][ \t]+")
 
 def number_of(text: str) -> Quantity | None:
     """Read the number that a text answers: the marked one, else the last number of the text."""
-    found = marked(text)
-    if found is not None:
-        return quantity(found) or number_beside_words(found)
+    marked_text = marked(text)
+    if marked_text is not None:
+        return quantity(marked_text) or number_beside_words(marked_text)
     lines = _lines(text)
     for i in reversed(range(len(lines))):
         has_digits, number = _number_of_line(lines, i)
@@ -255,8 +256,8 @@ _IN_BASE = re.compile(rf"\(?(-?[0-9A-Za-z.]+)\)?_(?:\{{?([0-9]{{1,2}})\}}?|\{{?(
 def choice(answer: str) -> str | None:
     """Return the letter that an answer chooses, upper case: "B", "(b)", "B) Paris", "The answer is B."; else None."""
     text = peeled(flat(answer[:MAX_NUMBER_CHARS]))
-    found = _BARE_CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.fullmatch(text) or _CHOICE_SAID.search(text[-40:])
-    return next(letter for letter in found.groups() if letter).upper() if found else None
+    match = _BARE_CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.fullmatch(text) or _CHOICE_SAID.search(text[-40:])
+    return next(letter for letter in match.groups() if letter).upper() if match else None
 
 
 def words(text: str) -> list[str]:
@@ -264,14 +265,14 @@ def words(text: str) -> list[str]:
 
     A text of articles alone is its articles; a text of punctuation alone is its punctuation.
     """
-    found = all_words(text)
-    return [word for word in found if word not in ARTICLES] or found or text.split()
+    with_articles = all_words(text)
+    return [word for word in with_articles if word not in ARTICLES] or with_articles or text.split()
 
 
 def all_words(text: str) -> list[str]:
     """Return ``words`` with the articles."""
-    found = _WORD.findall(_spelt(text))
-    return [_short(word) if _DECIMAL.fullmatch(word) else word for word in found]
+    tokens = _WORD.findall(_spelt(text))
+    return [_short(word) if _DECIMAL.fullmatch(word) else word for word in tokens]
 
 
 def _spelt(text: str) -> str:
@@ -302,21 +303,23 @@ def _short(number: str) -> str:
 
 def symbols(text: str) -> str:
     """Return the punctuation that changes the meaning of words, such as that of "C++", "A-" and "x^2 + 1"."""
-    return "".join(found.strip() for found in _SYMBOL.findall(unstyled(text)))
+    return "".join(symbol.strip() for symbol in _SYMBOL.findall(unstyled(text)))
 
 
-def same_text(said: str, right: str) -> bool:
+def same_text(answer: str, right: str) -> bool:
     """Compare two answers by their words and by the symbols that change the meaning of words.
 
     The same number in two notations is the same text ("1/2" and "0.5"), and so is the same choice ("B" and "(b)").
     """
-    if words(said) == words(right) and symbols(said) == symbols(right):
+    if words(answer) == words(right) and symbols(answer) == symbols(right):
         return True
-    number, wanted = quantity(said), quantity(right)
-    if number is not None and wanted is not None and number.unit == wanted.unit:
-        return number.value == wanted.value and _LETTERS.findall(flat(said)) == _LETTERS.findall(flat(right))
+    number = quantity(answer)
+    right_number = quantity(right)
+    if number is not None and right_number is not None and number.unit == right_number.unit:
+        has_same_letters = _LETTERS.findall(flat(answer)) == _LETTERS.findall(flat(right))
+        return number.value == right_number.value and has_same_letters
     letter = _BARE_CHOICE.fullmatch(peeled(right))
-    return letter is not None and choice(said) == letter[1].upper()
+    return letter is not None and choice(answer) == letter[1].upper()
 
 
 def formula(answer: str) -> str:
@@ -328,11 +331,11 @@ def formula(answer: str) -> str:
 
 def in_base(answer: str) -> tuple[str, int] | None:
     """Read a numeral with its base, as in "10_{3}" and "1F_16"; None if no base is written."""
-    found = _IN_BASE.fullmatch(_SHORT_SCRIPT.sub(r"\1\2", peeled(flat(answer[:MAX_NUMBER_CHARS])).replace(" ", "")))
-    if found is None:
+    match = _IN_BASE.fullmatch(_SHORT_SCRIPT.sub(r"\1\2", peeled(flat(answer[:MAX_NUMBER_CHARS])).replace(" ", "")))
+    if match is None:
         return None
-    numeral = found[1].upper()
-    name = found[2] or found[3]
+    numeral = match[1].upper()
+    name = match[2] or match[3]
     base = _BASE_NAMES.get(name) or int(name)
     digits = re.sub("[-.]", "", numeral)
     is_numeral = re.search("[0-9]", digits) and all(int(digit, 36) < base for digit in digits)  # x_1 is an unknown
@@ -376,9 +379,9 @@ def vote(text: str) -> str:
 
     Without a mark it is the last number of the last line, else the words of the last line.
     """
-    found = marked(text)
-    if found is not None:
-        return key(found) if found else ""
+    marked_text = marked(text)
+    if marked_text is not None:
+        return key(marked_text) if marked_text else ""
     lines = _lines(text)
     if not lines:
         return ""
@@ -394,8 +397,8 @@ def accepted(label: Any) -> list[str]:
     Raises:
         ValueError: no text is left, so that there is nothing to compare with.
     """
-    given = label if isinstance(label, list | tuple) else [label]
-    texts = [str(one).rpartition(_HASHES)[2].strip() for one in given if one is not None]
+    values = label if isinstance(label, list | tuple) else [label]
+    texts = [str(value).rpartition(_HASHES)[2].strip() for value in values if value is not None]
     texts = [text for text in texts if text]
     if not texts:
         raise ValueError(f"answer={label!r:.80} is empty: there is nothing to compare with. Give a text or a number")
@@ -415,8 +418,8 @@ def _meets(text: str, right: str) -> bool:
     if wanted is not None:
         number = number_of(text)
         return number is not None and same_quantity(number, wanted)
-    given = answer_of(text)
+    answer = answer_of(text)
     letter = _BARE_CHOICE.fullmatch(peeled(right))
-    if letter and choice(given) == letter[1].upper():
+    if letter and choice(answer) == letter[1].upper():
         return True
-    return bool(given) and key(given) == key(right)
+    return bool(answer) and key(answer) == key(right)

@@ -202,15 +202,15 @@ def _unit(rest: str) -> tuple[str, int] | None:
     multiplier = 1
     for i, part in enumerate(parts):
         lower = part.casefold().replace(" ", "")
-        found = _UNIT_WORD.fullmatch(part)
+        word_match = _UNIT_WORD.fullmatch(part)
         if lower in _MULTIPLIERS:
             multiplier *= _MULTIPLIERS[lower]
         elif lower in ("/", "per"):
             name += "/"
         elif _UNIT_SIGN.fullmatch(part) or lower in ("degree", "degrees"):
             name += _KNOWN_UNITS.get(lower, "")
-        elif found and _is_unit_word(found[1], is_attached and i == 0):
-            name += _KNOWN_UNITS.get(found[1].casefold(), "?") + (found[2] or "")
+        elif word_match and _is_unit_word(word_match[1], is_attached and i == 0):
+            name += _KNOWN_UNITS.get(word_match[1].casefold(), "?") + (word_match[2] or "")
         else:
             return None
     return ("" if "?" in name else name), multiplier
@@ -236,12 +236,12 @@ def number_beside_words(answer: str) -> Quantity | None:
 
 def number_said(answer: str) -> Quantity | None:
     """Read such a sentence only if a verb says the number ("It is 72", "It costs $18 a day"), not "Paris, 75001"."""
-    number = _only_number(answer)
-    if number is None:
+    sentence = _only_number(answer)
+    if sentence is None:
         return None
-    text, found = number
-    before = _SIGN_OR_CURRENCY.sub("", text[: found.start()][-40:])
-    return number_in_sentence(text, found) if _BEFORE_NUMBER.search(before) else None
+    text, number = sentence
+    before = _SIGN_OR_CURRENCY.sub("", text[: number.start()][-40:])
+    return number_in_sentence(text, number) if _BEFORE_NUMBER.search(before) else None
 
 
 def _only_number(answer: str) -> tuple[str, re.Match] | None:
@@ -326,12 +326,12 @@ def number_text(value: Fraction) -> str:
     return ("-" if value < 0 else "") + (f"{whole}.{digits[-places:]}" if places else whole)
 
 
-def same_quantity(one: Quantity, other: Quantity) -> bool:
+def same_quantity(left: Quantity, right: Quantity) -> bool:
     """Compare values exactly. Two known units must agree; beside a bare number 50 % is 50 and 0.5."""
-    if "%" in (one.unit, other.unit) and one.unit != other.unit and "" in (one.unit, other.unit):
-        percent, bare = (one, other) if one.unit == "%" else (other, one)
+    if "%" in (left.unit, right.unit) and left.unit != right.unit and "" in (left.unit, right.unit):
+        percent, bare = (left, right) if left.unit == "%" else (right, left)
         return bare.value in (percent.value, percent.value / 100)
-    return one.value == other.value and (not one.unit or not other.unit or one.unit == other.unit)
+    return left.value == right.value and (not left.unit or not right.unit or left.unit == right.unit)
 
 
 def grade(text: str) -> float | None:

@@ -346,11 +346,15 @@ def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module
     definitions = [node for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     names = [name for name in used if name not in bound and not hasattr(builtins, name)]
     names += [node.name for node in definitions if node.name in used and node.name not in names]
-    names += [] if names else dict.fromkeys(name for tree in tests for name in _innermost_calls(tree))
+    if not names:
+        names += dict.fromkeys(name for tree in tests for name in _innermost_calls(tree))
     if solution.body:
-        return names, [node.name for node in definitions if isinstance(node, ast.ClassDef) and node.name in names]
-    has_attributes = any(_is_of_object(node, bound) for tree in [*tests, setup] for node in ast.walk(tree))
-    return names, [name for name in names if has_attributes and name[0].isupper()]
+        classes = [node.name for node in definitions if isinstance(node, ast.ClassDef)]
+        return names, [name for name in classes if name in names]
+    nodes = [node for tree in [*tests, setup] for node in ast.walk(tree)]
+    if not any(_is_of_object(node, bound) for node in nodes):
+        return names, []
+    return names, [name for name in names if name[0].isupper()]
 
 
 def _is_of_object(node: ast.AST, bound: set[str]) -> bool:
