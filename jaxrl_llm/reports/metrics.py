@@ -208,7 +208,7 @@ class MetricsWriter:
         """Return the size in bytes of each file, for the checkpoint."""
         return {name: file.tell() for name, file in self._files.items()}
 
-    def restore(self, state: dict[str, int], iteration: int = 0, values: Any = None) -> list[str]:
+    def restore(self, state: dict[str, int], iteration: int = 0, *, is_written: bool = True) -> list[str]:
         """Cut the files back to their state at a checkpoint, so that a resumed run repeats no line.
 
         An empty ``state`` (no checkpoint) empties the files. If ``state`` has sizes, a file missing from it keeps its
@@ -218,7 +218,7 @@ class MetricsWriter:
             state: ``state()`` at the checkpoint, perhaps of files on another machine. Therefore the iterations in
                 the lines of metrics.jsonl and samples.jsonl decide what is cut, not the sizes.
             iteration: finished iterations at the checkpoint.
-            values: metrics of the last iteration, if the checkpoint was saved before their line was written.
+            is_written: whether the line of the last iteration was written before the checkpoint was saved.
 
         Returns:
             One warning for each file whose size differs from its size in ``state``.
@@ -227,7 +227,8 @@ class MetricsWriter:
         for name, file in self._files.items():
             path, size = self._workdir / name, state.get(name, file.tell() if state else 0)
             if name in FILES:
-                data, last = path.read_bytes(), iteration - bool(values and name == FILES[0])
+                data = path.read_bytes()
+                last = iteration if is_written or name != "metrics.jsonl" else iteration - 1
                 whole = filter(json_lines.is_whole, data.splitlines(keepends=True))
                 kept = b"".join(line for line in whole if json.loads(line).get("iteration", 0) <= last)
                 file.truncate(same := len(kept) if data.startswith(kept) else 0)
