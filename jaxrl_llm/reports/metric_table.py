@@ -42,234 +42,377 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "rollout/generated_rows": Metric(
         "rollouts",
-        "Rollouts sampled in the iteration, over which the rates below are; with rollout.max_resample_rounds more than "
-        "go into the ring.",
+        "Number of rollouts sampled in the iteration. The rates below are over these rollouts. With "
+        "rollout.max_resample_rounds the number can be larger than the number of rollouts that enter the ring.",
     ),
-    "rollout/reward_mean": Metric("reward", "Total reward, mean over the iteration's rollouts that got a score."),
-    "rollout/reward_std": Metric("reward", "Standard deviation of the total reward over the same rollouts."),
+    "rollout/reward_mean": Metric(
+        "reward",
+        "Mean total reward of the iteration's rollouts with a score.",
+    ),
+    "rollout/reward_std": Metric(
+        "reward",
+        "Standard deviation of the total reward over the rollouts with a score.",
+    ),
     "rollout/pass_rate": Metric(
-        "fraction", "Scored rollouts with reward at least rewards.pass_threshold, over scored rollouts."
+        "fraction",
+        "Fraction of the scored rollouts whose reward is at least rewards.pass_threshold.",
     ),
-    "rollout/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over finished rollouts."),
+    "rollout/completion_length_tokens": Metric(
+        "tokens",
+        "Mean completion length with EOS of the finished rollouts.",
+    ),
     "rollout/truncated_frac": Metric(
-        "fraction", "Rollouts cut at sampling.max_completion_tokens, over finished rollouts."
+        "fraction",
+        "Fraction of the finished rollouts that were cut at sampling.max_completion_tokens.",
     ),
     "rollout/masked_tokens": Metric(
-        "tokens", "Tokens that reward functions mask (reshaping=reward_mask), where any are."
+        "tokens",
+        "Number of tokens that reward functions mask (reshaping=reward_mask). Missing if the number is 0.",
     ),
-    "rollout/turns_mean": Metric("turns", "Turns of the policy in a rollout, where environments.factory is set."),
+    "rollout/turns_mean": Metric(
+        "turns",
+        "Mean number of turns of the policy in a rollout, if environments.factory is set.",
+    ),
     **{
         f"rollout/reward_turn_{k}": Metric(
-            "reward", f"What turn {k} of the policy's was given, mean over the scored rollouts that have one."
+            "reward", f"Reward of turn {k} of the policy, mean over the scored rollouts that have this turn."
         )
         for k in range(1, TURNS_SHOWN + 1)
     },
     **{
         f"rollout/reward_function_{k}": Metric(
             "reward",
-            f"Score by number {k} of several rewards.functions, without its weight, mean over rollouts that it scored.",
+            f"Score of function {k} of rewards.functions without its weight, mean over the rollouts that it scored.",
         )
         for k in range(1, FUNCTIONS_SHOWN + 1)
     },
     "rollout/majority_frac": Metric(
         "fraction",
-        "Rollouts that give the majority answer of their question (scores:majority), over scored rollouts.",
+        "Fraction of the scored rollouts that give the majority answer of their question (scores:majority).",
     ),
     "rollout/label_accuracy": Metric(
         "fraction",
-        "Questions whose majority answer is right, over questions with one. Another reward function, of weight 0, says "
-        "what is right (rewards.pass_threshold or more).",
+        "Fraction of the questions with a majority answer whose majority answer is right. Another reward function, of "
+        "weight 0, decides what is right (rewards.pass_threshold or more).",
     ),
     "rollout/reward_accuracy": Metric(
         "fraction",
-        "Rollouts that scores:majority and that function judge alike, over the rollouts that both scored. At least the "
-        "label accuracy if wrong answers differ from each other.",
+        "Fraction of the rollouts on which scores:majority and the function of rollout/label_accuracy agree. It is "
+        "over the rollouts that both functions scored. It is at least the label accuracy if wrong answers differ from "
+        "each other.",
     ),
-    "rollout/stop_string_frac": Metric("fraction", "Rollouts ended by a stop string, over finished rollouts."),
+    "rollout/stop_string_frac": Metric(
+        "fraction",
+        "Fraction of the finished rollouts that a stop string ended.",
+    ),
     "rollout/degenerate_group_frac": Metric(
         "fraction",
-        "Groups whose advantages are all 0, over groups. Such is a group of equal rewards, or of fewer than two, "
-        "where algorithm.advantage compares siblings: nothing to learn.",
+        "Fraction of the groups whose advantages are all 0, so that the group teaches nothing. If algorithm.advantage "
+        "compares siblings, these are groups with equal rewards or with fewer than two rewards.",
     ),
     "rollout/sampled_entropy_nats": Metric(
-        "nats per token", "Mean of -log p of the tokens that were drawn, p as the sampler recorded it."
+        "nats per token",
+        "Mean of -log p over the drawn tokens. p is the probability that the sampler recorded.",
     ),
     "rollout/model_entropy_nats": Metric(
         "nats per token",
-        "Mean entropy of the distributions that the same tokens were drawn from. A sampler that draws from another "
-        "distribution than it says (another temperature) shows here.",
+        "Mean entropy of the distributions from which the same tokens were drawn. It differs from the sampled entropy "
+        "if the sampler draws from another distribution, for example at another temperature.",
     ),
     "rollout/sampled_entropy_error_nats": Metric(
-        "nats per token", "Standard error of the difference of these two: a run warns beyond six of them."
+        "nats per token",
+        "Standard error of the difference between the sampled and the model entropy. A run warns if the difference "
+        "exceeds six standard errors.",
     ),
     "rollout/support_cut_frac": Metric(
         "fraction",
-        "Tokens whose filter left more ids than are kept (sampling.support_tokens), over tokens drawn. They were drawn "
-        "among the most likely ones; evaluations draw among all.",
+        "Fraction of the drawn tokens whose filter left more ids than sampling.support_tokens keeps. These tokens were "
+        "drawn among the most likely ids; evaluations draw among all ids.",
     ),
-    "prompts/retired": Metric("questions", "Questions that prompts.retire_pass_rate keeps from being asked again."),
-    "update/loss": Metric("loss", "What the optimizer descends, mean over the iteration's optimizer steps."),
+    "prompts/retired": Metric(
+        "questions",
+        "Number of questions that prompts.retire_pass_rate excludes from further sampling.",
+    ),
+    "update/loss": Metric(
+        "loss",
+        "Loss that the optimizer minimises, mean over the iteration's optimizer steps.",
+    ),
     "update/entropy_nats": Metric(
-        "nats per token", "Entropy of the current policy, mean over trained completion tokens."
+        "nats per token",
+        "Entropy of the current policy, mean over the trained completion tokens.",
     ),
     "update/entropy_coefficient": Metric(
-        "weight", "Weight of the entropy bonus with algorithm.entropy_bonus=adaptive, mean over the optimizer steps."
+        "weight",
+        "Weight of the entropy bonus with algorithm.entropy_bonus=adaptive, mean over the optimizer steps.",
     ),
     "update/adapter_module": Metric(
-        "number", "Part of the adapters' rank that learns, from 1 on, with model.lora.modules; mean over the steps."
+        "number",
+        "Number of the part of the adapters' rank that learns with model.lora.modules, from 1; mean over the steps.",
     ),
     "update/kl_behaviour_nats": Metric(
-        "nats per token", "k3 estimate of KL(behaviour || current policy), mean over trained completion tokens."
+        "nats per token",
+        "k3 estimate of KL(behaviour || current policy), mean over the trained completion tokens.",
     ),
     "update/kl_reference_nats": Metric(
-        "nats per token", "KL estimate of algorithm.divergence, mean over trained tokens."
+        "nats per token",
+        "KL estimate of algorithm.divergence, mean over the trained tokens.",
     ),
     "update/old_policy_gap_max_nats": Metric(
         "nats",
-        "Largest |log-prob of the old policy (algorithm.old_policy) - of the behaviour policy| of a trained token, at "
-        'most 20; with "generation" it is of sampler against learner, whatever the rollout\'s age.',
+        "Largest |log-prob of the old policy (algorithm.old_policy) - log-prob of the behaviour policy| of a trained "
+        'token, at most 20. With "generation" it is the gap between sampler and learner, at any age of the rollout.',
     ),
     "update/clip_frac": Metric(
-        "fraction", "Trained completion tokens whose ratio is clipped, over trained completion tokens."
+        "fraction",
+        "Fraction of the trained completion tokens whose ratio is clipped.",
     ),
-    "update/ratio_max": Metric("ratio", "Largest current/behaviour probability ratio of a trained token."),
+    "update/ratio_max": Metric(
+        "ratio",
+        "Largest current/behaviour probability ratio of a trained token.",
+    ),
     "update/ess_frac": Metric(
-        "fraction", "Effective sample size of the ratios, (sum w)^2 / sum w^2, over the trained tokens; 1 = on-policy."
+        "fraction",
+        "Effective sample size of the ratios, (sum w)^2 / sum w^2, as a fraction of the trained tokens. 1 = on-policy.",
     ),
     "update/sequence_ess_frac": Metric(
-        "fraction", "The same of whole completions: ratios of their probabilities, over the trained rollouts."
+        "fraction",
+        "Effective sample size of the ratios of whole completions, as a fraction of the trained rollouts.",
     ),
     **{
-        f"update/clip_frac_age_{label}": Metric("fraction", f"Clipped tokens of rollouts of age {label}, over theirs.")
+        f"update/clip_frac_age_{label}": Metric(
+            "fraction", f"Fraction of the trained tokens of rollouts of age {label} whose ratio is clipped."
+        )
         for label in AGE_LABELS
     },
     **{
-        f"update/ess_frac_age_{label}": Metric("fraction", f"update/ess_frac over tokens of age {label} alone.")
+        f"update/ess_frac_age_{label}": Metric(
+            "fraction", f"update/ess_frac over the tokens of rollouts of age {label}."
+        )
         for label in AGE_LABELS
     },
     "update/correction_weight": Metric(
-        "weight", "Weight of algorithm.correction, 0 where it masks; mean over trained completion tokens."
+        "weight",
+        "Weight of algorithm.correction, mean over the trained completion tokens. A masked token has weight 0.",
     ),
     "update/environment_nats": Metric(
-        "nats per token", "Cross-entropy of prompts, each a mean over its tokens; mean over the trained rollouts."
+        "nats per token",
+        "Cross-entropy of prompts: mean over the tokens of a prompt, then over the trained rollouts.",
     ),
     "update/answers_nats": Metric(
         "nats per token",
-        "Cross-entropy of environments' answers, each row's a mean over its tokens; mean over the rows.",
+        "Cross-entropy of environments' answers: mean over the answer tokens of a row, then over the rows.",
     ),
     "update/imitation_nats": Metric(
         "nats per token",
-        "Cross-entropy of the correct rollouts of others, mean over their tokens; mean over the batches with any.",
+        "Cross-entropy of correct external rollouts: mean over their tokens, then over the batches that have any.",
     ),
-    "update/value_loss": Metric("loss", "Loss of the critic's predictions, mean over trained completion tokens."),
+    "update/value_loss": Metric(
+        "loss",
+        "Loss of the critic's predictions, mean over the trained completion tokens.",
+    ),
     "update/explained_variance": Metric(
-        "fraction", "1 - variance of (return - critic's value) / variance of the return, over trained tokens."
+        "fraction",
+        "1 - variance of (return - critic's value) / variance of the return, over the trained tokens.",
     ),
     "update/expert_load_max": Metric(
-        "multiple", "Trained tokens of the expert that got the most of its layer, over the mean of the layer's experts."
+        "multiple",
+        "Trained tokens of the most used expert of a layer, divided by the mean over the layer's experts. Largest "
+        "value of all layers.",
     ),
     "update/expert_load_entropy_frac": Metric(
-        "fraction", "Entropy of experts' shares of a layer's trained tokens, over that of equal ones; mean of layers."
+        "fraction",
+        "Entropy of the experts' shares of a layer's trained tokens, divided by the entropy of equal shares. Mean over "
+        "the layers.",
     ),
     "update/expert_balance": Metric(
-        "cost", "Balance cost of update.load_balance, experts per token where loads are equal; mean over the steps."
+        "cost",
+        "Balance cost of update.load_balance, mean over the steps. With equal loads it is the number of experts per "
+        "token.",
     ),
-    "update/grad_norm": Metric("norm", "Global gradient norm before clipping, mean over the optimizer steps."),
+    "update/grad_norm": Metric(
+        "norm",
+        "Global gradient norm before clipping, mean over the optimizer steps.",
+    ),
     "update/skipped_steps": Metric(
         "steps",
-        "Optimizer steps skipped, which no figure above counts: nothing trainable could be drawn, or they are among "
-        "update/nonfinite_steps.",
+        "Number of skipped optimizer steps. The metrics above do not count them. A step is skipped if no trainable "
+        "rollout could be drawn, or if it counts in update/nonfinite_steps.",
     ),
     "update/nonfinite_steps": Metric(
-        "steps", "Optimizer steps skipped because the loss or the norm of a gradient was infinite or not a number."
+        "steps",
+        "Number of optimizer steps that were skipped because the loss or a gradient norm was infinite or not a number.",
     ),
     "update/sampler_learner_gap_max_nats": Metric(
         "nats",
         "Largest |log-prob of the sampler - log-prob of the learner| of a token under the weights that sampled it. "
-        "With rollout.stale_cache='keep', rows with tokens of several versions are left out: the sampler attended to "
-        "keys of older weights there. "
-        "External rollouts have no sampler: the learner's own log-probs stand for it, and they add nothing.",
+        "With rollout.stale_cache='keep', rows with tokens of several versions are left out, because the sampler "
+        "attended to keys of older weights. External rollouts add nothing, because they have the learner's own "
+        "log-probs.",
     ),
-    "update/sampler_learner_gap_mean_nats": Metric("nats", "Of the same differences, the mean over those tokens."),
-    "optimizer/learning_rate": Metric("per step", "Learning rate of the iteration's last optimizer step."),
+    "update/sampler_learner_gap_mean_nats": Metric(
+        "nats",
+        "Mean |log-prob of the sampler - log-prob of the learner| over the tokens of "
+        "update/sampler_learner_gap_max_nats.",
+    ),
+    "optimizer/learning_rate": Metric(
+        "per step",
+        "Learning rate of the iteration's last optimizer step.",
+    ),
     "optimizer/rate_scale": Metric(
-        "factor", "What algorithm.step_size multiplies the learning rate by, mean over the optimizer steps."
+        "factor",
+        "Factor by which algorithm.step_size multiplies the learning rate, mean over the optimizer steps.",
     ),
-    "replay/age_mean_steps": Metric("iterations", "Iterations since insertion, mean over rollouts drawn."),
-    "replay/age_max_steps": Metric("iterations", "Iterations since insertion of the oldest rollout drawn."),
+    "replay/age_mean_steps": Metric(
+        "iterations",
+        "Iterations since the insertion of a drawn rollout, mean over the drawn rollouts.",
+    ),
+    "replay/age_max_steps": Metric(
+        "iterations",
+        "Iterations since the insertion of the oldest drawn rollout.",
+    ),
     "replay/uses_mean": Metric(
-        "draws", "Times a drawn rollout has been drawn, this draw counted; mean over rollouts drawn."
+        "draws",
+        "Number of draws of a drawn rollout so far, including this draw; mean over the drawn rollouts.",
     ),
     "replay/replay_ratio": Metric(
-        "draws", "Times a rollout was drawn in its whole life, mean over those that new ones have overwritten."
+        "draws",
+        "Number of draws of a rollout during its life in the ring, mean over the rollouts that were replaced.",
     ),
-    "replay/first_use_frac": Metric("fraction", "Draws that were the first of their rollout, over draws."),
+    "replay/first_use_frac": Metric(
+        "fraction",
+        "Fraction of the draws that were the first draw of their rollout.",
+    ),
     "replay/since_last_use_mean_steps": Metric(
-        "optimizer steps", "Since a drawn rollout was last drawn, mean over draws that were not the first."
+        "optimizer steps",
+        "Optimizer steps since the previous draw of a drawn rollout, mean over the draws that were not the first.",
     ),
     "replay/unique_prompts_mean": Metric(
-        "prompts", "Different prompts in an update batch, mean over the iteration's batches that are not empty."
+        "prompts",
+        "Number of different prompts in an update batch, mean over the iteration's batches that are not empty.",
     ),
-    "external/groups": Metric("groups", "Groups of external.paths that came into the ring in the iteration."),
-    "external/reward_mean": Metric("reward", "Total reward, mean over their completions that have one."),
-    "external/failed_rewards": Metric("rollouts", "Their completions without a reward, which are never drawn."),
-    "external/skipped_lines": Metric("lines", "Lines of external.paths that no group is made of, so far."),
-    "external/failed_calls": Metric("calls", "Calls of functions of external.paths that have failed, so far."),
+    "external/groups": Metric(
+        "groups",
+        "Number of groups of external.paths that entered the ring in the iteration.",
+    ),
+    "external/reward_mean": Metric(
+        "reward",
+        "Mean total reward of the external completions that have a reward.",
+    ),
+    "external/failed_rewards": Metric(
+        "rollouts",
+        "Number of external completions without a reward. They are never drawn.",
+    ),
+    "external/skipped_lines": Metric(
+        "lines",
+        "Number of lines of external.paths so far that gave no group.",
+    ),
+    "external/failed_calls": Metric(
+        "calls",
+        "Number of failed calls of functions of external.paths so far.",
+    ),
     "time/cost_ratio": Metric(
         "ratio",
-        "Seconds to generate a rollout (time/generate_s and time/reward_s by rollout/generated_rows) over seconds to "
-        "train on one (time/update_s by replay/drawn_rows): mu of replay_plan.",
+        "Seconds to generate a rollout divided by the seconds to train on one; the mu of replay_plan. Generating takes "
+        "time/generate_s and time/reward_s for rollout/generated_rows rollouts. Training takes time/update_s for "
+        "replay/drawn_rows rollouts.",
     ),
     "time/compute_rollouts": Metric(
         "trained rollouts",
-        "Cost of the run so far, the sum of rollouts trained + mu * rollouts generated; mu is replay.cost_ratio, or "
-        "time/cost_ratio where that is 0.",
+        "Compute of the run so far: the sum of trained rollouts + mu * generated rollouts. mu is replay.cost_ratio, or "
+        "time/cost_ratio if that setting is 0.",
     ),
-    "replay/filled_frac": Metric("fraction", "Filled slots of the ring, over its capacity."),
+    "replay/filled_frac": Metric(
+        "fraction",
+        "Fraction of the ring's slots that hold a rollout.",
+    ),
     "replay/wasted_share": Metric(
         "fraction",
-        "Places for tokens in the ring that hold no token of a rollout, over all of them: padding, and what is empty.",
+        "Fraction of the token positions of the ring that hold no token of a rollout: padding and empty positions.",
     ),
-    "replay/drawn_rows": Metric("rollouts", "Rollouts drawn in the iteration, over all its optimizer steps."),
-    "reward/timeout_count": Metric("rollouts", "Rollouts whose reward ran past its deadline."),
-    "reward/error_count": Metric("rollouts", "Rollouts whose reward raised, was not a number or lost its process."),
+    "replay/drawn_rows": Metric(
+        "rollouts",
+        "Number of rollouts drawn in the iteration, over all its optimizer steps.",
+    ),
+    "reward/timeout_count": Metric(
+        "rollouts",
+        "Number of rollouts whose reward exceeded its deadline.",
+    ),
+    "reward/error_count": Metric(
+        "rollouts",
+        "Number of rollouts whose reward function raised, returned no number or lost its process.",
+    ),
     "time/generate_s": Metric(
-        "seconds", "From the first prefill to the last finished completion on the host, without time/reward_s."
+        "seconds",
+        "Seconds from the first prefill to the last finished completion on the host, without time/reward_s.",
     ),
     "time/environment_s": Metric(
-        "seconds", "What of time/generate_s the next chunk of decode steps waited for environments to answer."
+        "seconds",
+        "Part of time/generate_s in which the next chunk of decode steps waited for replies of environments.",
     ),
-    "time/reward_s": Metric("seconds", "Waiting for rewards after generation ended, summed over its rounds."),
+    "time/reward_s": Metric(
+        "seconds",
+        "Seconds of waiting for rewards after generation has ended, summed over the rounds.",
+    ),
     "time/update_s": Metric(
         "seconds",
-        "From rewarded rollouts until the metrics of the updates are on the host: what reference, older policy and "
-        "critic say of each fresh rollout, the insertion into the ring, and all optimizer steps.",
+        "Seconds from scored rollouts to the metrics of the updates on the host. This includes the reference, the old "
+        "policy and the critic on fresh rollouts, the insertion into the ring, and all optimizer steps.",
     ),
     "time/checkpoint_s": Metric(
-        "seconds", "Writing the checkpoint that became whole in the iteration; it is written beside the loop."
+        "seconds",
+        "Seconds to write the checkpoint that was completed in the iteration. The loop continues during the write.",
     ),
     "time/iteration_s": Metric(
-        "seconds", "From the end of the iteration before: evaluation, and what of its checkpoint the loop waited for."
+        "seconds",
+        "Seconds since the end of the previous iteration, including the evaluation and the time that the loop waited "
+        "for a checkpoint.",
     ),
-    "tokens/generated": Metric("tokens", "Tokens that the policy sampled in the iteration, of open rollouts too."),
+    "tokens/generated": Metric(
+        "tokens",
+        "Number of tokens that the policy sampled in the iteration, including tokens of open rollouts.",
+    ),
     "tokens/trained": Metric(
-        "tokens", "Completion tokens in the update batches of steps that were not skipped; one drawn twice counts 2."
+        "tokens",
+        "Number of completion tokens in the update batches of steps that were not skipped. A token that is drawn twice "
+        "counts twice.",
     ),
-    "throughput/generate_tokens_per_s": Metric("tokens/s", "tokens/generated over time/generate_s."),
-    "throughput/update_tokens_per_s": Metric("tokens/s", "tokens/trained over time/update_s."),
-    "memory/peak_bytes": Metric("bytes", "Peak memory so far: of the fullest device, or of the process on CPU."),
-    "compile/recompiles_after_warmup": Metric("programs", "Programs compiled after the first iteration, so far."),
+    "throughput/generate_tokens_per_s": Metric(
+        "tokens/s",
+        "tokens/generated divided by time/generate_s.",
+    ),
+    "throughput/update_tokens_per_s": Metric(
+        "tokens/s",
+        "tokens/trained divided by time/update_s.",
+    ),
+    "memory/peak_bytes": Metric(
+        "bytes",
+        "Peak memory so far of the fullest device, or of the process on CPU.",
+    ),
+    "compile/recompiles_after_warmup": Metric(
+        "programs",
+        "Number of programs so far that were compiled after the first iteration.",
+    ),
     "eval/pass_rate": Metric(
-        "fraction", "Held-out completions with reward at least rewards.pass_threshold, over those that got a score."
+        "fraction",
+        "Fraction of the scored held-out completions whose reward is at least rewards.pass_threshold.",
     ),
     "eval/pass_any_rate": Metric(
         "fraction",
-        "Held-out questions with at least one passing completion among eval.num_samples (pass@num_samples), over those "
-        "whose completions all got a score.",
+        "Fraction of the held-out questions with at least one passing completion among eval.num_samples "
+        "(pass@num_samples). It is over the questions whose completions all have a score.",
     ),
-    "eval/completion_length_tokens": Metric("tokens", "Completion length with EOS, mean over held-out completions."),
-    "eval/timeout_count": Metric("rollouts", "Held-out completions whose reward ran past its deadline."),
-    "eval/error_count": Metric("rollouts", "Held-out completions whose reward failed otherwise (reward/error_count)."),
+    "eval/completion_length_tokens": Metric(
+        "tokens",
+        "Mean completion length with EOS of the held-out completions.",
+    ),
+    "eval/timeout_count": Metric(
+        "rollouts",
+        "Number of held-out completions whose reward exceeded its deadline.",
+    ),
+    "eval/error_count": Metric(
+        "rollouts",
+        "Number of held-out completions whose reward failed for another reason (see reward/error_count).",
+    ),
 }
 
 # Metrics that are ratios of two sums of the learner (learner.update): (numerator, denominator).

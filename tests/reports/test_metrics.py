@@ -26,7 +26,8 @@ def test_every_metric_is_named_by_stage_and_quantity_and_says_what_it_is():
         assert re.fullmatch(r"[a-z]+/[a-z_]+(age_[0-9]+(-[0-9]+|\+)?|(turn|function)_[0-9])?", name), name
         assert metric.unit and metric.meaning.endswith("."), name
         if metric.unit == "fraction":
-            assert " over " in metric.meaning or " over the " in metric.meaning, name
+            # The meaning names the denominator.
+            assert re.search(r"\bover\b|[Ff]raction of", metric.meaning), name
         for suffix, unit in (("_nats", "nats"), ("_s", "s"), ("_tokens", "tokens"), ("_frac", "fraction")):
             if name.endswith(suffix):
                 assert metric.unit.startswith(unit) or metric.unit.endswith("/s"), name
