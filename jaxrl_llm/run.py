@@ -65,11 +65,15 @@ class Run:
         A checkpoint has the parts of ``PASSING`` if the run was stopped during a generation. It always has the sampler
         if decode slots keep open rollouts between iterations.
         """
-        state = {"train": self.learner.abstract_state, "ring": self.learner.abstract_ring}
-        state |= self.learner.abstract_memory
-        several = self.config.rollout.max_resample_rounds
-        rounds = {"rounds": self.learner.sampled} if several else {}
-        return state | {"sampler": self.sampler.abstract_state()} | rounds
+        state: dict[str, Any] = {
+            "train": self.learner.abstract_state,
+            "ring": self.learner.abstract_ring,
+            **self.learner.abstract_memory,
+            "sampler": self.sampler.abstract_state(),
+        }
+        if self.config.rollout.max_resample_rounds:
+            state["rounds"] = self.learner.sampled
+        return state
 
     def programs(self) -> dict[str, Program]:
         """Return every program of the run by name."""
@@ -111,50 +115,51 @@ def assemble(
     sharding.check_divisible(config, mesh)
     config = config.scaled()
     model = model_of(config, arch, mesh)
-    plain = dataclasses.replace(config, model=dataclasses.replace(config.model, lora=model.base.lora))
-    reference_model = model_of(plain, reference, mesh, "reference") if reference else model.base
-    optimizer = adapter_modules.one_at_a_time(optim.make(config.optimizer, config.num_updates), config.model.lora)
+    reference_model = model.base
+    if reference is not None:
+        without_adapters = dataclasses.replace(config.model, lora=model.base.lora)
+        reference_config = dataclasses.replace(config, model=without_adapters)
+        reference_model = model_of(reference_config, reference, mesh, "reference")
     if config.replay.memory == "host":
         sharding.check_host_memory(mesh, "replay.memory", "host", otherwise="device")
+    update = _update_of(config, model, mesh)
+    sampler = _sampler_of(config, arch, eos_ids, mesh)
+    learner = LearnerPrograms(
+        config=config,
+        mesh=mesh,
+        reference_model=reference_model,
+        update=update,
+        row_shapes=sampler.abstract_rollout(),
+        open_rollouts=sampler.abstract_state() if sampler.keeps_old_logp else None,
+    )
+    eval_sampler = evaluation.sampler_of(config, sampler) if config.eval.num_prompts else None
+    return Run(config, mesh, sampler, eval_sampler, learner)
+
+
+def _update_of(config: Config, model: Model, mesh: Mesh) -> Update:
+    """Return the static description of an optimizer step."""
+    optimizer = adapter_modules.one_at_a_time(optim.make(config.optimizer, config.num_updates), config.model.lora)
     if config.optimizer.offload:
         sharding.check_host_memory(mesh, "optimizer.offload", True, otherwise=False)
         optimizer = low_memory.offloaded(optimizer)
-    of_critic = dataclasses.replace(config.optimizer, learning_rate=config.algorithm.critic.learning_rate)
-    critic_optimizer = optim.make(of_critic, config.num_updates) if config.has_critic else None
+    critic_optimizer = None
+    if config.has_critic:
+        rate = config.algorithm.critic.learning_rate
+        critic_config = dataclasses.replace(config.optimizer, learning_rate=rate)
+        critic_optimizer = optim.make(critic_config, config.num_updates)
     shards = sharding.num_data_shards(mesh)
-    setting, packed = config.update.logp_chunk_tokens, config.line_tokens > 0
-    padded_tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens
-    most = (config.update.micro_batch_tokens if packed else padded_tokens) // shards
-    chunk = chunk_tokens(setting, mesh.devices.flat[0], most=most, vocab=model.arch.vocab_size, packed=packed)
-    sampler_mesh = sharding.sampler_mesh(config.mesh, mesh)
-    rollout = config.rollout
-    sampler = Sampler(
-        model=model_of(config, arch, sampler_mesh),
-        mesh=sampler_mesh,
-        learner_mesh=mesh,
-        sampling=config.sampling,
-        eos_ids=eos_ids,
-        num_prompts=config.rollout.prompts_per_iteration,
-        group_size=config.rollout.group_size,
-        max_prompt_tokens=config.prompts.max_tokens,
-        num_slots=config.num_slots,
-        chunk_steps=config.rollout.chunk_steps,
-        lookahead=rollout.lookahead_prompts,
-        slack=quotas.slack_of(
-            rollout.prompts_per_iteration,
-            rollout.lookahead_prompts,
-            sharding.num_data_shards(sampler_mesh),
-            rollout.max_lag_iterations,
-        ),
-        stale_cache=rollout.stale_cache if rollout.lookahead_prompts else "",
-        keeps_entropy=config.keeps_entropy,
-        keeps_old_logp=config.keeps_old_logp and config.rollout.lookahead_prompts > 0,
-        keeps_experts=config.model.routing_replay,
-        answer_tokens=config.environments.max_answer_tokens if config.environments.factory else 0,
-        turn_tokens=config.environments.max_turn_tokens,
-        branches=tuple(config.algorithm.advantage.settings.get(name, 0) for name in ("branch_rows", "branch_turns")),
+    packed = config.line_tokens > 0
+    tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens
+    if packed:
+        tokens = config.update.micro_batch_tokens
+    chunk = chunk_tokens(
+        config.update.logp_chunk_tokens,
+        mesh.devices.flat[0],
+        most=tokens // shards,
+        vocab=model.arch.vocab_size,
+        packed=packed,
     )
-    update = Update(
+    return Update(
         config=dataclasses.replace(config.update, logp_chunk_tokens=chunk),
         sampling=config.sampling,
         model=model,
@@ -165,79 +170,138 @@ def assemble(
         algorithm=config.algorithm,
         critic_optimizer=critic_optimizer,
         pass_threshold=config.rewards.pass_threshold,
-        compares_mixed=rollout.stale_cache == "recompute",
+        compares_mixed=config.rollout.stale_cache == "recompute",
     )
-    slots = sampler.abstract_state() if sampler.keeps_old_logp else None
-    learner = LearnerPrograms(config, mesh, reference_model, update, sampler.abstract_rollout(), slots)
-    eval_sampler = evaluation.sampler_of(config, sampler) if config.eval.num_prompts else None
-    return Run(config, mesh, sampler, eval_sampler, learner)
+
+
+def _sampler_of(config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh) -> Sampler:
+    """Return the static description of the sampler for training.
+
+    Args:
+        mesh: mesh of the learner.
+    """
+    rollout = config.rollout
+    sampler_mesh = sharding.sampler_mesh(config.mesh, mesh)
+    slack = quotas.slack_of(
+        rollout.prompts_per_iteration,
+        rollout.lookahead_prompts,
+        sharding.num_data_shards(sampler_mesh),
+        rollout.max_lag_iterations,
+    )
+    advantage_settings = config.algorithm.advantage.settings
+    return Sampler(
+        model=model_of(config, arch, sampler_mesh),
+        mesh=sampler_mesh,
+        learner_mesh=mesh,
+        sampling=config.sampling,
+        eos_ids=eos_ids,
+        num_prompts=rollout.prompts_per_iteration,
+        group_size=rollout.group_size,
+        max_prompt_tokens=config.prompts.max_tokens,
+        num_slots=config.num_slots,
+        chunk_steps=rollout.chunk_steps,
+        lookahead=rollout.lookahead_prompts,
+        slack=slack,
+        stale_cache=rollout.stale_cache if rollout.lookahead_prompts else "",
+        keeps_entropy=config.keeps_entropy,
+        keeps_old_logp=config.keeps_old_logp and rollout.lookahead_prompts > 0,
+        keeps_experts=config.model.routing_replay,
+        answer_tokens=config.environments.max_answer_tokens if config.environments.factory else 0,
+        turn_tokens=config.environments.max_turn_tokens,
+        branches=(advantage_settings.get("branch_rows", 0), advantage_settings.get("branch_turns", 0)),
+    )
 
 
 def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str], written: str) -> str:
     """Return the text printed at the start: devices, model, questions, batch sizes, checkpoint, first skipped rows."""
-    config, arch = run.config, run.model.arch
+    config = run.config
+    arch = run.model.arch
+    rollout = config.rollout
+    update = config.update
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
-    others = config.rows_per_iteration - config.rollouts_per_iteration
-    per_iteration = config.update.updates_per_iteration * config.update.batch_size
-    ring_bytes = num_bytes(run.learner.abstract_ring)
-    learned, lora = sum(x.size for x in jax.tree.leaves(run.learner.params)), config.model.lora
-    lines = [
-        f"devices     {run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}"
-        + (f"; {hosts.count()} hosts" if hosts.count() > 1 else ""),
-        f"model       {config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
+    devices = f"{run.mesh.size} x {run.mesh.devices.flat[0].device_kind}; mesh {axes}"
+    if hosts.count() > 1:
+        devices += f"; {hosts.count()} hosts"
+    model = (
+        f"{config.model.path}: {arch.num_params / 1e6:.1f} M parameters, {arch.num_layers} layers, "
         f"width {arch.width}, vocabulary {arch.vocab_size}, {config.model.compute_dtype}"
-        + (f"; {learned / 1e6:.2f} M in adapters of rank {lora.rank} learn" if lora.rank else ""),
-        f"questions   {num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})"
-        + (f", read in {read_s:.0f} s" if read_s > 3 else ""),
+    )
+    if config.model.lora.rank:
+        num_trainable = sum(x.size for x in jax.tree.leaves(run.learner.params))
+        model += f"; {num_trainable / 1e6:.2f} M trainable parameters in adapters of rank {config.model.lora.rank}"
+    questions = f"{num_train} to train on, {num_held_out} held out ({config.prompts.source} {config.prompts.name})"
+    if read_s > 3:
+        questions += f", read in {read_s:.0f} s"
+    rollouts = f"{config.rollouts_per_iteration} rollouts generated"
+    num_external = config.rows_per_iteration - config.rollouts_per_iteration
+    if num_external:
+        rollouts += f", {num_external} external rollouts"
+    rows_trained = update.updates_per_iteration * update.batch_size
+    draws_per_row = rows_trained / config.rows_per_iteration
+    micro_batch = f"{update.micro_batch_tokens or update.micro_batch_size:>6}"
+    if config.line_tokens:
+        micro_batch += f"   tokens, packed in lines of {config.line_tokens}"
+    row_kib = num_bytes(run.learner.abstract_ring) / config.ring_capacity / 2**10
+    ring_iterations = config.ring_capacity // config.rows_per_iteration
+    lines = [
+        f"devices     {devices}",
+        f"model       {model}",
+        f"questions   {questions}",
         "batches, in sequences over all devices",
-        f"  prompts per iteration  {config.rollout.prompts_per_iteration:>6}",
-        f"  group size             {config.rollout.group_size:>6}   {config.rollouts_per_iteration} rollouts generated"
-        + (f", {others} of others" if others else ""),
-        f"  update batch           {config.update.batch_size:>6}   x {config.update.updates_per_iteration} updates = "
-        f"{per_iteration} trained, each rollout {per_iteration / config.rows_per_iteration:.1f} times",
-        f"  micro-batch            {config.update.micro_batch_tokens or config.update.micro_batch_size:>6}"
-        + (f"   tokens, packed in lines of {config.line_tokens}" if config.line_tokens else ""),
-        f"  ring                   {config.ring_capacity:>6}   {config.ring_capacity // config.rows_per_iteration} "
-        f"iterations of rollouts, {ring_bytes / config.ring_capacity / 2**10:.1f} KiB each, in {config.replay.memory} "
-        "memory",
+        f"  prompts per iteration  {rollout.prompts_per_iteration:>6}",
+        f"  group size             {rollout.group_size:>6}   {rollouts}",
+        f"  update batch           {update.batch_size:>6}   x {update.updates_per_iteration} updates = "
+        f"{rows_trained} trained, each rollout {draws_per_row:.1f} times",
+        f"  micro-batch            {micro_batch}",
+        f"  ring                   {config.ring_capacity:>6}   {ring_iterations} iterations of rollouts, "
+        f"{row_kib:.1f} KiB each, in {config.replay.memory} memory",
         f"checkpoint  {num_bytes(run.abstract_checkpoint) / 1e9:.2f} GB{written}",
         *evaluation.first_skipped(skipped),
     ]
     return "\n".join(lines)
 
 
-def check_room(run: Run, *made: tuple[Any, ...]) -> None:
+def check_room(run: Run, *entries: tuple[Any, ...]) -> None:
     """Check that arrays fit in the memory of a device.
 
     Args:
-        made: (arrays, names of the settings that make them large); none = the arrays of ``run``.
+        entries: (arrays, names of the settings that make them large); none = the arrays of ``run``.
 
     Raises:
         ConfigError: one of the entries does not fit.
     """
-    c = flatten(run.config)
-    for tree, *names in made or (
-        ((run.learner.abstract_state, run.learner.frozen), "model.path", "model.reference_path"),
-        (run.learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
+    settings = flatten(run.config)
+    for tree, *names in entries or _large_arrays(run):
+        check_fits(tree, run.mesh, {name: settings[name] for name in names})
+
+
+def _large_arrays(run: Run) -> list[tuple[Any, ...]]:
+    """Return the arrays of a run, each with the names of the settings that make them large."""
+    learner = run.learner
+    entries: list[tuple[Any, ...]] = [
+        ((learner.abstract_state, learner.frozen), "model.path", "model.reference_path"),
+        (learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
         (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
-        (run.eval_sampler and run.eval_sampler.abstract_state(), "eval.num_samples", "eval.slots"),
-    ):
-        check_fits(tree, run.mesh, {name: c[name] for name in names})
+    ]
+    if run.eval_sampler is not None:
+        entries.append((run.eval_sampler.abstract_state(), "eval.num_samples", "eval.slots"))
+    return entries
 
 
-def check_fits(tree: Any, mesh: Mesh, given: dict[str, Any]) -> None:
+def check_fits(tree: Any, mesh: Mesh, settings: dict[str, Any]) -> None:
     """Check that arrays fit in the memory of a device.
 
     Args:
-        given: settings that make the arrays large, by name, for the error message.
+        settings: settings that make the arrays large, by name, for the error message.
 
     Raises:
         ConfigError: the arrays do not fit.
     """
     limit = memory_limit(mesh) or host_share(mesh)
-    if (need := sharding.device_bytes(tree)) > limit:
-        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        raise ConfigError(f"{said} need {need / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")
+    needed = sharding.device_bytes(tree)
+    if needed > limit:
+        values = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        raise ConfigError(f"{values} need {needed / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")
 
 
 def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model") -> Model:
@@ -262,9 +326,18 @@ def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model")
             f"prompts.max_tokens={config.prompts.max_tokens} + sampling.max_completion_tokens="
             f"{config.sampling.max_completion_tokens} must be at most the {who}'s {arch.max_positions} positions"
         )
-    attention = kernels.choose(config.model.attention, mesh.devices.flat[0], config.model.compute_dtype, arch)
-    remat, dtype = "full" if config.model.remat == "auto" else config.model.remat, config.model.param_dtype
-    rules, weights = sharding.rules_of(config.mesh), quantised.kinds(config, arch, who, mesh)
-    model = Model(arch, config.model.compute_dtype, remat, attention, rules, dtype, *weights, config.model.lora)
+    settings = config.model
+    weights, published = quantised.kinds(config, arch, who, mesh)
+    model = Model(
+        arch=arch,
+        compute_dtype=settings.compute_dtype,
+        remat="full" if settings.remat == "auto" else settings.remat,
+        attention=kernels.choose(settings.attention, mesh.devices.flat[0], settings.compute_dtype, arch),
+        rules=sharding.rules_of(config.mesh),
+        param_dtype=settings.param_dtype,
+        weights=weights,
+        published=published,
+        lora=settings.lora,
+    )
     peft.check(model, mesh, config.model.path)
     return model
