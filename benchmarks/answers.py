@@ -98,7 +98,9 @@ class Contender:
         return self._run["decode"](*args)
 
     def round(self) -> tuple[float, float, int]:
-        generator = Generator(self._sampler, dict(self._run, decode=self._decode), lambda ids: "", talk=self._talk)
+        generator = Generator(
+            self._sampler, dict(self._run, decode=self._decode), lambda ids: "", conversations=self._talk
+        )
         self._chunks, cpu, start = 0, time.process_time(), time.perf_counter()
         generator.generate(self._params, self._prompts, version=jnp.int32(0), key=rng.stream(0, "sample"))
         rows = jax.block_until_ready(generator.take())

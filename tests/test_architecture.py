@@ -45,11 +45,6 @@ FLOORS = [
     "examples",
     "recipes",
 ]
-# Imports for types alone that are still upward or circular, to be mended.
-OPEN = {
-    "actor.external": {"run"},
-    "actor.external_sources": {"actor.external"},
-}
 # Thin runners, so that ``python -m jaxrl_llm.NAME`` works. They import nothing of the package.
 RUNNERS = {path.stem for path in (PACKAGE / "commands").glob("[!_]*.py")}
 
@@ -80,7 +75,7 @@ def imports(path: pathlib.Path) -> set[str]:
 def own_imports(path: pathlib.Path) -> set[str]:
     """Return the modules of the package that a file imports, without the package's name."""
     own = {name for name in imports(path) if name.startswith("jaxrl_llm.") and module_file(name)}
-    return {name.removeprefix("jaxrl_llm.") for name in own} - OPEN.get(name_of(path), set())
+    return {name.removeprefix("jaxrl_llm.") for name in own}
 
 
 def modules() -> list[pathlib.Path]:

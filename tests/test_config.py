@@ -23,14 +23,13 @@ import optax
 import psutil
 import pytest
 from jax.interpreters import partial_eval
-from support import ghosts
+from support import building, ghosts
 from support.building import ONE, TINY, mesh_of, needs_reasoning_gym
 
 from jaxrl_llm import config as config_module
 from jaxrl_llm.actor import actor, stop_strings
 from jaxrl_llm.actor.episodes import Conversations, Turn
 from jaxrl_llm.actor.evaluation import questions
-from jaxrl_llm.actor.external import External
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.algorithms.inputs import Sizes
 from jaxrl_llm.algorithms.memory import Memory
@@ -764,9 +763,9 @@ def cache(config, folder, monkeypatch):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def guests(config, folder, monkeypatch):
+def external(config, folder, monkeypatch):
     """Token ids of others that an iteration would begin with."""
-    source = External(assemble(config, TINY, (257,), mesh_of(ONE)), make_byte_tokenizer())
+    source = building.external_of(assemble(config, TINY, (257,), mesh_of(ONE)))
     return np.asarray(source.next_groups(0, lambda group: None).rows.tokens).tolist()
 
 
@@ -988,7 +987,7 @@ ALIVE = {
     "replay.skip_tied": (True, program("insert"), {}),
     "replay.cost_ratio": (5.28, costs, {}),
     "replay.shards": (2, shapes, {}),
-    "external.paths": (("told.jsonl",), guests, SHOWN),
+    "external.paths": (("told.jsonl",), external, SHOWN),
     "external.groups_per_iteration": (24, program("insert"), SHOWN),
     "replay.memory": ("host", program("update"), {}),
     "update.batch_size": (8, program("update"), {}),

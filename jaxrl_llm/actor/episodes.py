@@ -15,20 +15,32 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from jaxrl_llm.actor.quotas import Place
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.conversations import agents
 from jaxrl_llm.conversations.environment import Environment, Reply, ids_of
+from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.scoring.rewards import CHECK_S, Answer
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, STOP_TURNS, Example
 
 Row = tuple[int, int, int]  # shard, entry, sample
+
+
+class Prompt(Protocol):
+    """An open prompt (``generator.OpenPrompt``): its question and token ids."""
+
+    @property
+    def example(self) -> Example: ...
+
+    @property
+    def tokens(self) -> list[int]: ...
 
 
 @dataclasses.dataclass
@@ -39,14 +51,17 @@ class Turn:
         text: the decoded text of the turn.
         end: number of completion tokens up to the end of the turn.
         reply: the environment's reply.
+        answer: token ids of the reply; empty if the episode ends here.
+        verdict: number of answer tokens, or minus the row's STOP_*; 0 = not yet known.
+        last: last token of the turn; None if restored with a verdict.
     """
 
     text: str
     end: int
     reply: Future[Reply]
-    answer: list[int] = dataclasses.field(default_factory=list)  # token ids; empty if the episode ends here
-    verdict: int = 0  # number of answer tokens, or minus the row's STOP_*; 0 = not yet known
-    last: int | None = None  # last token of the turn; None if restored with a verdict
+    answer: list[int] = dataclasses.field(default_factory=list)
+    verdict: int = 0
+    last: int | None = None
 
     @property
     def stop(self) -> int:
@@ -73,26 +88,31 @@ class Played:
 
     def shown(self) -> list[Any]:
         """Wait for the environment and return each row's instance attributes, or None if missing or failed."""
-        return [one.result().answer for one in self.instances] or [None] * len(self.messages)
+        if not self.instances:
+            return [None] * len(self.messages)
+        return [instance.result().answer for instance in self.instances]
 
     def last_turns(self) -> list[str]:
         """Return the text of the policy's last turn of each row. Reward functions score these texts."""
-        return [messages[-1]["content"] if messages[-1:] else "" for messages in self.messages]
+        return [messages[-1]["content"] if messages else "" for messages in self.messages]
 
-    def by_turn(self, given: list[Any]) -> np.ndarray:
+    def by_turn(self, values: list[Any]) -> np.ndarray:
         """Return the scores by turn, [G, max_turns] f64.
 
         Args:
-            given: one value per row. A list has a score for each turn. A number is the score of the last turn. None
+            values: one value per row. A list has a score for each turn. A number is the score of the last turn. None
                 becomes NaN at the last turn.
         """
-        scores = np.zeros((len(given), self.max_turns))
-        for row, value, messages in zip(scores, given, self.messages, strict=True):
-            turns = max(1, sum(message["role"] == "assistant" for message in messages))
+        scores = np.zeros((len(values), self.max_turns))
+        for row, value, messages in zip(scores, values, self.messages, strict=True):
+            num_turns = sum(message["role"] == "assistant" for message in messages)
+            last_turn = max(1, num_turns) - 1
             if isinstance(value, list):
                 row[: len(value)] = value
+            elif value is None:
+                row[last_turn] = np.nan
             else:
-                row[turns - 1] = np.nan if value is None else value
+                row[last_turn] = value
         return scores
 
     def own_scores(self) -> Answer:
@@ -100,23 +120,29 @@ class Played:
 
         A reply has the reward of the episode so far. The score of a turn is the difference to the previous reply.
         """
-        given: list[Any] = []
-        rows = [[reply.result() for reply in row] for row in self.replies]
-        for row in rows:
-            worth = [reply.reward for reply in row]
-            given.append(None if None in worth else np.diff(worth, prepend=0.0).tolist())
-        scores = self.by_turn(given)
-        is_silent = any(reply.reward is None and reply.outcome == OUTCOME_SCORE for row in rows for reply in row)
-        reasons = ["environment: an agent returned no reward"] if is_silent else []
+        values: list[list[float] | None] = []
+        reasons: list[str] = []
+        for row in self.replies:
+            replies = [reply.result() for reply in row]
+            rewards = [reply.reward for reply in replies if reply.reward is not None]
+            if len(rewards) == len(replies):
+                values.append(np.diff(rewards, prepend=0.0).tolist())
+                continue
+            values.append(None)
+            if any(reply.reward is None and reply.outcome == OUTCOME_SCORE for reply in replies):
+                reasons = ["environment: an agent returned no reward"]
+        scores = self.by_turn(values)
         outcome = np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE)
         return Answer(scores, outcome, reasons)
 
     def failures_in(self, answer: Answer) -> Answer:
         """Return the answer of a reward function, without scores for the rows in which the environment failed."""
         scores, outcome, reasons, columns = answer
-        for i, reply in enumerate(row[-1].result() for row in self.replies):
+        for i, row in enumerate(self.replies):
+            reply = row[-1].result()
             if reply.outcome != OUTCOME_SCORE:
-                scores[i], outcome[i] = np.nan, reply.outcome
+                scores[i] = np.nan
+                outcome[i] = reply.outcome
                 reasons = list(dict.fromkeys([*reasons, reply.reason]))
         return Answer(scores, outcome, reasons, columns)
 
@@ -145,87 +171,111 @@ class Conversations:
         config: sections ``environments``, ``prompts`` and ``sampling``.
     """
 
-    def __init__(self, environment: Environment, tokenizer: Any, config: Config):
-        self._environment, self._decode = environment, tokenizer.decode
-        how = config.prompts.encoding
-        self._encode = lambda said, last: (
-            ids_of(said, tokenizer.vocab_size)
-            if agents.are_tokens(said)
-            else tokenizer.encode_answer(said, last, **how)
-        )
-        self._limits, self._most = config.environments, config.sampling.max_completion_tokens
+    def __init__(self, environment: Environment, tokenizer: Tokenizer, config: Config):
+        self._environment = environment
+        self._tokenizer = tokenizer
+        self._decode = tokenizer.decode
+        self._encoding = config.prompts.encoding
+        self._limits = config.environments
+        self._max_completion_tokens = config.sampling.max_completion_tokens
         self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
         self._waiting: set[Row] = set()  # after the last chunk
         self._waited_s = 0.0
 
-    def note(self, told: tuple[jax.Array, ...], prompts: Mapping[tuple[int, int], Any]) -> list[np.ndarray]:
+    def _encode(self, answer: Any, last: int | None) -> list[int]:
+        """Return the token ids of an environment's answer after a turn with the last token ``last``."""
+        if agents.are_tokens(answer):
+            return ids_of(answer, self._tokenizer.vocab_size)
+        return self._tokenizer.encode_answer(answer, last, **self._encoding)
+
+    # ---- turns -------------------------------------------------------------------------------------------------------
+
+    def ask(self, flags: tuple[jax.Array, ...], prompts: Mapping[Place, Prompt]) -> list[np.ndarray]:
         """Send the newest turns of waiting rows to the environment. Each turn is sent only once.
 
         Args:
-            told: the output of ``turns.told``.
-            prompts: ``generator.OpenPrompt`` by shard and entry.
+            flags: the output of ``turns.host_arrays``.
+            prompts: the open prompts by shard and entry.
 
         Returns:
             Stop reasons, lengths and numbers of received answers, each [M,E,G].
         """
-        *of_rows, row_MZ = jax.device_get(told[:-2])
-        tokens, logps, lengths, self._waiting = *map(sharding.own_rows, told[-2:]), of_rows[1], set()
-        for shard, of_slots in tokens.items():
+        reasons, lengths, answer_counts, row_MZ = jax.device_get(flags[:-2])
+        tokens, logps = map(sharding.own_rows, flags[-2:])
+        self._waiting = set()
+        for shard, slots in tokens.items():
             for slot in np.flatnonzero(row_MZ[shard] >= 0):
                 entry, g = divmod(int(row_MZ[shard][slot]), lengths.shape[2])
-                row, example, prompt = (shard, entry, g), prompts[shard, entry].example, prompts[shard, entry].tokens
+                row = shard, entry, g
+                prompt = prompts[shard, entry]
                 self._waiting.add(row)
-                completion = of_slots[slot][len(prompt) : lengths[row]]
-                end = len(completion)
-                episode, turns = self._of(row)
-                if not turns or turns[-1].end != end:
-                    said = completion[turns[-1].stop if turns else 0 :]
-                    text, (texts, *answered) = self._decode(said.tolist()), _so_far(turns)
-                    how, begins = {}, [0, *(x.stop for x in turns)]
-                    spans = list(zip(begins, [*(x.end for x in turns), end], strict=True))
-                    if self._environment.is_agent:
-                        how["sizes"] = [[len(prompt) + a, b - a] for a, b in spans]
-                    if agents.are_tokens(example.prompt):
-                        logp = logps[shard][slot][len(prompt) : lengths[row]]
-                        how["drawn"] = [[completion[a:b].tolist(), logp[a:b].tolist()] for a, b in spans]
-                    reply = self._environment.ask(episode, example, [*texts, text], *answered, **how)
-                    turns.append(Turn(text, end, reply, last=int(completion[-1])))
-        return of_rows
+                completion = slice(len(prompt.tokens), lengths[row])
+                self._ask(row, prompt, slots[slot][completion], logps[shard][slot][completion])
+        return [reasons, lengths, answer_counts]
+
+    def _ask(self, row: Row, prompt: Prompt, completion: np.ndarray, logps: np.ndarray) -> None:
+        """Send the newest turn of a row to the environment, unless the turn was already sent.
+
+        Args:
+            completion: token ids of the row's completion so far.
+            logps: log-probs of these tokens.
+        """
+        end = len(completion)
+        episode, turns = self._episode(row)
+        if turns and turns[-1].end == end:
+            return
+        begins = [0, *(turn.stop for turn in turns)]
+        ends = [*(turn.end for turn in turns), end]
+        spans = list(zip(begins, ends, strict=True))
+        text = self._decode(completion[begins[-1] :].tolist())
+        texts, answers, state = _so_far(turns)
+        for_agents: dict[str, Any] = {}
+        if self._environment.is_agent:
+            for_agents["sizes"] = [[len(prompt.tokens) + begin, end - begin] for begin, end in spans]
+        if agents.are_tokens(prompt.example.prompt):
+            for_agents["drawn"] = [[completion[begin:end].tolist(), logps[begin:end].tolist()] for begin, end in spans]
+        reply = self._environment.ask(episode, prompt.example, [*texts, text], answers, state, **for_agents)
+        turns.append(Turn(text, end, reply, last=int(completion[-1])))
 
     def answers(self, sampler: Sampler, check: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
-        """Wait for the replies to the waiting rows and return them as arguments for ``turns.hear``.
+        """Wait for the replies to the waiting rows and return them as arguments for ``turns.append_answers``.
 
         The function calls ``check`` repeatedly while it waits.
 
         Returns:
             Answer tokens [M,E,G,A] i32 and verdicts [M,E,G] i32.
         """
-        shape = sampler.shards, sampler.entries, sampler.group_size
-        tokens, verdict = np.zeros((*shape, self._limits.max_answer_tokens), np.int32), np.zeros(shape, np.int32)
-        own, started = {}, time.monotonic()
+        started = time.monotonic()
         replies = [self._rows[row][1][-1].reply for row in self._waiting]
         while not all(hosts.exchange(not wait(replies, CHECK_S).not_done)):
             check()
+        own_answers = {}
         for row in self._waiting:
-            turn = self._rows[row][1][-1]
+            turns = self._rows[row][1]
+            turn = turns[-1]
             if not turn.verdict:
-                self._judge(turn, len(self._rows[row][1]))
-            own[row] = turn.verdict, turn.answer
-        for said in hosts.exchange(own):  # exchanged because only one host asks for a copied row
-            for row, (of_row, answer) in said.items():
-                verdict[row], tokens[row][: len(answer)] = of_row, answer
+                self._judge(turn, len(turns))
+            own_answers[row] = turn.verdict, turn.answer
+        shape = sampler.shards, sampler.entries, sampler.group_size
+        tokens = np.zeros((*shape, self._limits.max_answer_tokens), np.int32)
+        verdicts = np.zeros(shape, np.int32)
+        for host_answers in hosts.exchange(own_answers):  # because only one host asks for a copied row
+            for row, (verdict, answer) in host_answers.items():
+                verdicts[row] = verdict
+                tokens[row][: len(answer)] = answer
         self._waited_s += time.monotonic() - started
-        return sharding.put((tokens, verdict), sharding.leading(sampler.mesh, (tokens, verdict)))
+        return sharding.put((tokens, verdicts), sharding.leading(sampler.mesh, (tokens, verdicts)))
 
     def take_waited_s(self) -> float:
         """Return the seconds that ``answers`` has waited since the last ``take_waited_s`` call.
 
         The seconds include the wait for other hosts' environments.
         """
-        waited_s, self._waited_s = self._waited_s, 0.0
+        waited_s = self._waited_s
+        self._waited_s = 0.0
         return waited_s
 
-    def _of(self, row: Row) -> tuple[int, list[Turn]]:
+    def _episode(self, row: Row) -> tuple[int, list[Turn]]:
         """Return the episode and the turns of a row. Begin an episode if the row has none."""
         if row not in self._rows:
             self._rows[row] = self._environment.begin(), []
@@ -233,95 +283,129 @@ class Conversations:
 
     def _judge(self, turn: Turn, num_turns: int) -> None:
         """Set the verdict of a row's newest turn: the answer tokens, or the reason for the end of the row."""
-        reply, limits = turn.reply.result(), self._limits
+        reply = turn.reply.result()
         if reply.answer is None:
             turn.verdict = -STOP_EOS
-        elif num_turns >= limits.max_turns:
+            return
+        if num_turns >= self._limits.max_turns:
             turn.verdict = -STOP_TURNS
+            return
+        answer: list[int] = []
+        error = None
+        limit = self._limits.max_answer_tokens
+        try:
+            answer = self._encode(reply.answer, turn.last)
+        except ConfigError as rejection:  # the tokenizer or the chat template rejects the answer
+            error = str(rejection)
         else:
-            most, wrong = limits.max_answer_tokens, None
-            try:
-                answer = self._encode(reply.answer, turn.last)
-                if not 0 < len(answer) <= most:
-                    wrong = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={most}"
-            except ConfigError as error:  # the tokenizer or the chat template rejects the answer
-                wrong = str(error)
-            if wrong:
-                failed = {"answer": None, "outcome": OUTCOME_ERROR, "reason": f"environment: {wrong}"}
-                turn.reply, turn.verdict = _there(dataclasses.replace(reply, **failed)), -STOP_EOS
-            elif turn.end + len(answer) >= self._most:  # no room for another token of the policy
-                turn.verdict = -STOP_LENGTH
-            else:
-                turn.answer, turn.verdict = answer, len(answer)
+            if not 0 < len(answer) <= limit:
+                error = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={limit}"
+        if error is not None:
+            failed = dataclasses.replace(reply, answer=None, outcome=OUTCOME_ERROR, reason=f"environment: {error}")
+            turn.reply = _finished(failed)
+            turn.verdict = -STOP_EOS
+        elif turn.end + len(answer) >= self._max_completion_tokens:  # no room for another token of the policy
+            turn.verdict = -STOP_LENGTH
+        else:
+            turn.answer = answer
+            turn.verdict = len(answer)
 
-    def played(self, where: tuple[int, int], example: Example, completions: list[list[int]]) -> Played:
+    # ---- finished groups ---------------------------------------------------------------------------------------------
+
+    def played(self, place: Place, example: Example, completions: list[list[int]]) -> Played:
         """Return the conversations of a group whose rows have all stopped.
 
         Args:
-            where: shard and entry of the group.
+            place: shard and entry of the group.
             example: the question.
             completions: token ids of each row's completion.
         """
-        messages, replies, instances = [], [], []
+        messages = []
+        replies = []
+        instances = []
         for g, completion in enumerate(completions):
-            episode, turns = self._of((*where, g))
-            said = []
-            for turn in turns:
-                said.append({"role": "assistant", "content": turn.text})
-                if turn.answer:
-                    answered = turn.reply.result().answer
-                    is_ids = agents.are_tokens(answered)
-                    said += [{"role": "user", "content": self._decode(turn.answer)}] if is_ids else answered
-            if rest := completion[turns[-1].stop if turns else 0 :]:  # a truncated turn
-                said.append({"role": "assistant", "content": self._decode(rest)})
-            messages.append(said)
+            episode, turns = self._episode((*place, g))
+            messages.append(self._messages(turns, completion))
             if self._environment.is_shown:
-                if turns and turns[-1].reply.result().outcome != OUTCOME_SCORE:
-                    instances.append(_there(Reply(None)))
-                else:
-                    instances.append(self._environment.shown(episode, example, *_so_far(turns)))
+                instances.append(self._instance(episode, example, turns))
             if turns:
                 replies.append([turn.reply for turn in turns])
             elif self._environment.has_reward:
                 replies.append([self._environment.ask(episode, example, (), ())])
             else:
-                replies.append([_there(Reply(None))])
+                replies.append([_finished(Reply(None))])
         return Played(messages, replies, self._limits.max_turns, instances)
 
-    def forget(self, where: tuple[int, int]) -> None:
+    def _messages(self, turns: list[Turn], completion: list[int]) -> list[dict[str, str]]:
+        """Return the messages of a row after its prompt."""
+        messages: list[dict[str, str]] = []
+        for turn in turns:
+            messages.append({"role": "assistant", "content": turn.text})
+            if not turn.answer:
+                continue
+            answer = turn.reply.result().answer
+            if agents.are_tokens(answer):
+                messages.append({"role": "user", "content": self._decode(turn.answer)})
+            else:
+                messages += answer
+        begin = turns[-1].stop if turns else 0
+        truncated_turn = completion[begin:]
+        if truncated_turn:
+            messages.append({"role": "assistant", "content": self._decode(truncated_turn)})
+        return messages
+
+    def _instance(self, episode: int, example: Example, turns: list[Turn]) -> Future[Reply]:
+        """Return the public attributes of a row's environment instance, None if the environment failed."""
+        if turns and turns[-1].reply.result().outcome != OUTCOME_SCORE:
+            return _finished(Reply(None))
+        return self._environment.shown(episode, example, *_so_far(turns))
+
+    def forget(self, place: Place) -> None:
         """End the episodes of the group at this place, because the group has left the sampler."""
-        for row in [row for row in self._rows if row[:2] == where]:
-            self._environment.forget(self._rows.pop(row)[0])
+        for row in [row for row in self._rows if row[:2] == place]:
+            episode, _ = self._rows.pop(row)
+            self._environment.forget(episode)
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> list[Any]:
         """Return the turns with a verdict of all hosts, as plain JSON for ``restore``."""
-
-        def saved(turn: Turn) -> list[Any]:
-            reply = dataclasses.astuple(turn.reply.result())
-            return [turn.text, turn.end, turn.answer, turn.verdict, list(reply)]
-
-        own = [[*row, [saved(turn) for turn in turns if turn.verdict]] for row, (_, turns) in self._rows.items()]
-        found: dict[Row, list[Any]] = {}
-        for *row, turns in (row for rows in hosts.exchange(own) for row in rows):
-            # Keep the longest list, because only the host that owns a row adds turns after a restore.
-            found[tuple(row)] = max(found.get(tuple(row), []), turns, key=len)
-        return [[*row, turns] for row, turns in sorted(found.items()) if turns]
+        own_rows = []
+        for row, (_, turns) in self._rows.items():
+            own_rows.append((row, [_saved(turn) for turn in turns if turn.verdict]))
+        longest: dict[Row, list[Any]] = {}
+        for host_rows in hosts.exchange(own_rows):
+            for row, turns in host_rows:
+                # Keep the longest list, because only the host that owns a row adds turns after a restore.
+                if len(turns) > len(longest.get(row, [])):
+                    longest[row] = turns
+        return [[*row, turns] for row, turns in sorted(longest.items())]
 
     def restore(self, state: list[Any]) -> None:
-        for *row, saved in state:
-            turns = [
-                Turn(*of_turn, _there(Reply(*reply)), answer, verdict) for *of_turn, answer, verdict, reply in saved
-            ]
-            self._rows[tuple(row)] = self._environment.begin(), turns
+        """Restore the turns that ``state`` returned."""
+        for shard, entry, g, saved_turns in state:
+            turns = []
+            for text, end, answer, verdict, reply in saved_turns:
+                turns.append(Turn(text, end, _finished(Reply(*reply)), answer, verdict))
+            self._rows[shard, entry, g] = self._environment.begin(), turns
 
 
-def _so_far(turns: list[Turn]) -> tuple[list[str], list[str | None], Any]:
+def _saved(turn: Turn) -> list[Any]:
+    """Return a turn with a verdict as plain JSON."""
+    reply = dataclasses.astuple(turn.reply.result())
+    return [turn.text, turn.end, turn.answer, turn.verdict, list(reply)]
+
+
+def _so_far(turns: list[Turn]) -> tuple[list[str], list[Any], Any]:
     """Return an episode's turn texts, the answers and the last state, as arguments for ``Environment.ask``."""
     replies = [turn.reply.result() for turn in turns]
-    return [turn.text for turn in turns], [reply.answer for reply in replies], replies[-1].state if replies else None
+    texts = [turn.text for turn in turns]
+    answers = [reply.answer for reply in replies]
+    return texts, answers, replies[-1].state if replies else None
 
 
-def _there(reply: Reply) -> Future[Reply]:
+def _finished(reply: Reply) -> Future[Reply]:
+    """Return a future that has this result."""
     future: Future[Reply] = Future()
     future.set_result(reply)
     return future

@@ -7,33 +7,34 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import json
 import math
 import pathlib
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxrl_llm import limits
 from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.actor.episodes import Conversations
-from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, PromptsConfig
 from jaxrl_llm.conversations import environment
 from jaxrl_llm.conversations.agents import prompt_shown
 from jaxrl_llm.conversations.environment import Environment
+from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.questions import stream as prompts_lib
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.reports.metric_table import evaluation_values
 from jaxrl_llm.runtime import hosts, json_lines, rng, sharding
 from jaxrl_llm.scoring.answers import vote
 from jaxrl_llm.scoring.rewards import RewardPool
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, PromptBatch
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Example, PromptBatch
 
 # Sources whose columns can hold data for the environment that the prompt does not show, such as the word of Wordle.
 HIDING = ("jsonl", "parquet", "maze")
@@ -75,7 +76,7 @@ def evaluate(
     params: Any,
     held_out: list[prompts_lib.EncodedExample],
     pool: RewardPool,
-    decode: Any,
+    decode: Callable[[list[int]], str],
     *,
     version: jax.Array,
     key: jax.Array,
@@ -99,42 +100,73 @@ def evaluate(
         Rates, counts and all completions, as plain JSON. Rates ignore completions without a score. A rate is None if no
         completion counts.
     """
-    tickets, groups, texts, answers = [], [], [], []
+    tickets = []
+    groups: list[FinishedGroup] = []
+    own_texts: list[list[str] | None] = []  # None = the rows are on another host
+    own_answers: list[list[str] | None] = []
     for batch in filled_batches(held_out, generator.sampler.num_prompts):
-        done = generator.generate(params, batch, version=version, key=key)
+        finished = generator.generate(params, batch, version=version, key=key)
         generator.take()
         generator.draws.clear()  # an evaluation does not report these sums
-        for group in done[: len(held_out) - len(groups)]:
-            is_own = group.completions is not None
+        for group in finished[: len(held_out) - len(groups)]:
             groups.append(group)
-            texts.append([decode(c) for c in group.completions] if is_own else None)
-            answers.append(group.played.last_turns() if group.played else texts[-1])
-            tickets.append(pool.submit(group.example, texts[-1], group.played) if is_own else None)
-    rewards, texts, answers = pool.collect(tickets), hosts.complete(texts), hosts.complete(answers)
+            if group.completions is None:
+                own_texts.append(None)
+                own_answers.append(None)
+                tickets.append(None)
+                continue
+            texts = [decode(ids) for ids in group.completions]
+            own_texts.append(texts)
+            own_answers.append(group.played.last_turns() if group.played else texts)
+            tickets.append(pool.submit(group.example, texts, group.played))
+    rewards = pool.collect(tickets)
+    all_texts = hosts.complete(own_texts)
+    all_answers = hosts.complete(own_answers)
     num_samples = generator.sampler.group_size
     total = rewards.total.reshape(-1, num_samples)
     scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
     passed = scored & (np.where(scored, total, -np.inf) >= threshold)
     whole = scored.all(axis=1)  # pass@k and maj@k need all samples of a question
-    wins = functools.partial(majority_passes, are_programs=are_programs)
-    ks = sorted({*(2**i for i in range(num_samples.bit_length())), num_samples})
-    mean = lambda values: float(np.mean(values)) if len(values) else None
+    votes = []
+    for i in np.flatnonzero(whole):
+        votes.append(majority_passes(all_answers[i] or [], passed[i].tolist(), are_programs=are_programs))
+    samples = []
+    for i, group in enumerate(groups):
+        prompt = prompt_shown(group.example.prompt, decode)
+        for j, text in enumerate(all_texts[i] or []):
+            reward = float(total[i, j]) if scored[i, j] else None
+            samples.append({"prompt": prompt, "completion": text, "reward": reward})
     return {
         "num_prompts": len(groups),
         "num_samples": num_samples,
-        "pass_rate": mean(passed[scored]),
-        "reward_mean": mean(total[scored]),
-        "pass_at_k": {str(k): mean([pass_at_k(num_samples, int(row.sum()), k) for row in passed[whole]]) for k in ks},
-        f"maj_at_{num_samples}": mean([wins(answers[i], passed[i].tolist()) for i in np.flatnonzero(whole)]),
-        "completion_length_tokens": mean([size for group in groups for size in group.lengths]),
+        "pass_rate": _mean(passed[scored]),
+        "reward_mean": _mean(total[scored]),
+        "pass_at_k": _pass_at_ks(num_samples, passed[whole]),
+        f"maj_at_{num_samples}": _mean(votes),
+        "completion_length_tokens": _mean([length for group in groups for length in group.lengths]),
         "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
-        "samples": [
-            {"prompt": prompt, "completion": text, "reward": float(total[i, j]) if scored[i, j] else None}
-            for i, prompt in enumerate(prompt_shown(group.example.prompt, decode) for group in groups)
-            for j, text in enumerate(texts[i])
-        ],
+        "samples": samples,
     }
+
+
+def _mean(values: Any) -> float | None:
+    """Return the mean of the values, or None without values."""
+    return float(np.mean(values)) if len(values) else None
+
+
+def _pass_at_ks(num_samples: int, passed: np.ndarray) -> dict[str, float | None]:
+    """Return pass@k for all powers of two k up to ``num_samples``, and for ``num_samples``.
+
+    Args:
+        passed: [questions, num_samples] bool.
+    """
+    powers = {2**i for i in range(num_samples.bit_length())}
+    num_passes = [int(row.sum()) for row in passed]
+    rates = {}
+    for k in sorted(powers | {num_samples}):
+        rates[str(k)] = _mean([pass_at_k(num_samples, count, k) for count in num_passes])
+    return rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +175,19 @@ class Measured:
 
     values: dict[str, float | None]
     line: str
+
+
+class EvaluationParts(Protocol):
+    """The static parts of a run that its evaluation uses. A ``Run`` has these parts."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def eval_sampler(self) -> Sampler | None: ...
 
 
 class Evaluation:
@@ -159,35 +204,54 @@ class Evaluation:
 
     def __init__(
         self,
-        run: Any,
-        compiled: Any,
-        tokenizer: Any,
-        held_out: list[Any],
+        run: EvaluationParts,
+        compiled: Mapping[str, Callable[..., Any]],
+        tokenizer: Tokenizer,
+        held_out: list[prompts_lib.EncodedExample],
         pool: RewardPool,
         environment: Environment | None,
     ):
-        evals = {name.removeprefix("eval_"): p for name, p in compiled.items() if name.startswith("eval_")}
-        talk = Conversations(environment, tokenizer, run.config) if environment else None
-        self._generator = Generator(run.eval_sampler, evals, tokenizer.decode, check=pool.check, talk=talk)
-        self._how = {"threshold": run.config.rewards.pass_threshold}
-        self._how["are_programs"] = run.config.prompts.source in OF_PROGRAMS
-        self._how["key"] = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
-        self._given = held_out, pool, tokenizer.decode
+        sampler = run.eval_sampler
+        assert sampler is not None, "eval.num_prompts is 0"
+        programs = {}
+        for name, program in compiled.items():
+            if name.startswith("eval_"):
+                programs[name.removeprefix("eval_")] = program
+        self._config = run.config
+        self._decode = tokenizer.decode
+        self._held_out = held_out
+        self._pool = pool
+        self._key = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
+        conversations = Conversations(environment, tokenizer, run.config) if environment else None
+        self._generator = Generator(sampler, programs, tokenizer.decode, check=pool.check, conversations=conversations)
 
     def result(self, params: Any, version: jax.Array) -> dict[str, Any]:
         """Return the result of ``evaluate`` for these published weights."""
-        return evaluate(self._generator, params, *self._given, version=version, **self._how)
+        return evaluate(
+            self._generator,
+            params,
+            self._held_out,
+            self._pool,
+            self._decode,
+            version=version,
+            key=self._key,
+            threshold=self._config.rewards.pass_threshold,
+            are_programs=self._config.prompts.source in OF_PROGRAMS,
+        )
 
     def measure(self, path: pathlib.Path, params: Any, version: jax.Array) -> Measured:
         """Evaluate the weights, write the full result to ``path`` with suffix .json, and return the metrics."""
         result = self.result(params, version)
         if hosts.is_first():
             path.with_suffix(".json").write_text(json_lines.written(result, indent=1))
-        rate, count = result["pass_rate"], result["num_prompts"]
         failures = {f"eval/{kind}_count": result[f"{kind}_count"] for kind in ("timeout", "error")}
-        line = f"held-out pass rate {'-' if rate is None else format(rate, '.3f')} over {count} questions ({path.name})"
-        if failed := sum(failures.values()):
-            line += f"; without the {failed} of {count * result['num_samples']} completions whose reward failed"
+        rate = "-" if result["pass_rate"] is None else f"{result['pass_rate']:.3f}"
+        num_prompts = result["num_prompts"]
+        line = f"held-out pass rate {rate} over {num_prompts} questions ({path.name})"
+        num_failed = sum(failures.values())
+        if num_failed:
+            num_completions = num_prompts * result["num_samples"]
+            line += f"; without the {num_failed} of {num_completions} completions whose reward failed"
         return Measured(evaluation_values(result) | failures, line)
 
 
@@ -197,16 +261,16 @@ def sampler_of(config: Config, sampler: Sampler) -> Sampler:
     If ``eval.slots`` is 0, the limit is the number of slots for training. The limit is rounded up to a multiple of the
     shards. The sampler runs as many questions at a time as fill the slots.
     """
-    shards, samples = sampler.shards, config.eval.num_samples
-    whole = lambda count: -(-count // shards) * shards
-    slots = whole(config.eval.slots or config.num_slots)
-    at_once = whole(min(config.eval.num_prompts, -(-slots // samples)))
+    num_samples = config.eval.num_samples
+    slots = _whole_shards(config.eval.slots or config.num_slots, sampler.shards)
+    filling = -(-slots // num_samples)  # questions that fill the slots, rounded up
+    num_prompts = _whole_shards(min(config.eval.num_prompts, filling), sampler.shards)
     return dataclasses.replace(
         sampler,
         sampling=dataclasses.replace(config.sampling, temperature=config.eval.temperature),
-        num_prompts=at_once,
-        group_size=samples,
-        num_slots=min(at_once * samples, slots),
+        num_prompts=num_prompts,
+        group_size=num_samples,
+        num_slots=min(num_prompts * num_samples, slots),
         lookahead=0,
         slack=0,
         stale_cache="",
@@ -218,7 +282,14 @@ def sampler_of(config: Config, sampler: Sampler) -> Sampler:
     )
 
 
-def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], list[str]]:
+def _whole_shards(count: int, shards: int) -> int:
+    """Return ``count``, rounded up to a multiple of the shards."""
+    return -(-count // shards) * shards
+
+
+def questions(
+    config: Config, tokenizer: Tokenizer
+) -> tuple[list[prompts_lib.EncodedExample], list[prompts_lib.EncodedExample], list[str]]:
     """Load and tokenise the training questions and the held-out questions.
 
     If ``eval.name`` is set, the held-out questions come from this separate source. Held-out questions that are also
@@ -235,12 +306,17 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
         loaded = tasks.load(prompts, seed=config.seed)
         if not (config.environments.factory and prompts.source in HIDING):
             return loaded
-        hiding = (dataclasses.replace(x, hidden=json.dumps(x.columns, default=str)) for x in loaded.examples)
-        return dataclasses.replace(loaded, examples=tuple(hiding))
+        examples = []
+        for example in loaded.examples:
+            hidden = json.dumps(example.columns, default=str)
+            examples.append(dataclasses.replace(example, hidden=hidden))
+        return dataclasses.replace(loaded, examples=tuple(examples))
 
     stop_strings.check(config.sampling.stop_strings, tokenizer)
     loaded = loaded_from(config.prompts)
-    examples, held_out, messages = loaded.examples, (), list(loaded.bad_rows)
+    examples = loaded.examples
+    held_out: Sequence[Example] = ()
+    messages = list(loaded.bad_rows)
     if config.eval.num_prompts:
         if config.eval.name:
             is_file = config.prompts.source in limits.FILE_SOURCES
@@ -254,18 +330,29 @@ def questions(config: Config, tokenizer: Any) -> tuple[list[Any], list[Any], lis
             messages += more.bad_rows
         else:
             examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
-    prompts, examples = config.prompts, loaded.laddered(examples)
+    prompts = config.prompts
+    examples = loaded.laddered(examples)
     if config.environments.factory:
-        prompts, (examples, held_out), bad = environment.shown(config, tokenizer, examples, held_out)
-        messages += bad
-        if bad and not (examples and (held_out or not config.eval.num_prompts)):
-            raise ConfigError(f"no question {'to train on' if not examples else 'held out'} can be begun: {bad[0]}")
+        prompts, (examples, held_out), failures = environment.shown(config, tokenizer, examples, held_out)
+        messages += failures
+        lacks_held_out = config.eval.num_prompts > 0 and not held_out
+        if failures and (not examples or lacks_held_out):
+            purpose = "held out" if examples else "to train on"
+            raise ConfigError(
+                f"environments.factory={config.environments.factory!r:.200}: no question {purpose} can be begun: "
+                f"{failures[0]}"
+            )
     train, long_train = prompts_lib.encode_examples(examples, tokenizer, prompts)
-    held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts) if held_out else ([], [])
+    held: list[prompts_lib.EncodedExample] = []
+    long_held: list[str] = []
+    if held_out:
+        held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts)
     return _apart(config, train, held), held, messages + long_train + long_held
 
 
-def _apart(config: Config, train: list[Any], held_out: list[Any]) -> list[Any]:
+def _apart(
+    config: Config, train: list[prompts_lib.EncodedExample], held_out: list[prompts_lib.EncodedExample]
+) -> list[prompts_lib.EncodedExample]:
     """Return the training questions whose tokens differ from the tokens of every held-out question.
 
     A training question can have another text but the same tokens as a held-out question, because a chat template can
@@ -275,28 +362,47 @@ def _apart(config: Config, train: list[Any], held_out: list[Any]) -> list[Any]:
     - If ``environments.factory`` is set and the source is not in ``HIDING``, all training questions stay. An agent may
       start all its episodes with the same prompt.
     """
-    key = lambda row: (row.tokens.tobytes(), row.example.hidden)
-    of_train, of_held = map(key, train), set(map(key, held_out))
     if config.eval.name:
-        trained = set(of_train)
-        said = f"{sum(key(row) in trained for row in held_out)} of the {len(held_out)} held-out questions of eval.name="
-        said += f"{config.eval.name!r} are trained on too (prompts.name={config.prompts.name!r})"
-    elif config.environments.factory and config.prompts.source not in HIDING:
-        return train  # an agent may start all its episodes with the same prompt
-    else:
-        before, train = len(train), [row for row, own in zip(train, of_train, strict=True) if own not in of_held]
-        said = f"{before - len(train)} training questions are left out: held-out ones have the same tokens"
-        if not train:
-            raise ConfigError(f"no question is left to train on, for {said}")
-    if not said.startswith("0 ") and hosts.is_first():
-        print(f"warning: {said}", file=sys.stderr)
-    return train
+        trained = {_identity(row) for row in train}
+        num_shared = sum(_identity(row) in trained for row in held_out)
+        if num_shared:
+            _warn(
+                f"{num_shared} of the {len(held_out)} held-out questions of eval.name={config.eval.name!r} are also "
+                f"training questions (prompts.name={config.prompts.name!r})"
+            )
+        return train
+    if config.environments.factory and config.prompts.source not in HIDING:
+        return train
+    reserved = {_identity(row) for row in held_out}
+    kept = [row for row in train if _identity(row) not in reserved]
+    num_left_out = len(train) - len(kept)
+    if not kept:
+        raise ConfigError(
+            f"no training question is left: all {num_left_out} of prompts.source={config.prompts.source!r} have the "
+            "same tokens as a held-out question. Reduce eval.num_prompts or use more questions."
+        )
+    if num_left_out:
+        _warn(f"{num_left_out} training questions are left out: held-out questions have the same tokens")
+    return kept
+
+
+def _identity(row: prompts_lib.EncodedExample) -> tuple[bytes, str]:
+    """Return the tokens and the hidden text of a question, which tell whether two questions are the same."""
+    return row.tokens.tobytes(), row.example.hidden
+
+
+def _warn(text: str) -> None:
+    """Print a warning to stderr on the first host."""
+    if hosts.is_first():
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def first_skipped(messages: list[str]) -> list[str]:
     """Return one line for each of the first ten skipped rows, and a line with the number of further skipped rows."""
     lines = [f"skipped {message}" for message in messages[:10]]
-    return lines + ([f"skipped ... and {len(messages) - 10} more"] if len(messages) > 10 else [])
+    if len(messages) > 10:
+        lines.append(f"skipped ... and {len(messages) - 10} more")
+    return lines
 
 
 def report_skipped(messages: list[str]) -> None:

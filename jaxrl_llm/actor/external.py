@@ -1,31 +1,20 @@
 """External rollouts: groups of answers that this run did not sample, from files, other runs or hindsight functions.
 
-Each line of a file in ``external.paths`` is a group:
-
-    {"prompt": "...", "completions": ["...", [3, 1, 4]], "rewards": [1.0, 0.0], ...}
-
-    prompt         text or messages; ``messages`` is another name for a prompt of messages
-    completions    at most rollout.group_size: texts, to which the end token is appended, or token ids of this model,
-                   which are used unchanged
-    rewards        optional: a number for each completion; completions with null are not trained on. Without this field,
-                   rewards.functions score the completions with the other columns of the line.
-    prompt_ids     optional: the prompt's token ids, which must equal the ids that this run computes. The field detects
-                   a run with another tokenizer or chat template.
-
-``actor.external_sources`` defines the sources of groups and their order.
+``actor.external_groups`` defines the format of a group. ``actor.external_sources`` defines the sources of groups and
+their order.
 
 The program ``join`` computes the log-probs of external rows under the current weights, as if the current policy had
 sampled the rows. Credit, ring and update then treat all rows alike. An advantage that compares siblings needs at least
-two rewards in a group. An expert's demonstration therefore needs one of these:
+two rewards in a group. A run can learn from an expert's demonstration in three ways:
 
-    - a worse answer in the same group
-    - an advantage with another baseline
-    - "imitation" in ``algorithm.cross_entropies``
+    - the group also has a worse answer
+    - the advantage has another baseline than the siblings
+    - ``algorithm.cross_entropies`` has "imitation"
 
 Source: SAPO, arXiv:2509.08721. Differs: the newest unread groups of a run are taken, instead of a sample of the untied
 groups (``replay.skip_tied`` keeps tied groups from being drawn). Rewards of another run can be reused.
 
-Owns: which lines are groups, their rows. Does not know: the ring, how rewards are scored.
+Owns: the groups of an iteration, their rows and rewards. Does not know: the ring, how rewards are scored.
 Letters: J groups an iteration, G rows of a group, S row width.
 """
 
@@ -34,77 +23,58 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxrl_llm.actor.external_sources import HeldOutError, Hindsight, source_of
+from jaxrl_llm.actor.external_groups import ExternalGroup, GroupParser
+from jaxrl_llm.actor.external_sources import HindsightSource, source_of
 from jaxrl_llm.actor.resampling import Sampled
-from jaxrl_llm.config import Config, ConfigError
-from jaxrl_llm.questions.tasks.files import question
+from jaxrl_llm.config import Config
+from jaxrl_llm.models.files.tokenizer import Tokenizer
+from jaxrl_llm.questions.stream import EncodedExample
 from jaxrl_llm.runtime import hosts, sharding
-from jaxrl_llm.runtime.json_lines import BadRowError, parse
-from jaxrl_llm.scoring.worker_processes import is_number
-from jaxrl_llm.types import (
-    OUTCOME_ERROR,
-    OUTCOME_SCORE,
-    STOP_EOS,
-    STOP_LENGTH,
-    STOP_NONE,
-    STOP_STRING,
-    Example,
-    Rewards,
-    Rollout,
-)
-
-if TYPE_CHECKING:
-    from jaxrl_llm.run import Run
-
-
-@dataclasses.dataclass
-class Group:
-    """Answers to one prompt.
-
-    Attributes:
-        example: the question.
-        prompt: token ids.
-        completions: token ids of each completion.
-        stop_reasons: STOP_* of each completion.
-        rewards: reward of each completion, NaN = no reward. None = reward functions score the group.
-        ticket: pending scores, if ``rewards`` is None and this host scores the group.
-    """
-
-    example: Example
-    prompt: list[int]
-    completions: list[list[int]]
-    stop_reasons: list[int]
-    rewards: list[float] | None
-    ticket: Any = None
-    played: Any = None  # always None; scoring reads this attribute of ``FinishedGroup`` too
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_NONE, Rewards, Rollout
 
 
 class External:
     """Reader of the groups in ``external.paths``, with its reading position.
 
     Args:
-        train, held_out: the run's questions (EncodedExample). Groups about held-out questions are skipped, unless the
-            question is also a training question.
+        train, held_out: the run's questions. Groups about held-out questions are skipped, unless the question is also a
+            training question.
+        vocab_size: number of token ids of the model.
+        layout: shardings of the external rows (``LearnerPrograms.abstract_external``).
+        num_parts: number of parts in which program ``join`` interleaves own and external rows.
 
     Raises:
         ConfigError: a path is not a file, folder or function. Or a line of a file is not a group; the message has the
             file, line and field.
     """
 
-    def __init__(self, run: Run, tokenizer: Any, train: Sequence[Any] = (), held_out: Sequence[Any] = ()):
-        ids_of = lambda rows: (tuple(row.tokens.tolist()) for row in rows if run.config.external.paths)
-        unseen = frozenset(ids_of(held_out)).difference(ids_of(train))
-        reader = _Reader(run.config, tokenizer, run.model.arch.vocab_size, unseen)
-        self._run = run
-        self._sources = {path: source_of(path, reader) for path in run.config.external.paths}
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        train: Sequence[EncodedExample] = (),
+        held_out: Sequence[EncodedExample] = (),
+        *,
+        vocab_size: int,
+        layout: Rollout,
+        num_parts: int,
+    ):
+        self._config = config
+        self._layout = layout
+        self._num_parts = num_parts
+        unseen: frozenset[tuple[int, ...]] = frozenset()
+        if config.external.paths:
+            unseen = _prompts(held_out) - _prompts(train)
+        parser = GroupParser(config, tokenizer, vocab_size, unseen)
+        self._sources = {path: source_of(path, parser) for path in config.external.paths}
 
-    def next_groups(self, iteration: int, score: Callable[[Group], Any]) -> Guests | None:
+    def next_groups(self, iteration: int, score: Callable[[ExternalGroup], Any]) -> ExternalBatch | None:
         """Return the next J groups, taken from the sources in turn. If the sources have fewer groups, the rest is None.
 
         Args:
@@ -114,39 +84,52 @@ class External:
         Returns:
             The groups, or None if ``external.groups_per_iteration`` is 0.
         """
-        num_groups = self._run.config.external.groups_per_iteration
+        num_groups = self._config.external.groups_per_iteration
         if not num_groups:
             return None
-        turns = collections.deque(self._sources.values())
-        for source in turns:
-            source.look()
-        turns.rotate(-iteration)
-        groups: list[Group | None] = []
-        while turns and len(groups) < num_groups:
-            group = turns[0].take()
-            if group is None:
-                turns.popleft()
-            else:
-                groups.append(group)
-                turns.rotate(-1)
+        groups = self._take(num_groups, first_source=iteration)
         for j, group in enumerate(groups):
             if group.rewards is None and j % hosts.count() == jax.process_index():
                 group.ticket = score(group)
-        groups += [None] * (num_groups - len(groups))
-        rows = _rows(groups, self._run.config, first_id=-1 - iteration * num_groups)
-        layout = sharding.of(self._run.learner.abstract_external)
-        skipped, failed = (sum(getattr(x, name) for x in self._sources.values()) for name in ("skipped", "failed"))
-        return Guests(sharding.put(rows, layout), groups, self._run, skipped, failed)
+        padded = [*groups, *[None] * (num_groups - len(groups))]
+        rows = _rows(padded, self._config, first_id=-1 - iteration * num_groups)
+        return ExternalBatch(
+            rows=sharding.put(rows, self._layout),
+            groups=padded,
+            group_size=self._config.rollout.group_size,
+            functions=self._config.rewards.functions,
+            column_shapes=self._config.reward_columns,
+            num_parts=self._num_parts,
+            skipped_lines=sum(source.skipped for source in self._sources.values()),
+            failed_calls=sum(source.failed for source in self._sources.values()),
+        )
 
-    def hear(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
+    def _take(self, num_groups: int, *, first_source: int) -> list[ExternalGroup]:
+        """Return at most ``num_groups`` groups, one from each source in turn."""
+        queue = collections.deque(self._sources.values())
+        for source in queue:
+            source.refresh()
+        queue.rotate(-first_source)
+        groups: list[ExternalGroup] = []
+        while queue and len(groups) < num_groups:
+            group = queue[0].next_group()
+            if group is None:
+                queue.popleft()
+            else:
+                groups.append(group)
+                queue.rotate(-1)
+        return groups
+
+    def observe(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
         """Pass the groups that this run has sampled to the hindsight functions."""
         for source in self._sources.values():
-            if isinstance(source, Hindsight):
-                source.hear(sampled, decode)
+            if isinstance(source, HindsightSource):
+                source.observe(sampled, decode)
 
     def close(self) -> None:
+        """Kill the processes of the hindsight functions."""
         for source in self._sources.values():
-            if isinstance(source, Hindsight):
+            if isinstance(source, HindsightSource):
                 source.close()
 
     def state(self) -> dict[str, Any]:
@@ -154,28 +137,78 @@ class External:
         return {path: source.state() for path, source in self._sources.items()}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Restore the reading positions of the sources that the state has."""
         for path in self._sources.keys() & state.keys():
             self._sources[path].restore(state[path])
 
 
+def _prompts(rows: Sequence[EncodedExample]) -> frozenset[tuple[int, ...]]:
+    """Return the token ids of the prompts."""
+    return frozenset(tuple(row.tokens.tolist()) for row in rows)
+
+
 @dataclasses.dataclass
-class Guests:
+class ExternalBatch:
     """External groups of one iteration.
 
     Attributes:
         rows: [J*G, S] on the device. The completion of a missing row or group has no tokens.
         groups: J groups, None = missing.
+        group_size: G.
+        functions: names of the reward functions.
+        column_shapes: shapes of the columns of rewards, without rows (``Config.reward_columns``).
+        num_parts: see ``External``.
         skipped_lines: number of skipped lines so far. In files, only lines about held-out questions are skipped.
         failed_calls: number of failed calls of hindsight functions so far.
         rewards: rewards of the J*G rows after ``score``; else None.
     """
 
     rows: Rollout
-    groups: list[Group | None]
-    run: Run
+    groups: list[ExternalGroup | None]
+    group_size: int
+    functions: Sequence[str]
+    column_shapes: Mapping[str, tuple[int, ...]]
+    num_parts: int
     skipped_lines: int
     failed_calls: int
     rewards: Rewards | None = None
+
+    def score(self, collect: Callable[[list[Any]], Rewards]) -> None:
+        """Set ``rewards``: wait for the pending scores, and fill in the given rewards. Later calls do nothing.
+
+        Args:
+            collect: waits for tickets and returns their scores.
+        """
+        if self.rewards is not None:
+            return
+        G = self.group_size
+        total = np.full((len(self.groups), G), np.nan, np.float32)
+        outcome = np.full((len(self.groups), G), OUTCOME_ERROR, np.int8)
+        parts = {name: total.copy() for name in self.functions}
+        columns = {name: np.zeros((*total.shape, *rest), np.float32) for name, rest in self.column_shapes.items()}
+        for j, group in enumerate(self.groups):
+            if group is None:
+                continue
+            size = len(group.completions)
+            if group.rewards is not None:
+                total[j, :size] = group.rewards
+                outcome[j, :size] = np.where(np.isfinite(group.rewards), OUTCOME_SCORE, OUTCOME_ERROR)
+                continue
+            scored = collect([group.ticket])
+            total[j, :size] = scored.total
+            outcome[j, :size] = scored.outcome
+            for name, part in scored.parts.items():
+                parts[name][j, :size] = part
+            for name, column in columns.items():
+                column[j, :size] = scored.columns[name]
+        flat_parts = {name: part.ravel() for name, part in parts.items()}
+        flat_columns = {name: column.reshape(-1, *column.shape[2:]) for name, column in columns.items()}
+        self.rewards = Rewards(total.ravel(), flat_parts, outcome.ravel(), columns=flat_columns)
+
+    @property
+    def _scored(self) -> Rewards:
+        assert self.rewards is not None, "call score first"
+        return self.rewards
 
     def join(
         self,
@@ -190,180 +223,48 @@ class Guests:
             questions: question ids of the run's own groups.
             question_id: maps a prompt's token ids to its question id.
         """
-        about = [question_id(group.prompt) if group else -1 for group in self.groups]
-        both = lambda own, theirs: _beside(own, theirs, self.run.learner.annotation.num_parts)
+        external = self._scored
+        external_questions = [question_id(group.prompt) if group else -1 for group in self.groups]
         joined = Rewards(
-            total=both(rewards.total, self.rewards.total),
-            parts={name: both(part, self.rewards.parts[name]) for name, part in rewards.parts.items()},
-            outcome=both(rewards.outcome, self.rewards.outcome),
+            total=self._interleave(rewards.total, external.total),
+            parts={name: self._interleave(part, external.parts[name]) for name, part in rewards.parts.items()},
+            outcome=self._interleave(rewards.outcome, external.outcome),
             errors=rewards.errors,
-            columns={name: both(x, self.rewards.columns[name]) for name, x in rewards.columns.items()},
+            columns={name: self._interleave(x, external.columns[name]) for name, x in rewards.columns.items()},
         )
-        return joined, both(questions, about).tolist()
+        return joined, self._interleave(questions, external_questions).tolist()
+
+    def _interleave(self, own: Any, external: Any) -> np.ndarray:
+        """Concatenate own and external values within each of ``num_parts`` parts, as ``join`` does with rows."""
+        parts = []
+        for array in map(np.asarray, (own, external)):
+            rows_per_part = len(array) // self.num_parts
+            parts.append(array.reshape(self.num_parts, rows_per_part, *array.shape[1:]))
+        joined = np.concatenate(parts, axis=1)
+        return joined.reshape(-1, *joined.shape[2:])
 
     def values(self) -> dict[str, float]:
         """Return the metrics of external rollouts."""
-        came = [group for group in self.groups if group]
-        scored = self.rewards.total[self.rewards.outcome == OUTCOME_SCORE]
+        groups = [group for group in self.groups if group]
+        rewards = self._scored
+        scores = rewards.total[rewards.outcome == OUTCOME_SCORE]
+        num_completions = sum(len(group.completions) for group in groups)
         return {
-            "external/groups": len(came),
-            "external/reward_mean": float(scored.mean()) if len(scored) else math.nan,
-            "external/failed_rewards": sum(len(group.completions) for group in came) - len(scored),
+            "external/groups": len(groups),
+            "external/reward_mean": float(scores.mean()) if len(scores) else math.nan,
+            "external/failed_rewards": num_completions - len(scores),
             "external/skipped_lines": self.skipped_lines,
             "external/failed_calls": self.failed_calls,
         }
 
-    def score(self, collect: Callable[[list[Any]], Rewards]) -> None:
-        """Set ``rewards``: wait for the pending scores, and fill in the given rewards. Later calls do nothing.
 
-        Args:
-            collect: waits for tickets and returns their scores.
-        """
-        if self.rewards is not None:
-            return
-        shape = len(self.groups), self.run.config.rollout.group_size
-        total = np.full(shape, np.nan, np.float32)
-        outcome = np.full(shape, OUTCOME_ERROR, np.int8)
-        parts = {name: total.copy() for name in self.run.config.rewards.functions}
-        column_shapes = self.run.config.reward_columns
-        columns = {name: np.zeros((*shape, *rest), np.float32) for name, rest in column_shapes.items()}
-        for j, group in enumerate(self.groups):
-            if group is None:
-                continue
-            num = len(group.completions)
-            if group.rewards is None:
-                scored = collect([group.ticket])
-                total[j, :num], outcome[j, :num] = scored.total, scored.outcome
-                for name, column in columns.items():
-                    column[j, :num] = scored.columns[name]
-                for name, part in scored.parts.items():
-                    parts[name][j, :num] = part
-            else:
-                total[j, :num] = group.rewards
-                outcome[j, :num] = np.where(np.isfinite(group.rewards), OUTCOME_SCORE, OUTCOME_ERROR)
-        parts = {name: part.ravel() for name, part in parts.items()}
-        columns = {name: column.reshape(-1, *column.shape[2:]) for name, column in columns.items()}
-        self.rewards = Rewards(total.ravel(), parts, outcome.ravel(), columns=columns)
-
-
-def shared_groups(sampled: Sampled, lookup: Callable[[int], Any]) -> list[dict[str, Any]]:
-    """Return the run's own kept groups as lines that another run can read.
-
-    Args:
-        sampled: groups of one iteration.
-        lookup: returns the tokenised prompt of a group id.
-    """
-    lines, own = [], sampled.completions()
-    totals = sampled.rewards.total.reshape(len(sampled.kept), -1).tolist()
-    for j, (group, total) in enumerate(zip(sampled.groups, totals, strict=True)):
-        first, ids = j * len(total), lookup(group.group_id).tokens.tolist()
-        rows = [own[i] for i in range(first, first + len(total))] if first in own else None
-        line = {"prompt": group.example.prompt, "prompt_ids": ids, "completions": rows, "rewards": total}
-        lines.append(line if rows else None)
-    return hosts.complete(lines)
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Parser of lines into groups."""
-
-    config: Config
-    tokenizer: Any
-    vocab_size: int
-    held_out: frozenset[tuple[int, ...]] = frozenset()  # token ids of held-out prompts
-
-    def group(self, line: bytes, origin: str) -> Group:
-        """Parse a line as a group.
-
-        Raises:
-            BadRowError: the line is not a group that this run can use.
-            HeldOutError: the question is held out.
-        """
-        row = parse(line)
-        own = {}
-        if isinstance(row, dict):
-            own = {name: row.pop(name, None) for name in ("completions", "rewards", "prompt_ids")}
-        prompt, columns = question(row)
-        prompts = self.config.prompts
-        try:
-            ids = self.tokenizer.encode_prompt(prompt, **prompts.encoding)
-            completions = self._completions(own["completions"])
-        except ConfigError as error:
-            raise BadRowError(str(error)) from error
-        if not 1 <= len(ids) <= prompts.max_tokens:
-            raise BadRowError(f"`prompt` has {len(ids)} tokens, and prompts.max_tokens={prompts.max_tokens}")
-        if own["prompt_ids"] not in (None, ids):
-            raise BadRowError("`prompt_ids` are not what this run's tokenizer and chat template make of the prompt")
-        if tuple(ids) in self.held_out:
-            raise HeldOutError("the question is held out")
-        return Group(
-            Example(prompt, columns, origin),
-            ids,
-            completions,
-            [self._stop_reason(ids) for ids in completions],
-            self._rewards(own["rewards"], len(completions)),
-        )
-
-    def _completions(self, given: Any) -> list[list[int]]:
-        algorithm, size = self.config.algorithm, self.config.rollout.group_size
-        # A single completion has no advantage if siblings are compared, but it can be imitated.
-        least = 1 if algorithm.imitates or not algorithm.advantage.needs.siblings else 2
-        if not isinstance(given, list) or not least <= len(given) <= size:
-            raise BadRowError(
-                f"`completions` must be a list of {least} (algorithm.advantage={algorithm.advantage.name!r}) to {size} "
-                "(rollout.group_size)"
-            )
-        completions, limit = [], self.config.sampling.max_completion_tokens
-        for i, ids in enumerate(given):
-            where = f"`completions[{i}]`"
-            if isinstance(ids, str):
-                special = self.config.prompts.special_tokens
-                ids = [*self.tokenizer.encode(ids, special_tokens=special), self.tokenizer.end_id]
-            if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-                raise BadRowError(f"{where} must be a text or a list of token ids")
-            wrong = [i for i in ids if not 0 <= i < self.vocab_size]
-            if wrong:
-                raise BadRowError(
-                    f"{where}: token id {wrong[0]} is not in the model's vocabulary 0..{self.vocab_size - 1}"
-                )
-            if len(ids) > limit:
-                raise BadRowError(f"{where} has {len(ids)} tokens, over sampling.max_completion_tokens={limit}")
-            completions.append(ids)
-        return completions
-
-    def _rewards(self, given: Any, num: int) -> list[float] | None:
-        if given is None:
-            return None
-        if (method := self.config.algorithm).looks_at_parts:
-            raise BadRowError(f"rewards are sums: algorithm.advantage={method.advantage.name!r} needs each function's")
-        if not isinstance(given, list) or len(given) != num or not all(r is None or is_number(r) for r in given):
-            raise BadRowError(f"`rewards` must be a list of {num} numbers up to 1e12, one for each completion, or null")
-        return [math.nan if r is None else float(r) for r in given]
-
-    def _stop_reason(self, ids: list[int]) -> int:
-        """Return the stop reason of a completion, inferred because lines do not contain it.
-
-        A completion without an end token or a stop string counts as cut at the length limit.
-        """
-        if ids[-1] in self.tokenizer.eos_ids:
-            return STOP_EOS
-        stops = self.config.sampling.stop_strings
-        text = self.tokenizer.decode(ids) if stops else ""
-        return STOP_STRING if any(stop in text for stop in stops) else STOP_LENGTH
-
-
-# ---- rows ------------------------------------------------------------------------------------------------------
-
-
-def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> Rollout:
-    """Return the rows of the groups in numpy (see ``Guests``), without log-probs and policy versions.
+def _rows(groups: Sequence[ExternalGroup | None], config: Config, *, first_id: int) -> Rollout:
+    """Return the rows of the groups in numpy (see ``ExternalBatch``), without log-probs and policy versions.
 
     The program ``join`` computes both.
     """
-    num_rows, size = len(groups) * config.rollout.group_size, config.rollout.group_size
+    G = config.rollout.group_size
+    num_rows = len(groups) * G
     tokens = np.zeros((num_rows, config.row_tokens), np.int32)
     prompt_length = np.ones(num_rows, np.int32)
     length = np.ones(num_rows, np.int32)
@@ -371,20 +272,15 @@ def _rows(groups: Sequence[Group | None], config: Config, *, first_id: int) -> R
     for j, group in enumerate(groups):
         if group is None:
             continue
-        prompt = slice(j * size, (j + 1) * size)  # a missing completion has its siblings' prompt
+        prompt = slice(j * G, (j + 1) * G)  # a missing completion has its siblings' prompt
         tokens[prompt, : len(group.prompt)] = group.prompt
-        prompt_length[prompt] = length[prompt] = len(group.prompt)
-        for row, (ids, reason) in enumerate(zip(group.completions, group.stop_reasons, strict=True), j * size):
+        prompt_length[prompt] = len(group.prompt)
+        length[prompt] = len(group.prompt)
+        for g, (ids, reason) in enumerate(zip(group.completions, group.stop_reasons, strict=True)):
+            row = j * G + g
             length[row] += len(ids)
             tokens[row, prompt_length[row] : length[row]] = ids
             stop_reason[row] = reason
-    ids = np.repeat(first_id - np.arange(len(groups), dtype=np.int32), size)
-    return Rollout(tokens, prompt_length, length, None, ids, None, stop_reason)
-
-
-def _beside(own: Any, theirs: Any, num_parts: int) -> np.ndarray:
-    """Concatenate own and external values within each of ``num_parts`` parts, as program ``join`` does with rows."""
-    arrays = [np.asarray(x) for x in (own, theirs)]
-    parts = [array.reshape(num_parts, len(array) // num_parts, *array.shape[1:]) for array in arrays]
-    joined = np.concatenate(parts, axis=1)
-    return joined.reshape(-1, *joined.shape[2:])
+    group_id = np.repeat(first_id - np.arange(len(groups), dtype=np.int32), G)
+    arrays: list[Any] = [tokens, prompt_length, length, None, group_id, None, stop_reason]
+    return Rollout(*arrays)  # numpy in place of device arrays

@@ -12,7 +12,7 @@ groups beyond its quota, and the surplus moves to the shards that have fewer gro
 
 Letters: M data shards, P groups per call, q = P / M the quota, s the slack, E entries per shard, G rows per group.
 Owns: when a call has enough groups, which groups leave, how a surplus moves. Does not know: how a group is generated,
-which groups must leave with a call (``staleness``).
+which groups must leave with a call (``generator.py``).
 """
 
 from __future__ import annotations

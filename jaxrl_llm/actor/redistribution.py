@@ -14,79 +14,110 @@ Owns: the new places of unfinished rollouts. Does not know: how a checkpoint is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.quotas import Place
 from jaxrl_llm.actor.sampler import SamplerState
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.checkpoint_files import SAMPLER_ROWS
 from jaxrl_llm.types import STOP_NONE
 
 
-def deal(
-    generator: Any, state: SamplerState | None, host: dict[str, Any], shapes: dict[str, list[int]]
+def redistribute(
+    generator: Generator, state: SamplerState | None, host_state: dict[str, Any], shapes: dict[str, list[int]]
 ) -> tuple[SamplerState | None, dict[str, Any], list[str]]:
     """Convert a saved sampler state to the number of data shards of the generator.
 
     Args:
-        generator: a ``generator.Generator``.
         state: the saved state, already in the array shapes of the generator. None means no unfinished rollouts; the
             generator then keeps its own state.
-        host: the actor's part of a checkpoint.
+        host_state: the actor's part of a checkpoint.
         shapes: shapes of the saved arrays by name.
 
     Returns:
-        The state, ``host`` with the changed entries, and messages for the user.
+        The state, ``host_state`` with the changed entries, and messages for the user.
     """
     sampler = generator.sampler
-    M, E = sampler.shards, sampler.entries
     if state is None:
-        return generator.state, host, []
-    if (before := shapes[SAMPLER_ROWS][0]) == M:
-        return state, host, []
+        return generator.state, host_state, []
+    old_shards = shapes[SAMPLER_ROWS][0]
+    if old_shards == sampler.shards:
+        return state, host_state, []
     layout = sharding.of(state), sharding.replicated(sampler.mesh, 0)
-    program = jax.jit(functools.partial(_deal, before=before), out_shardings=layout, donate_argnums=0)
-    state, begins = program(state)  # donated, because the caches do not change
-    begins = jax.device_get(begins)
-    place = lambda m, e: divmod(m * (M * E // before) + e, E)
-    turns = [[*place(m, e), *of_row] for m, e, *of_row in host["conversations"]]
-    dealt = {
-        "open_prompts": [[*place(m, e), *of_prompt] for m, e, *of_prompt in host["open_prompts"]],
-        "conversations": [[*row, said] for *row, said in turns if not begins[tuple(row)]],
-        "draws": [[[sum(of_shards), *[0.0] * (M - 1)] for of_shards in sums] for sums in host["draws"]],
-    }
-    words = f"rollouts in flight on {before} data-parallel devices go on on {M}"
-    return state, host | dealt, [words + f"; {begins.sum()} of them begin again" * bool(begins.any())]
+    # The state is donated, because the caches do not change.
+    program = jax.jit(functools.partial(_move, old_shards=old_shards), out_shardings=layout, donate_argnums=0)
+    state, restarts = program(state)
+    restarts = jax.device_get(restarts)
+    moved = _move_host_state(host_state, old_shards, sampler.shards, sampler.entries, restarts)
+    message = f"unfinished rollouts from {old_shards} data-parallel devices continue on {sampler.shards}"
+    if restarts.any():
+        message += f"; {restarts.sum()} of them restart"
+    return state, host_state | moved, [message]
 
 
-def _deal(state: SamplerState, *, before: int) -> tuple[SamplerState, jax.Array]:
+def _move_host_state(
+    host_state: dict[str, Any], old_shards: int, shards: int, entries: int, restarts: np.ndarray
+) -> dict[str, Any]:
+    """Return the entries of the actor's host state that depend on the number of shards."""
+    old_entries = shards * entries // old_shards
+
+    def new_place(shard: int, entry: int) -> Place:
+        return divmod(shard * old_entries + entry, entries)
+
+    open_prompts = []
+    for shard, entry, *prompt in host_state["open_prompts"]:
+        open_prompts.append([*new_place(shard, entry), *prompt])
+    conversations = []
+    for shard, entry, g, turns in host_state["conversations"]:
+        row = (*new_place(shard, entry), g)
+        if not restarts[row]:
+            conversations.append([*row, turns])
+    draws = []
+    for sums in host_state["draws"]:
+        draws.append([[sum(by_shard), *[0.0] * (shards - 1)] for by_shard in sums])
+    return {"open_prompts": open_prompts, "conversations": conversations, "draws": draws}
+
+
+def _move(state: SamplerState, *, old_shards: int) -> tuple[SamplerState, jax.Array]:
     """Return the converted state, and a mask [M,E,G] bool of the rows that restart."""
     M, E, G, S = state.tokens.shape
-    of_all, slots, Q = M * E * G, state.slot_row.size, E * G
-    old, slot = state.slot_row.reshape(-1), jnp.arange(slots, dtype=jnp.int32)
+    Q = E * G
+    num_rows = M * Q
+    num_slots = state.slot_row.size
+    old_row = state.slot_row.reshape(-1)
+    slot = jnp.arange(num_slots, dtype=jnp.int32)
     # Convert row indices from the slot's old shard to row indices in its new shard. Rows of other shards fall outside.
-    row = old + slot // (slots // before) * (of_all // before) - slot // (slots // M) * Q
-    slot_row = jnp.where((old >= 0) & (row >= 0) & (row < Q), row, -1).reshape(M, -1)
+    old_shard = slot // (num_slots // old_shards)
+    new_shard = slot // (num_slots // M)
+    row = old_row + old_shard * (num_rows // old_shards) - new_shard * Q
+    slot_row = jnp.where((old_row >= 0) & (row >= 0) & (row < Q), row, -1).reshape(M, -1)
     has_slot = jnp.zeros((M, Q), bool)
-    has_slot = jax.vmap(lambda has, r: has.at[r].set(True, mode="drop"))(has_slot, jnp.where(slot_row < 0, Q, slot_row))
-    begins = state.started & (state.stop_reason == STOP_NONE) & ~has_slot.reshape(M, E, G)
-    off = begins[..., None] & (jnp.arange(S).reshape(1, 1, 1, S) >= state.prompt_length[..., None])
+    mark = jax.vmap(lambda has, rows: has.at[rows].set(True, mode="drop"))
+    has_slot = mark(has_slot, jnp.where(slot_row < 0, Q, slot_row))
+    restarts = state.started & (state.stop_reason == STOP_NONE) & ~has_slot.reshape(M, E, G)
+    is_completion = jnp.arange(S).reshape(1, 1, 1, S) >= state.prompt_length[..., None]
+    is_cleared = restarts[..., None] & is_completion
 
-    def clear(x: jax.Array, where: jax.Array = off) -> jax.Array:
-        return jnp.where(where.reshape(*where.shape, *(1,) * (x.ndim - where.ndim)), jnp.zeros((), x.dtype), x)
+    def clear(x: jax.Array, mask: jax.Array = is_cleared) -> jax.Array:
+        return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), jnp.zeros((), x.dtype), x)
 
-    waiting = {name: clear(x, slot_row < 0 if name == "idle_steps" else begins) for name, x in state.waiting.items()}
-    dealt = state.replace(
+    waiting = {name: clear(x, slot_row < 0 if name == "idle_steps" else restarts) for name, x in state.waiting.items()}
+    moved = dataclasses.replace(
+        state,
         slot_row=slot_row,
         tokens=clear(state.tokens),
-        length=jnp.where(begins, state.prompt_length, state.length),
+        length=jnp.where(restarts, state.prompt_length, state.length),
         behaviour_logp=clear(state.behaviour_logp),
-        policy_version=jnp.where(off, -1, state.policy_version),
-        started=state.started & ~begins,
+        policy_version=jnp.where(is_cleared, -1, state.policy_version),
+        started=state.started & ~restarts,
         columns={name: clear(x) for name, x in state.columns.items()},
         waiting=waiting,
     )
-    return dealt, begins
+    return moved, restarts

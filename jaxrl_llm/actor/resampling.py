@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.actor.generator import FinishedGroup
+from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.config import Config
 from jaxrl_llm.conversations.agents import prompt_shown
 from jaxrl_llm.runtime import hosts, sharding
@@ -35,6 +35,7 @@ from jaxrl_llm.types import (
     STOP_LENGTH,
     STOP_NAMES,
     Agreed,
+    Example,
     PerHost,
     PromptBatch,
     Rewards,
@@ -57,33 +58,38 @@ class Sampled:
 
     rollout: Agreed[Rollout]
     kept: Agreed[np.ndarray]
-    asked: Agreed[list[Any]]
+    asked: Agreed[list[FinishedGroup]]
     answers: Agreed[Rewards]
     num_tied_left_out: Agreed[int] = 0
     waited_s: PerHost[float] = 0.0
 
     @property
-    def groups(self) -> list[Any]:
+    def groups(self) -> list[FinishedGroup]:
+        """Return the groups that stay."""
         return [self.asked[i] for i in self.kept]
 
     @property
     def rewards(self) -> Rewards:
         """Return the rewards of the rows that stay."""
-        size = len(self.answers.outcome) // len(self.asked)
-        rows = (self.kept[:, None] * size + np.arange(size)).ravel()
+        group_size = len(self.answers.outcome) // len(self.asked)
+        rows = (self.kept[:, None] * group_size + np.arange(group_size)).ravel()
         return each_array(lambda x: x[rows], self.answers)
 
     def state(self) -> dict[str, Any]:
         """Return the data that ``restored`` needs in addition to ``rollout``, as plain JSON."""
         groups = [[group.group_id, group.lengths, group.stop_reasons, group.turns] for group in self.asked]
-        whole = {"kept": self.kept.tolist(), "asked": groups, "answers": state_of(self.answers)}
-        return whole | {"waited_s": self.waited_s}
+        return {
+            "kept": self.kept.tolist(),
+            "asked": groups,
+            "answers": state_of(self.answers),
+            "waited_s": self.waited_s,
+        }
 
     @staticmethod
     def restored(
         state: dict[str, Any],
         rollout: Rollout,
-        example: Callable[[int], Any],
+        example: Callable[[int], Example],
         column_shapes: Mapping[str, tuple[int, ...]],
     ) -> Sampled:
         """Return the object that was saved by ``state``.
@@ -92,27 +98,35 @@ class Sampled:
             example: returns the question of a group_id.
             column_shapes: ``Config.reward_columns``.
         """
-        groups = [FinishedGroup(group_id, example(group_id), *of_rows) for group_id, *of_rows in state["asked"]]
-        answers = restored(state["answers"], column_shapes)
-        waited_s = state.get("waited_s", 0.0)
-        return Sampled(rollout, np.array(state["kept"]), groups, answers, waited_s=waited_s)
-
-    def shown(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
-        """Return ``count`` of the rows that stay, spread over the groups, as lines of samples.jsonl."""
-        rewards, versions, completions = (
-            self.rewards,
-            sharding.own_rows(self.rollout.policy_version),
-            self.completions(),
+        groups = []
+        for group_id, lengths, stop_reasons, turns in state["asked"]:
+            groups.append(FinishedGroup(group_id, example(group_id), lengths, stop_reasons, turns))
+        return Sampled(
+            rollout=rollout,
+            kept=np.array(state["kept"]),
+            asked=groups,
+            answers=restored(state["answers"], column_shapes),
+            waited_s=state.get("waited_s", 0.0),
         )
-        num_rows, size, groups = len(rewards.outcome), len(rewards.outcome) // len(self.kept), self.groups
-        count, rows = min(count, num_rows), []
-        for i in (k * num_rows // count for k in range(count)):
-            group = groups[i // size]
+
+    def sample_lines(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+        """Return ``count`` of the rows that stay, spread over the groups, as lines of samples.jsonl."""
+        rewards = self.rewards
+        groups = self.groups
+        versions = sharding.own_rows(self.rollout.policy_version)
+        completions = self.completions()
+        num_rows = len(rewards.outcome)
+        group_size = num_rows // len(self.kept)
+        num_lines = min(count, num_rows)
+        lines: list[dict[str, Any] | None] = []
+        for k in range(num_lines):
+            i = k * num_rows // num_lines
             if i not in versions:  # the row is on another host
-                rows.append(None)
+                lines.append(None)
                 continue
-            own = versions[i][versions[i] >= 0]  # versions of the tokens that the policy drew
-            rows.append(
+            group = groups[i // group_size]
+            drawn_versions = versions[i][versions[i] >= 0]  # of the tokens that the policy drew
+            lines.append(
                 {
                     "iteration": iteration,
                     "prompt_id": group.group_id,
@@ -121,30 +135,34 @@ class Sampled:
                     "completion": decode(completions[i]),
                     "reward": float(rewards.total[i]),
                     "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
-                    "stop_reason": STOP_NAMES[group.stop_reasons[i % size]],
-                    "policy_version": int(own.min()),
-                    "age": int(own.max() - own.min()),  # policy versions between its oldest and its newest token
+                    "stop_reason": STOP_NAMES[group.stop_reasons[i % group_size]],
+                    "policy_version": int(drawn_versions.min()),
+                    # policy versions between its oldest and its newest token
+                    "age": int(drawn_versions.max() - drawn_versions.min()),
                 }
             )
-        return hosts.complete(rows)
+        return [line for line in hosts.complete(lines) if line is not None]  # each row is on one of the hosts
 
     def completions(self) -> dict[int, list[int]]:
         """Return the completions' token ids of the rows that stay and lie on this host, by row index."""
-        tokens, first = (sharding.own_rows(x) for x in (self.rollout.tokens, self.rollout.prompt_length))
+        tokens = sharding.own_rows(self.rollout.tokens)
+        start = sharding.own_rows(self.rollout.prompt_length)
         end = sharding.own_rows(self.rollout.length)
-        return {i: row[first[i] : end[i]].tolist() for i, row in tokens.items()}
+        return {i: row[start[i] : end[i]].tolist() for i, row in tokens.items()}
 
 
 def sample(
-    generator: Any,
+    generator: Generator,
     next_batch: Callable[[int], PromptBatch],
     collect: Callable[[list[Any]], Rewards],
     choose: Callable[[Rollout, Rollout, jax.Array], Rollout] | None,
     params: Any,
     *,
     config: Config,
-    done: list[Sampled],
-    **how: Any,
+    rounds: list[Sampled],
+    version: jax.Array,
+    key: jax.Array,
+    on_finished: Callable[[FinishedGroup], Any],
 ) -> Sampled:
     """Generate rounds of P groups until P groups are mixed, or until the limit on rounds is reached.
 
@@ -153,44 +171,60 @@ def sample(
     scored, before any shaping. Therefore length penalties do not make a tied group mixed.
 
     Args:
-        generator: a ``generator.Generator``.
         next_batch: returns the given number of further questions.
         collect: waits for tickets and returns their scores in order.
         choose: compiled program that selects P groups from two rounds; None if there is only one round.
-        params: published weights, for ``generator.generate``.
+        params, version, key, on_finished: see ``Generator.generate``.
         config: the sections ``rollout``, ``algorithm`` and ``rewards`` are used.
-        done: the merged earlier rounds, as a list of one element or none. A run that was stopped continues from them.
-        how: further arguments for ``generator.generate``.
+        rounds: the merged earlier rounds, as a list of one element or none. A run that was stopped continues from them.
 
     Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476. Differs: DAPO requires 0 < correct < G, this
         function requires mixed rewards. The number of rounds is limited, so tied groups can remain.
     """
     num_groups = config.rollout.prompts_per_iteration
     while True:
-        groups = generator.generate(params, next_batch(generator.prompts_wanted()), **how)
-        start = time.monotonic()
+        groups = generator.generate(
+            params, next_batch(generator.prompts_wanted()), version=version, key=key, on_finished=on_finished
+        )
+        started = time.monotonic()
         hosts.doing("rewards")
         answers = collect([group.ticket for group in groups])
-        waited_s = time.monotonic() - start
+        waited_s = time.monotonic() - started
         # Take the rows only after the rewards have arrived. A run that is stopped before still has the rows in the
         # sampler.
-        now = Sampled(generator.take(), np.arange(num_groups), groups, answers, waited_s=waited_s)
-        before = done.pop() if done else None
-        if before is not None:
-            now.asked = before.asked + groups
-            now.answers = each_array(lambda *x: np.concatenate(x), before.answers, answers)
-        mixed = is_mixed(now.answers, now.asked, config)
-        if before is not None:
-            kept = np.concatenate([before.kept, len(before.asked) + now.kept])
-            place = np.argsort(~mixed[kept], kind="stable")[:num_groups].astype(np.int32)
-            place_on_devices = sharding.put(place, sharding.replicated(generator.sampler.mesh, 0))
-            now.rollout, now.kept = choose(before.rollout, now.rollout, place_on_devices), kept[place]
-            now.waited_s += before.waited_s
-        rounds = len(now.asked) // num_groups
-        if mixed[now.kept].all() or rounds > config.rollout.max_resample_rounds:
-            now.num_tied_left_out = int(np.sum(~mixed) - np.sum(~mixed[now.kept]))
-            return now
-        done.append(now)
+        sampled = Sampled(generator.take(), np.arange(num_groups), groups, answers, waited_s=waited_s)
+        if rounds:
+            assert choose is not None, "rollout.max_resample_rounds is 0"
+            sampled = _merge(rounds.pop(), sampled, choose, generator, config)
+        mixed = is_mixed(sampled.answers, sampled.asked, config)
+        num_rounds = len(sampled.asked) // num_groups
+        if mixed[sampled.kept].all() or num_rounds > config.rollout.max_resample_rounds:
+            sampled.num_tied_left_out = int(np.sum(~mixed) - np.sum(~mixed[sampled.kept]))
+            return sampled
+        rounds.append(sampled)
+
+
+def _merge(
+    earlier: Sampled,
+    new: Sampled,
+    choose: Callable[[Rollout, Rollout, jax.Array], Rollout],
+    generator: Generator,
+    config: Config,
+) -> Sampled:
+    """Return the merged earlier rounds and a new round as one round. Mixed groups stay first."""
+    asked = earlier.asked + new.asked
+    answers = each_array(lambda *arrays: np.concatenate(arrays), earlier.answers, new.answers)
+    mixed = is_mixed(answers, asked, config)
+    candidates = np.concatenate([earlier.kept, len(earlier.asked) + new.kept])
+    place = np.argsort(~mixed[candidates], kind="stable")[: len(new.kept)].astype(np.int32)
+    place_on_devices = sharding.put(place, sharding.replicated(generator.sampler.mesh, 0))
+    return Sampled(
+        rollout=choose(earlier.rollout, new.rollout, place_on_devices),
+        kept=candidates[place],
+        asked=asked,
+        answers=answers,
+        waited_s=earlier.waited_s + new.waited_s,
+    )
 
 
 def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int) -> Rollout:
@@ -205,13 +239,14 @@ def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int
 
 def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Rewards:
     """Apply ``function`` to each array of several ``Rewards`` and return one ``Rewards`` with the first few errors."""
-    first, errors = rewards[0], dict.fromkeys(error for one in rewards for error in one.errors)
+    first = rewards[0]
+    errors = dict.fromkeys(error for x in rewards for error in x.errors)
     return Rewards(
-        function(*(one.total for one in rewards)),
-        {name: function(*(one.parts[name] for one in rewards)) for name in first.parts},
-        function(*(one.outcome for one in rewards)),
-        tuple(errors)[:MAX_ERRORS_KEPT],
-        {name: function(*(one.columns[name] for one in rewards)) for name in first.columns},
+        total=function(*(x.total for x in rewards)),
+        parts={name: function(*(x.parts[name] for x in rewards)) for name in first.parts},
+        outcome=function(*(x.outcome for x in rewards)),
+        errors=tuple(errors)[:MAX_ERRORS_KEPT],
+        columns={name: function(*(x.columns[name] for x in rewards)) for name in first.columns},
     )
 
 
@@ -275,7 +310,7 @@ def _dense(saved: dict[str, list[Any]]) -> np.ndarray:
     return flat.reshape(saved["shape"])
 
 
-def is_mixed(rewards: Rewards, groups: list[Any], config: Config) -> np.ndarray:
+def is_mixed(rewards: Rewards, groups: list[FinishedGroup], config: Config) -> np.ndarray:
     """Return whether a group has two different rewards, [groups] bool. The rows of a group are adjacent.
 
     Only rewards that credit assignment compares are used:

@@ -144,35 +144,42 @@ class Sampler:
     @property
     def support_tokens(self) -> int:
         """Return N, the number of ids kept with each token so that the learner normalises over the same ids, or 0."""
-        sampling, vocab_size = self.sampling, self.model.arch.vocab_size
+        sampling = self.sampling
+        vocab_size = self.model.arch.vocab_size
         if sampling.temperature == 0 or not self.keeps_support or not Filter.of(sampling).leaves_out(vocab_size):
             return 0
-        most = sampling.support_tokens or sampling.top_k or SUPPORT_TOKENS
-        return min(most, sampling.top_k or vocab_size, vocab_size)
+        limit = sampling.support_tokens or sampling.top_k or SUPPORT_TOKENS
+        return min(limit, sampling.top_k or vocab_size, vocab_size)
 
     # ---- state -------------------------------------------------------------------------------------
 
     @property
     def columns(self) -> dict[str, tuple[Any, ...]]:
         """Return the dtype and sizes of each further value per token, by name (views.COLUMNS)."""
-        N, arch = self.support_tokens, self.model.arch
-        kept = {
-            "support": (jnp.int32, N) if N else None,
-            "entropy": (jnp.float32,) if self.keeps_entropy else None,
-            "earlier_logp": (jnp.float32,) if self.keeps_old_logp else None,
-            "experts": (moe.id_dtype(arch), arch.num_layers * arch.experts_per_token) if self.keeps_experts else None,
-        }
-        return {name: of for name, of in kept.items() if of}
+        arch = self.model.arch
+        columns: dict[str, tuple[Any, ...]] = {}
+        if self.support_tokens:
+            columns["support"] = (jnp.int32, self.support_tokens)
+        if self.keeps_entropy:
+            columns["entropy"] = (jnp.float32,)
+        if self.keeps_old_logp:
+            columns["earlier_logp"] = (jnp.float32,)
+        if self.keeps_experts:
+            columns["experts"] = (moe.id_dtype(arch), arch.num_layers * arch.experts_per_token)
+        return columns
 
     def _empty(self) -> SamplerState:
-        arch, M, E, G = self.model.arch, self.shards, self.entries, self.group_size
-        S, most = self.row_tokens, self.sampling.max_completion_tokens
+        arch = self.model.arch
+        M = self.shards
+        E = self.entries
+        G = self.group_size
+        S = self.row_tokens
         talks = self.answer_tokens > 0
         sizes = CacheSizes(
             slots=self.num_slots,
             prompts=M * E,
             prompt_width=self.max_prompt_tokens,
-            completion=most,
+            completion=self.sampling.max_completion_tokens,
             implementation=self.model.attention,
             dtype=self.model.compute_dtype,
             spare=turns.idle_room(self.chunk_steps) if talks else 0,
@@ -228,7 +235,10 @@ class Sampler:
 
     def programs(self, abstract_params: Any) -> dict[str, Program]:
         """Return the sampler's programs by name, described by shapes only."""
-        P, L, M = self.num_prompts, self.max_prompt_tokens, self.shards
+        P = self.num_prompts
+        L = self.max_prompt_tokens
+        M = self.shards
+        A = self.answer_tokens
         state = self.abstract_state()
         state_layout = sharding.of(state)
         rows = functools.partial(sharding.rows, self.mesh)
@@ -239,22 +249,26 @@ class Sampler:
         leaving = [rows(shape, jnp.int32) for shape in self._leaving_shapes]
         rollout = jax.eval_shape(self._collect, state, *leaving)[0]
         new_prompts = (rows((P, L), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.int32), entry)
-        of_version = (scalar,) if self.stale_cache else ()
-        table, A = (M, self.entries, self.group_size), self.answer_tokens
-        answers = (rows((*table, A), jnp.int32), rows(table, jnp.int32)) if A else ()
-        told = (*(whole,) * 4, *(rows((M,), jnp.int32).sharding,) * 2) if A else whole
+        version = (scalar,) if self.stale_cache else ()
+        table = (M, self.entries, self.group_size)
+        answers = ()
+        host_layout: Any = whole
+        if A:
+            answers = (rows((*table, A), jnp.int32), rows(table, jnp.int32))
+            by_shard = rows((M,), jnp.int32).sharding
+            host_layout = (whole, whole, whole, whole, by_shard, by_shard)
         programs = {
             "init_sampler": Program(self._empty, (), out_shardings=state_layout),
             "prefill": Program(
                 self._prefill,
-                (abstract_params, state, *new_prompts, *of_version),
+                (abstract_params, state, *new_prompts, *version),
                 out_shardings=state_layout,
                 donate=(1,),
             ),
             "decode": Program(
                 self._decode,
                 (abstract_params, state, scalar, key, rows((M, self.entries), jnp.bool), *answers),
-                (state_layout, told),
+                (state_layout, host_layout),
                 donate=(1,),
             ),
             "read_group": Program(
@@ -274,10 +288,11 @@ class Sampler:
                 stop_strings.cut, (state, rows(table, jnp.int32)), (state_layout, whole), donate=(0,)
             )
         if self.stale_cache:
-            given = (abstract_params, state, scalar)
-            programs["reread"] = Program(self._reread, given, out_shardings=state_layout, donate=(1,))
+            programs["reread"] = Program(
+                self._reread, (abstract_params, state, scalar), out_shardings=state_layout, donate=(1,)
+            )
         if A:
-            programs["read_waiting"] = Program(turns.told, (state,), told)
+            programs["read_waiting"] = Program(turns.host_arrays, (state,), host_layout)
         return programs
 
     def _prefill(
@@ -301,7 +316,8 @@ class Sampler:
         zeros = jnp.zeros((P,), jnp.int32)
         if version is not None:
             caches["prompt_version"] = set_entries(state.prompt_version, jnp.broadcast_to(version, (M, P // M)))
-        return state.replace(
+        return dataclasses.replace(
+            state,
             **caches,
             tokens=put(state.tokens, jnp.pad(tokens_PL, ((0, 0), (0, S - L)))),
             prompt_length=put(state.prompt_length, length_P),
@@ -373,13 +389,13 @@ class Sampler:
                 is_new = is_read[:, :, None, None] & is_prompt
                 columns["experts"] = jnp.where(is_new[..., None], of_prompts[:, :, None], columns["experts"])
             left_ME = jax.vmap(lambda left, entry: left.at[entry].set(False, mode="drop"))(left_ME, entry_MP)
-            return state.replace(**caches, columns=columns), left_ME
+            return dataclasses.replace(state, **caches, columns=columns), left_ME
 
         state, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), read, (state, is_stale_ME))
         if self.stale_cache == "recompute":
             rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
             state = turns.reread(self.model, params, state, rope, is_stale_ME)
-        return state.replace(prompt_version=jnp.where(is_stale_ME, version, state.prompt_version))
+        return dataclasses.replace(state, prompt_version=jnp.where(is_stale_ME, version, state.prompt_version))
 
     def _refill(self, state: SamplerState) -> SamplerState:
         """Assign the next pending rows to idle slots, oldest prompt first."""
@@ -401,7 +417,8 @@ class Sampler:
             state.started.reshape(M, Q), slot_row, takes
         ).reshape(M, E, G)
         begin = functools.partial(mixers.begin, self.model.arch, entry_MZ=jnp.maximum(slot_row, 0) // G)
-        return state.replace(
+        return dataclasses.replace(
+            state,
             slot_row=slot_row,
             started=started,
             cache_k=begin(state.cache_k, state.prompt_k, takes_MZ=takes),
@@ -416,27 +433,27 @@ class Sampler:
 
         Args:
             due: [M, E] bool, entries whose groups must finish in this call of ``generate``.
-            answers: the environment's answers to the waiting rows, as arguments of ``turns.hear``.
+            answers: the environment's answers to the waiting rows, as arguments of ``turns.append_answers``.
 
         Returns:
             The state, and the arrays that every host reads. These are the stop reasons and lengths [M, E, G] of the
-            table, or the output of ``turns.told`` if there is an environment.
+            table, or the output of ``turns.host_arrays`` if there is an environment.
         """
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_enough = quotas.is_enough(jnp.sum(finished, axis=1), self.num_prompts, self.slack)
         is_wanted = ~is_enough | jnp.any(due & ~finished)
         # Skip the whole chunk, not only the loop, because the work before the loop costs time too.
         state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key, answers), state)
-        return state, turns.told(state) if answers else (state.stop_reason, state.length)
+        return state, turns.host_arrays(state) if answers else (state.stop_reason, state.length)
 
     def _decode_chunk(self, params, state: SamplerState, version, key, answers) -> SamplerState:
         # Outside the loop, because inside every layer would recompute the angles of its tokens.
         rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
         if answers:
-            state = turns.hear(self.model, params, state, rope, *answers)
+            state = turns.append_answers(self.model, params, state, rope, *answers)
         # If all slots are idle, restart at the beginning of the caches, so that attention reads the smallest possible
         # part.
-        state = state.replace(cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
+        state = dataclasses.replace(state, cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
         state = self._refill(state)
         prompt = self._prompts(state)
 
@@ -468,9 +485,9 @@ class Sampler:
         )
 
     def _decode_step(self, params, prompt: Prompt, rope, state: SamplerState, version, key) -> SamplerState:
+        """Draw one token in each slot whose row does not wait, and append the token to the slot's row."""
         M, E, G, _ = state.tokens.shape
         Q = E * G
-        sampling = self.sampling
         rows = lambda x: x.reshape(M, Q, *x.shape[3:])
         active_MZ = turns.decodes(state)
         row_MZ = jnp.maximum(state.slot_row, 0)
@@ -478,55 +495,24 @@ class Sampler:
         length_MZ = read(rows(state.length), row_MZ)
         position_MZ = length_MZ - 1
         token_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, position_MZ)
-        flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
 
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # position of the next token in the completion
-        cache = Cache(state.cache_k, state.cache_v, flat(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
-        hidden, made = self.model.forward(
-            params, flat(token_MZ)[:, None], flat(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
+        cache = Cache(state.cache_k, state.cache_v, _by_row(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
+        hidden, caches = self.model.forward(
+            params, _by_row(token_MZ)[:, None], _by_row(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
         )
 
-        noted = {"experts": moe.by_token(hidden, made)[1]} if self.keeps_experts else {}
-        waiting, drawn_sums = state.waiting, state.drawn
+        new_columns = {"experts": moe.by_token(hidden, caches)[1]} if self.keeps_experts else {}
+        waiting = state.waiting
         if waiting:
-            made = turns.keep_states(state, made, active_MZ, self.model.arch)
+            caches = turns.keep_states(state, caches, active_MZ, self.model.arch)
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
-        if sampling.temperature == 0.0:
-            # Greedy decoding has no sampling distribution, so the log-probs are the model's at temperature 1.
-            drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
-            logp_Z, _ = token_logp(logits_ZV, drawn_Z)
-        else:
-            group_MZ = read(state.group_id, row_MZ // G)
-            sample_MZ = turns.sample_of(state, row_MZ % G, group_MZ, self.branches)
-            uniform_Z = rng.token_uniform(key, flat(group_MZ), flat(sample_MZ), flat(index_MZ))
-            size = self.support_tokens
-
-            def draw(logits, uniform, axis):
-                support = support_of(logits, size, axis) if size else None
-                if size:
-                    logits = keep_support(logits, support, axis)
-                return support, sample_inverse_cdf(logits, uniform, axis), surprise_moments(logits, axis)
-
-            logits_ZV = filter_logits(self.tempered(logits_ZV, state), Filter.of(sampling))
-            is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
-            # Each device works on its part of the vocabulary, because XLA would gather the logits for a search.
-            noted["support"], (drawn_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(
-                draw, logits_ZV, uniform_Z
-            )
-            noted["entropy"] = entropy_Z
-            new = DrawSums(1.0, -logp_Z, entropy_Z, jnp.square(logp_Z + entropy_Z), variance_Z, is_cut_Z)
-            drawn_sums = jax.tree.map(functools.partial(_add, active_MZ), drawn_sums, new)
-        drawn_MZ, logp_MZ = drawn_Z.reshape(row_MZ.shape), logp_Z.reshape(row_MZ.shape)
+        drawn_Z, logp_Z, draw_columns, draw_sums = self._draw(logits_ZV, state, active_MZ, row_MZ, index_MZ, key)
+        new_columns |= draw_columns
+        drawn_MZ = drawn_Z.reshape(row_MZ.shape)
+        logp_MZ = logp_Z.reshape(row_MZ.shape)
         version_MZ = jnp.broadcast_to(version, row_MZ.shape)
-
-        is_eos = jnp.zeros(drawn_MZ.shape, bool)
-        for eos in self.eos_ids:
-            is_eos |= drawn_MZ == eos
-        is_full = index_MZ + 1 >= sampling.max_completion_tokens
-        if waiting and self.turn_tokens:
-            is_full |= turns.length_of(state) + 1 >= self.turn_tokens
-        at_eos = STOP_NONE if waiting else STOP_EOS
-        reason_MZ = jnp.where(is_eos, at_eos, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
+        is_eos, reason_MZ = self._stop_reasons(state, drawn_MZ, index_MZ)
 
         target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range for idle slots, so their writes are dropped
         at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
@@ -535,12 +521,18 @@ class Sampler:
         write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
         if waiting:
-            waiting = turns.gone_on(state, write_row(waiting["is_waiting"], is_eos), active_MZ)
-        places = (sum(x.shape[2] for x in blocks) for blocks in made[1] if blocks[0].ndim == 4)  # without states
-        return state.replace(
-            cache_k=made[0],
-            cache_v=made[1],
-            cache_end=(state.cache_end + 1) % math.lcm(*places),
+            waiting = turns.waiting_after_step(state, write_row(waiting["is_waiting"], is_eos), active_MZ)
+        num_positions = [sum(x.shape[2] for x in blocks) for blocks in caches[1] if blocks[0].ndim == 4]  # no states
+        columns = dict(state.columns)
+        for name, column in state.columns.items():
+            if name in new_columns:
+                value = new_columns[name].reshape(*row_MZ.shape, *column.shape[4:])
+                columns[name] = write_token(column, value)
+        return dataclasses.replace(
+            state,
+            cache_k=caches[0],
+            cache_v=caches[1],
+            cache_end=(state.cache_end + 1) % math.lcm(*num_positions),
             tokens=write_token(state.tokens, drawn_MZ),
             behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
             policy_version=write_token(state.policy_version, version_MZ),
@@ -548,12 +540,65 @@ class Sampler:
             stop_reason=write_row(state.stop_reason, reason_MZ),
             slot_row=jnp.where(active_MZ & (reason_MZ != STOP_NONE), -1, state.slot_row),
             waiting=waiting,
-            drawn=drawn_sums,
-            columns={
-                name: write_token(x, noted[name].reshape(*row_MZ.shape, *x.shape[4:])) if name in noted else x
-                for name, x in state.columns.items()
-            },
+            drawn=draw_sums,
+            columns=columns,
         )
+
+    def _draw(
+        self, logits_ZV: jax.Array, state: SamplerState, active_MZ, row_MZ, index_MZ, key
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], DrawSums]:
+        """Draw a token in each slot.
+
+        Args:
+            active_MZ: slots whose token counts.
+            row_MZ: the slots' rows in the shard's table.
+            index_MZ: position of the token in the completion.
+
+        Returns:
+            The tokens [Z] i32, their log-probs [Z] f32, their columns [Z,...] and the new ``state.drawn``.
+        """
+        sampling = self.sampling
+        if sampling.temperature == 0.0:
+            # Greedy decoding has no sampling distribution, so the log-probs are the model's at temperature 1.
+            drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
+            logp_Z, _ = token_logp(logits_ZV, drawn_Z)
+            return drawn_Z, logp_Z, {}, state.drawn
+        G = state.tokens.shape[2]
+        group_MZ = jax.vmap(lambda table, row: table[row])(state.group_id, row_MZ // G)
+        sample_MZ = turns.sample_of(state, row_MZ % G, group_MZ, self.branches)
+        uniform_Z = rng.token_uniform(key, _by_row(group_MZ), _by_row(sample_MZ), _by_row(index_MZ))
+        size = self.support_tokens
+
+        def draw(logits, uniform, axis):
+            support = None
+            if size:
+                support = support_of(logits, size, axis)
+                logits = keep_support(logits, support, axis)
+            return support, sample_inverse_cdf(logits, uniform, axis), surprise_moments(logits, axis)
+
+        logits_ZV = filter_logits(self.tempered(logits_ZV, state), Filter.of(sampling))
+        is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
+        # Each device works on its part of the vocabulary, because XLA would gather the logits for a search.
+        support, (drawn_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(draw, logits_ZV, uniform_Z)
+        error_square_Z = jnp.square(logp_Z + entropy_Z)
+        draws: list[Any] = [1.0, -logp_Z, entropy_Z, error_square_Z, variance_Z, is_cut_Z]
+        draw_sums = jax.tree.map(functools.partial(_add, active_MZ), state.drawn, DrawSums(*draws))
+        columns = {"entropy": entropy_Z}
+        if support is not None:
+            columns["support"] = support
+        return drawn_Z, logp_Z, columns, draw_sums
+
+    def _stop_reasons(self, state: SamplerState, drawn_MZ, index_MZ) -> tuple[jax.Array, jax.Array]:
+        """Return whether each slot's token is an end token, and the stop reason [M,Z/M] i8 of the slot's row."""
+        is_eos = jnp.zeros(drawn_MZ.shape, bool)
+        for eos in self.eos_ids:
+            is_eos |= drawn_MZ == eos
+        is_full = index_MZ + 1 >= self.sampling.max_completion_tokens
+        if state.waiting and self.turn_tokens:
+            is_full |= turns.length_of(state) + 1 >= self.turn_tokens
+        at_eos = STOP_NONE if state.waiting else STOP_EOS  # with an environment, an end token ends a turn
+        reason_MZ = jnp.where(is_eos, at_eos, jnp.where(is_full, STOP_LENGTH, STOP_NONE)).astype(jnp.int8)
+        return is_eos, reason_MZ
 
     def tempered(self, logits_ZV: jax.Array, state: SamplerState) -> jax.Array:
         """Return the logits that ``sampling`` filters. Serving overrides this method to apply temperatures per row."""
@@ -580,7 +625,12 @@ class Sampler:
             columns={name: flat(x) for name, x in state.columns.items()},
         )
         free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT, mode="drop"))(state.group_id, entry_MX)
-        return rollout, state.drawn, state.replace(group_id=free, drawn=self._no_draws())
+        return rollout, state.drawn, dataclasses.replace(state, group_id=free, drawn=self._no_draws())
+
+
+def _by_row(x: jax.Array) -> jax.Array:
+    """Return values [Z,...] of slots [M,Z/M,...], split over the data shards."""
+    return sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
 
 
 def _add(is_drawn_MZ: jax.Array, total_M: jax.Array, value: Any) -> jax.Array:

@@ -9,7 +9,7 @@ Owns: which texts can be stop strings, where a row is cut, and the cut. Does not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,8 +41,10 @@ def check(
     """
     for text in stops:
         if has_special(text, tokenizer):
-            said = f"{name} has {text!r:.200}, in which is a special token, and texts of completions have none"
-            raise ConfigError(f"{said}: {instead} ends them at such tokens")
+            raise ConfigError(
+                f"{name}={text!r:.200} must not contain a special token: decoded completions have no special tokens, "
+                f"so the text would never match. Set {instead} to end completions at special tokens."
+            )
 
 
 def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.ndarray) -> Any:
@@ -57,17 +59,21 @@ def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.n
         scanned: [M,E,G] number of tokens of each completion that earlier calls searched; changed in place.
     """
     tokens = sharding.own_rows(generator.state.tokens)
-    sizes = {where: len(x.tokens) for where, x in generator.open_prompts.items() if where[0] in tokens}
-    stops, decode_text = generator.sampler.sampling.stop_strings, generator.decode_text
-    new_length = find(stops, decode_text, tokens, sizes, reasons, lengths, scanned)
+    prompt_lengths = {}
+    for place, prompt in generator.open_prompts.items():
+        if place[0] in tokens:
+            prompt_lengths[place] = len(prompt.tokens)
+    stop_strings = generator.sampler.sampling.stop_strings
+    own_lengths = find(stop_strings, generator.decode_text, tokens, prompt_lengths, reasons, lengths, scanned)
     # All hosts need all cuts, because only one host searches a row that is copied to several hosts.
-    cuts = [one for one in hosts.exchange(new_length if new_length.any() else None) if one is not None]
+    all_lengths = hosts.exchange(own_lengths if own_lengths.any() else None)
+    cuts = [host_lengths for host_lengths in all_lengths if host_lengths is not None]
     if not cuts:
         return reasons, lengths
     new_length = np.max(cuts, axis=0)
     placed = sharding.put(new_length, sharding.leading(generator.sampler.mesh, new_length))
-    generator.state, told = generator.run["stop_rows"](generator.state, placed)
-    return jax.device_get(told)
+    generator.state, flags = generator.programs["stop_rows"](generator.state, placed)
+    return jax.device_get(flags)
 
 
 def find(
@@ -90,42 +96,47 @@ def find(
         scanned: [M,E,G] number of tokens of each completion that earlier calls searched; changed in place.
     """
     new_length = np.zeros(lengths.shape, np.int32)
-    decode = lambda ids: decode_text(ids.tolist())
+
+    def decode(ids: Any) -> str:
+        # Only the searched part of a row becomes a list, because whole rows are long.
+        return decode_text(ids.tolist())
+
     for (shard, entry), start in prompt_lengths.items():
         for g in range(lengths.shape[2]):
-            where = shard, entry, g
-            size = int(lengths[where]) - start
-            if size <= scanned[where]:
+            row = shard, entry, g
+            size = int(lengths[row]) - start
+            if size <= scanned[row]:
                 continue  # no new tokens: the row has stopped or waits
-            row = tokens[shard][entry, g, start : lengths[where]]
-            first = completed_at(stops, decode, row, int(scanned[where]))
+            completion: Any = tokens[shard][entry, g, start : lengths[row]]
+            stop_size = completed_at(stops, decode, completion, int(scanned[row]))
             # If the last allowed token completes a stop string, the row ends by the stop string, not by truncation.
-            if first and (first < size or reasons[where] in (STOP_NONE, STOP_LENGTH)):
-                new_length[where] = start + first
-            scanned[where] = size
+            if stop_size and (stop_size < size or reasons[row] in (STOP_NONE, STOP_LENGTH)):
+                new_length[row] = start + stop_size
+            scanned[row] = size
     return new_length
 
 
-def completed_at(
-    stops: Sequence[str], decode_text: Callable[[Any], str], ids: Sequence[int] | np.ndarray, looked_at: int
-) -> int | None:
+def completed_at(stops: Sequence[str], decode_text: decoding.Decode, ids: list[int], num_searched: int) -> int | None:
     """Return the smallest number of tokens that contains a stop string, or None without a stop string.
 
-    Only numbers above ``looked_at`` are tried. The function decodes the new tokens and a window before them. The window
-    is at least as long as the longest stop string.
+    Only numbers above ``num_searched`` are tried. The function decodes the new tokens and a window before them. The
+    window is at least as long as the longest stop string.
 
     Args:
-        looked_at: the number of tokens that earlier calls searched.
+        num_searched: the number of tokens that earlier calls searched.
     """
     if not stops:
         return None
-    is_complete = lambda text: any(stop in text for stop in stops)
-    begin = decoding.window_before(decode_text, ids, looked_at, max(map(len, stops)))
+
+    def is_complete(text: str) -> bool:
+        return any(stop in text for stop in stops)
+
+    begin = decoding.window_before(decode_text, ids, num_searched, max(map(len, stops)))
     text = decode_text(ids[begin:])
     # A replacement character before the end can hide a stop string that was complete before the newest bytes came.
     if not is_complete(text) and decoding.REPLACEMENT not in text[:-1]:
         return None
-    for size in range(looked_at + 1, len(ids) + 1):
+    for size in range(num_searched + 1, len(ids) + 1):
         if is_complete(decode_text(ids[begin:size])) and (begin == 0 or is_complete(decode_text(ids[:size]))):
             return size
     return None

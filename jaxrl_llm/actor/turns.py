@@ -102,7 +102,7 @@ def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tupl
     return jnp.where(is_shared, sample // rows * rows, sample)
 
 
-def hear(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, verdict: jax.Array) -> Any:
+def append_answers(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, verdict: jax.Array) -> Any:
     """Append the environment's answers to the due rows, and read the answers except for their last tokens.
 
     The next decode step reads the last token.
@@ -278,13 +278,13 @@ def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architectu
     return tuple(tuple(map(kept, arch.by_layer, old, new)) for old, new in of)
 
 
-def gone_on(state: Any, is_waiting: jax.Array, is_active_MZ: jax.Array) -> Waiting:
+def waiting_after_step(state: Any, is_waiting: jax.Array, is_active_MZ: jax.Array) -> Waiting:
     """Return ``state.waiting`` after a decode step. The idle steps of inactive slots with a row increase by one."""
     idle_steps = state.waiting["idle_steps"] + ((state.slot_row >= 0) & ~is_active_MZ)
     return {**state.waiting, "is_waiting": is_waiting, "idle_steps": idle_steps}
 
 
-def told(state: Any) -> tuple[jax.Array, ...]:
+def host_arrays(state: Any) -> tuple[jax.Array, ...]:
     """Return the arrays that the host reads after each chunk.
 
     Returns:

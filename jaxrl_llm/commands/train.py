@@ -166,7 +166,15 @@ def _prepare(config: Config, workdir: pathlib.Path, allow_config_changes: bool) 
         stream=stream,
         task_scorer=tasks.scorer(config.prompts),
         run=run,
-        external=External(run, tokenizer, train_set, held_out),
+        external=External(
+            run.config,
+            tokenizer,
+            train_set,
+            held_out,
+            vocab_size=run.model.arch.vocab_size,
+            layout=sharding.of(run.learner.abstract_external),
+            num_parts=run.learner.annotation.num_parts,
+        ),
         checkpoints=Checkpointer(workdir, config.checkpoint),
     )
     columns = [(example.prompt, example.columns) for example in setup.examples]

@@ -40,15 +40,17 @@ def actor_of(clock, monkeypatch):
     """An actor of stand-ins, whose functions of others take 1000 s to hear what was sampled."""
     monkeypatch.setattr(actor_module, "sharding", mock.MagicMock())
     monkeypatch.setattr(actor_module, "Generator", mock.MagicMock())
-    monkeypatch.setattr(actor_module.redistribution, "deal", lambda _, arrays, state, shapes: (arrays, state, []))
+    monkeypatch.setattr(
+        actor_module.redistribution, "redistribute", lambda _, arrays, state, shapes: (arrays, state, [])
+    )
     monkeypatch.setattr(actor_module, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
     external = mock.MagicMock()
     external.next_groups.return_value = None
     external.state.return_value = []
-    external.hear = lambda *_: clock.__setitem__(0, clock[0] + 1000.0)
+    external.observe = lambda *_: clock.__setitem__(0, clock[0] + 1000.0)
     run = types.SimpleNamespace(config=Config(), mesh=None, sampler=None)
     one = Actor(run, mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), mock.MagicMock(), external, None)
-    one.generator.draws, one.generator.talk = [], None
+    one.generator.draws, one.generator.conversations = [], None
     one.generator.opened.return_value = []
     return one
 
@@ -68,13 +70,13 @@ def test_an_iteration_that_was_stopped_has_the_seconds_of_before_and_none_of_wha
     group = FinishedGroup(0, None, [1], [1])
     sampled = Sampled(None, np.arange(1), [group], Rewards(np.ones(1), {}, np.zeros(1, np.int8)), waited_s=2.0)
 
-    def sample(*_, done, **__):
+    def sample(*_, rounds, **__):
         if stops.pop():
-            done.append(sampled)
+            rounds.append(sampled)
             clock[0] += 7.0
             raise Stopped
         clock[0] += 5.0
-        return dataclasses.replace(sampled, waited_s=done.pop().waited_s + 1.0 if done else 1.0)
+        return dataclasses.replace(sampled, waited_s=rounds.pop().waited_s + 1.0 if rounds else 1.0)
 
     monkeypatch.setattr(actor_module, "sample", sample)
     first = actor_of(clock, monkeypatch)

@@ -38,7 +38,7 @@ def measured(outcome, total, folder, monkeypatch, *given, source="letters", deco
     rewards = Rewards(np.array(total, np.float32), {}, np.array(outcome, np.int8))
     pool = types.SimpleNamespace(submit=lambda *_: None, collect=lambda _: rewards)
     config = dataclasses.replace(Config(), prompts=PromptsConfig(source=source))
-    run, tokenizer = types.SimpleNamespace(config=config, mesh=None, eval_sampler=None), types.SimpleNamespace()
+    run, tokenizer = types.SimpleNamespace(config=config, mesh=None, eval_sampler=object()), types.SimpleNamespace()
     pool.check, tokenizer.decode = None, decode
     held_out = [Example("1+1=", {}), Example("2+2=", {})]
     found = evaluation.Evaluation(run, {}, tokenizer, held_out, pool, None)

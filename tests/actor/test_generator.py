@@ -195,14 +195,14 @@ def test_logp_changes_when_the_weights_do_with_nothing_called_in_between():
 
 def states_left(sampling):
     """The device states that are left when rollouts have been collected, from now on."""
-    left, collect = [], sampling.generator.run["collect"]
+    left, collect = [], sampling.generator.programs["collect"]
 
     def watched(*arguments):
         *collected, state = collect(*arguments)
         left.append(jax.device_get(state))
         return *collected, state
 
-    sampling.generator.run = {**sampling.generator.run, "collect": watched}
+    sampling.generator.programs = {**sampling.generator.programs, "collect": watched}
     return left
 
 
@@ -330,8 +330,8 @@ class Watched:
     """A generator's programs, with what they were called with and gave."""
 
     def __init__(self, generator):
-        self.run, self.unfinished, self.reasons = generator.run, [], []
-        generator.run = generator.run | {"decode": self.decode}
+        self.run, self.unfinished, self.reasons = generator.programs, [], []
+        generator.programs = generator.programs | {"decode": self.decode}
 
     def decode(self, params, state, *how):
         self.unfinished.append(int((np.asarray(state.stop_reason) == STOP_NONE).sum()))
@@ -362,7 +362,7 @@ def test_a_stop_string_is_waited_for_and_no_chunk_is_one_too_many():
 
 def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
     sampling = Sampling(make_sampler(mesh=MeshConfig(data=2), num_prompts=4, lookahead=2, num_slots=6, chunk_steps=2))
-    run, in_flight = sampling.generator.run, []
+    run, in_flight = sampling.generator.programs, []
 
     def collect(state, entries):
         before = jax.device_get(state)
@@ -373,7 +373,7 @@ def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
         in_flight.append(int((before.slot_row >= 0).sum()))
         return run["collect"](state, entries)
 
-    sampling.generator.run = run | {"collect": collect}
+    sampling.generator.programs = run | {"collect": collect}
     for call in range(3):
         ids = range(6) if call == 0 else range(2 + 4 * call, 6 + 4 * call)
         sampling(make_prompts(ids))

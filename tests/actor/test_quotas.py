@@ -8,8 +8,8 @@ import pytest
 from support import building
 from support.building import Sampling, make_prompts, make_sampler
 
-from jaxrl_llm.actor import quotas, staleness
-from jaxrl_llm.actor.generator import OpenPrompt
+from jaxrl_llm.actor import quotas
+from jaxrl_llm.actor.generator import Generator, OpenPrompt
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.runtime import sharding
 
@@ -57,17 +57,16 @@ def test_no_prompt_stays_longer_than_the_gate_allows_though_shards_give_more_or_
     """A host without a device, on which one answer in four takes a hundred times as long as the others."""
     rng, slack = np.random.default_rng(0), quotas.slack_of(num_prompts, lookahead, shards, max_lag)
     entries, opened, given = (num_prompts + lookahead) // shards, 0, []
-    sampler = types.SimpleNamespace(num_prompts=num_prompts, shards=shards, entries=entries)
-    host = types.SimpleNamespace(sampler=sampler, max_lag=max_lag, calls=0, open_prompts={})
+    sampler = types.SimpleNamespace(num_prompts=num_prompts, shards=shards, entries=entries, lookahead=0)
+    host = Generator(sampler, {}, str, max_lag)
     left = {}
     for call in range(60):
         host.calls = call
-        free = [[(m, e) for e in range(entries) if (m, e) not in host.open_prompts] for m in range(shards)]
-        for where in (where for of_shard in staleness.within_capacity(host, free) for where in of_shard):
+        for where in (where for of_shard in host._free() for where in of_shard):
             host.open_prompts[where] = OpenPrompt(opened, None, [], call)
             left[where] = rng.choice([1.0, 100.0], p=[0.75, 0.25]) * rng.random()
             opened += 1
-        due, time = staleness.due(host), 0.0
+        due, time = host._due(), 0.0
         for time in (0.0, *sorted(left.values())):
             done = [[where for where in left if where[0] == m and left[where] <= time] for m in range(shards)]
             is_enough = quotas.is_enough(np.array([len(places) for places in done]), num_prompts, slack)
@@ -90,13 +89,13 @@ def test_a_surplus_moves_to_the_shards_that_lack_and_every_group_comes_out_once_
     expected = building.completions(alone(make_prompts(range(24)))[0])
     mesh = MeshConfig(data=4)
     sampling = Sampling(make_sampler(mesh=mesh, lookahead=8, slack=2, num_slots=24, chunk_steps=1))
-    collect, given, tickets, seen = sampling.generator.run["collect"], [], [], {}
+    collect, given, tickets, seen = sampling.generator.programs["collect"], [], [], {}
 
     def watched(state, entry, source):
         given.append((np.asarray(entry) < 4).sum(axis=1))
         return collect(state, entry, source)
 
-    sampling.generator.run = {**sampling.generator.run, "collect": watched}
+    sampling.generator.programs = {**sampling.generator.programs, "collect": watched}
     opened = 0
     for _ in range(3):
         wanted = sampling.generator.prompts_wanted()
@@ -129,7 +128,7 @@ def test_only_the_groups_beyond_the_quotas_are_sent():
 def test_the_device_has_enough_when_the_host_has():
     """A chunk that comes when all shards together have enough changes no bit, though one shard lacks groups."""
     sampling = Sampling(make_sampler(mesh=MeshConfig(data=4), lookahead=8, slack=2, num_slots=24, chunk_steps=1))
-    run, lacking = sampling.generator.run, []
+    run, lacking = sampling.generator.programs, []
 
     def collect(state, entry, source):
         before = jax.device_get(state)
@@ -140,7 +139,7 @@ def test_the_device_has_enough_when_the_host_has():
         lacking.append((np.asarray(source) >= 0).any())
         return run["collect"](state, entry, source)
 
-    sampling.generator.run = run | {"collect": collect}
+    sampling.generator.programs = run | {"collect": collect}
     for first in (0, 16, 24):
         sampling(make_prompts(range(first, first + (16 if first == 0 else 8))))
     assert any(lacking)

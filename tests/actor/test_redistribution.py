@@ -28,7 +28,7 @@ def gone_on(workdir, stopped, shards):
     abstract = {"sampler": resumed.sampler.abstract_state()}
     restored = checkpoints.restore(abstract, Config(), allow_config_changes=False)
     checkpoints.close()
-    resumed.generator.state, host, words = redistribution.deal(
+    resumed.generator.state, host, words = redistribution.redistribute(
         resumed.generator, restored.device_state["sampler"], restored.host_state, restored.shapes
     )
     assert host["draws"] == [[[float(before), *[0.0] * (shards - 1)]]]
@@ -51,8 +51,8 @@ def test_what_was_begun_comes_out_as_it_would_have_in_the_same_order(tmp_path, b
     resumed, conversations, (words,) = gone_on(tmp_path, stopped, now)
     places = [[m, e, g] for m, e, g in np.ndindex(now, 8 // now, 3)]
     assert conversations == [[*places[i], i] for i in range(24) if i not in row[strays]]
-    assert words == f"rollouts in flight on {before} data-parallel devices go on on {now}" + (
-        f"; {strays.sum()} of them begin again" if strays.any() else ""
+    assert words == f"unfinished rollouts from {before} data-parallel devices continue on {now}" + (
+        f"; {strays.sum()} of them restart" if strays.any() else ""
     )
     assert resumed.generator.state.started.sum() == table.started.sum() - strays.sum()
     rollout, others = resumed(make_prompts(range(0)))

@@ -38,8 +38,8 @@ class Script:
         first, self.asked = self.asked, self.asked + num
         return range(first, first + num)
 
-    def generate(self, params, prompts, *, version):
-        assert (params, version) == ("weights", 7)
+    def generate(self, params, prompts, *, version, key, on_finished):
+        assert (params, version, key, on_finished) == ("weights", 7, "key", print)
         rewards = self.rounds[prompts[0] // P]
         question = lambda prompt: types.SimpleNamespace(prompt=f"{prompt}?")
         self.rows = np.array([10 * prompt + i for prompt in prompts for i in range(G)])
@@ -75,7 +75,18 @@ class Script:
                 "update": {"batch_size": P * G, "micro_batch_size": P * G},
             }
         )
-        return sample(self, self.next_batch, self.collect, choose, "weights", config=config, done=[], version=7)
+        return sample(
+            self,
+            self.next_batch,
+            self.collect,
+            choose,
+            "weights",
+            config=config,
+            rounds=[],
+            version=7,
+            key="key",
+            on_finished=print,
+        )
 
 
 MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
@@ -185,11 +196,11 @@ def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
 
 def test_what_is_shown_is_of_the_rows_that_stay():
     sampled = Script([[WRONG, MIXED, WRONG], [MIXED, WRONG, WRONG]]).sample(1)
-    rows = sampled.shown(4, 3, str)
+    rows = sampled.sample_lines(4, 3, str)
     # Rows 0, 2 and 4 of groups 1, 3 and 0.
     assert [row["prompt"] for row in rows] == ["1?", "3?", "0?"]
     first = {"iteration": 4, "prompt_id": 1, "group_id": 1, "prompt": "1?", "completion": "[1]", "reward": 0.0}
-    assert len(sampled.shown(4, 99, str)) == P * G and sampled.shown(4, 0, str) == []
+    assert len(sampled.sample_lines(4, 99, str)) == P * G and sampled.sample_lines(4, 0, str) == []
     assert rows[0] == first | {"parts": {"f": 0.0}, "stop_reason": "eos", "policy_version": 7, "age": 0}
 
 

@@ -118,7 +118,7 @@ class Talking(Sampling):
             decode=letters, encode_answer=encode, vocab_size=sampler.model.arch.vocab_size
         )
         talk = Conversations(self.environment, tokenizer, CONFIG)
-        super().__init__(sampler, compiled=programs(sampler), talk=talk)
+        super().__init__(sampler, compiled=programs(sampler), conversations=talk)
 
 
 @functools.cache
@@ -191,7 +191,10 @@ def test_what_the_decode_waits_for_an_environment_is_measured():
     talking = Talking(Late())
     rollout, _ = talking(make_prompts(range(8)))
     np.testing.assert_array_equal(rollout.tokens, base()[0].tokens)
-    assert 0.2 < talking.generator.talk.take_waited_s() < 10 and talking.generator.talk.take_waited_s() == 0.0
+    assert (
+        0.2 < talking.generator.conversations.take_waited_s() < 10
+        and talking.generator.conversations.take_waited_s() == 0.0
+    )
 
 
 class InTokens(Here):
@@ -397,7 +400,7 @@ def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_i
     stopped = Talking(**settings)
     interrupt(stopped, make_prompts(range(stopped.generator.prompts_wanted())), after=chunk - 1)
     assert stopped.environment.asked
-    saved = jax.device_get(stopped.generator.state), json.loads(json.dumps(stopped.generator.talk.state()))
+    saved = jax.device_get(stopped.generator.state), json.loads(json.dumps(stopped.generator.conversations.state()))
     resumed = Talking(**settings)
     resumed.generator.state = jax.tree.map(
         lambda x, like: jax.device_put(x, like.sharding), saved[0], stopped.sampler.abstract_state()
@@ -405,15 +408,17 @@ def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_i
     for shard, entry, lag, group_id in stopped.generator.opened():
         example, ids = stopped.generator.open_prompts[shard, entry][1:3]
         resumed.generator.adopt(shard, entry, lag, group_id, example, ids)
-    resumed.generator.talk.restore(saved[1])
+    resumed.generator.conversations.restore(saved[1])
     # What a turn's environment took was measured once.
-    taken = [[turn.reply.result().seconds for turn in turns] for _, turns in resumed.generator.talk._rows.values()]
+    taken = [
+        [turn.reply.result().seconds for turn in turns] for _, turns in resumed.generator.conversations._rows.values()
+    ]
     assert all(seconds == [0.25 * (k + 1) for k in range(len(seconds))] for seconds in taken)
     assert any(taken) or chunk == 2  # no turn has been answered before the third chunk
     nothing = make_prompts(range(0))
     for want, got in zip(expected, [resumed(nothing)[0], whole(resumed, 16)], strict=True):
         jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert not resumed.generator.talk._rows.keys() - {
+    assert not resumed.generator.conversations._rows.keys() - {
         (m, e, g) for m, e in resumed.generator.open_prompts for g in range(3)
     }
 
@@ -427,16 +432,20 @@ def test_on_more_devices_episodes_whose_rows_begin_again_do_so_too():
     interrupt(stopped, make_prompts(range(8)), after=5)
     put = lambda x, like: jax.device_put(np.resize(x, like.shape), like.sharding)
     state = jax.tree.map(put, jax.device_get(stopped.generator.state), resumed.sampler.abstract_state())
-    host = {"open_prompts": stopped.generator.opened(), "conversations": stopped.generator.talk.state(), "draws": []}
+    host = {
+        "open_prompts": stopped.generator.opened(),
+        "conversations": stopped.generator.conversations.state(),
+        "draws": [],
+    }
     begun = len(host["conversations"])
-    resumed.generator.state, host, (words,) = redistribution.deal(
+    resumed.generator.state, host, (words,) = redistribution.redistribute(
         resumed.generator, state, host, {"sampler/length": [2, 4, 3]}
     )
-    assert "begin again" in words and 0 < len(host["conversations"]) < begun
+    assert "of them restart" in words and 0 < len(host["conversations"]) < begun
     prompts = {name: (example, ids) for name, example, ids, _ in stopped.generator.open_prompts.values()}
     for *where, group_id in host["open_prompts"]:
         resumed.generator.adopt(*where, group_id, *prompts[group_id])
-    resumed.generator.talk.restore(host["conversations"])
+    resumed.generator.conversations.restore(host["conversations"])
     rollout, _ = resumed(make_prompts(range(0)))
     for name in ("tokens", "length", "group_id", "policy_version", "stop_reason"):
         np.testing.assert_array_equal(getattr(rollout, name), getattr(expected, name))
@@ -448,7 +457,7 @@ def test_episodes_that_are_over_are_forgotten_and_no_two_who_ask_one_environment
     other = Talking(talking.environment, num_slots=7, chunk_steps=3)
     for one in (talking, other):
         one(make_prompts(range(8)))
-        assert not one.generator.talk._rows
+        assert not one.generator.conversations._rows
     assert sorted(talking.environment.gone) == list(range(1, 49))
 
 

@@ -15,7 +15,7 @@ from support.replies import by, text
 
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.actor.episodes import Played
-from jaxrl_llm.actor.external_sources import Hindsight
+from jaxrl_llm.actor.external_sources import HindsightSource
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, RewardsConfig
 from jaxrl_llm.conversations import environment_worker
 from jaxrl_llm.conversations.environment import Environment, _is_reply, opened, shown
@@ -474,9 +474,9 @@ def test_a_stray_line_fails_one_turn_and_answers_no_other(tmp_path):
 def test_a_stray_line_fails_one_call_of_a_hindsight_function(tmp_path):
     (tmp_path / "stray.py").write_text(STRAY)
     name, run = f"{tmp_path}/stray.py:hindsight", dataclasses.replace(Config(), rewards=RewardsConfig(timeout_s=5.0))
-    source = Hindsight(name, types.SimpleNamespace(config=run))
+    source = HindsightSource(name, types.SimpleNamespace(config=run))
     try:
-        made = [source._made_of(ONE, [said]) for said in ("a", "stray", "b", "c")]
+        made = [source._call(ONE, [said]) for said in ("a", "stray", "b", "c")]
     finally:
         source.close()
     assert [lines for lines, _ in made] == [[b'{"said": "a"}'], [], [b'{"said": "b"}'], [b'{"said": "c"}']]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrl_llm.actor.external import _Reader
+from jaxrl_llm.actor.external_groups import GroupParser
 from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
 from jaxrl_llm.examples import grids
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
@@ -64,5 +64,5 @@ def test_programs_that_did_something_else_are_the_answers_to_that():
     assert grids.hindsight([""], ["u"], [own], [answer]) == []  # one alone has nothing to be compared with
     settings = {"prompts": {"max_tokens": 64, "chat_template": False}, "rollout": {"group_size": 5}}
     settings |= {"replay": {"capacity": 40}, "update": {"batch_size": 40, "micro_batch_size": 40}}
-    group = _Reader(freeze(settings), make_byte_tokenizer(), 300).group(json.dumps(line).encode(), "")
+    group = GroupParser(freeze(settings), make_byte_tokenizer(), 300).group(json.dumps(line).encode(), "")
     assert group.rewards == [0, 1, 1, 0] and group.example.prompt == "12/34>34/12 5/6>6/5:"

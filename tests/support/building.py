@@ -15,12 +15,14 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl_llm.actor.external import External
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import AlgorithmConfig, MeshConfig, ReplayConfig, SamplingConfig, UpdateConfig
 from jaxrl_llm.learner import publish
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.architecture import Architecture, Delta, Layer
+from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.ops.filters import NO_TOKEN
 from jaxrl_llm.runtime import sharding
@@ -153,9 +155,9 @@ def letters(ids):
 class Sampling:
     """A generator with weights and a key; ``__call__`` generates once and returns numpy rows."""
 
-    def __init__(self, sampler, *, seed=0, compiled=None, talk=None, params=None):
+    def __init__(self, sampler, *, seed=0, compiled=None, conversations=None, params=None):
         self.sampler = sampler
-        self.generator = Generator(sampler, compiled or compile_sampler(sampler), letters, talk=talk)
+        self.generator = Generator(sampler, compiled or compile_sampler(sampler), letters, conversations=conversations)
         if params is None:
             params = publish.sampler_form(host_params(sampler.model), sampler.model.arch)
         self.params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, abstract_sampler_params(sampler)))
@@ -395,3 +397,16 @@ def gradient(update, rows, mesh=ONE):
     state, sums = compile_update(update, mesh)(train_state(update, mesh), on_mesh(update, rows, mesh))
     of = tuple(state.opt_state[name] for name in update.optimizers)
     return jax.tree.map(np.asarray, (of if len(of) > 1 else of[0], sums))
+
+
+def external_of(run, train=(), held_out=()):
+    """Return the external sources of a run, as ``train`` makes them, with a tokenizer of bytes."""
+    return External(
+        run.config,
+        make_byte_tokenizer(),
+        train,
+        held_out,
+        vocab_size=run.model.arch.vocab_size,
+        layout=sharding.of(run.learner.abstract_external),
+        num_parts=run.learner.annotation.num_parts,
+    )

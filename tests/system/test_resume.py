@@ -544,7 +544,7 @@ def test_a_run_stopped_inside_generations_goes_on_on_other_numbers_of_devices(tm
         count = (4, 1, 4, 2)[start % 4]
         if not train_module.train(config, tmp_path / "pieces"):
             break
-    moves = re.findall(r"in flight on (\d) data-parallel devices go on on (\d)(;?)", capfd.readouterr().out)
+    moves = re.findall(r"rollouts from (\d) data-parallel devices continue on (\d)(;?)", capfd.readouterr().out)
     assert any(now > before and more for before, now, more in moves) and any(now < before for before, now, _ in moves)
     (_, arrays, _, _, samples), expected = left_behind(tmp_path / "pieces"), left_behind(tmp_path / "whole")
     assert samples == expected[4] and arrays.keys() == expected[1].keys()
