@@ -1255,7 +1255,7 @@ def setting(path):
     return pytest.param(path, marks=[pytest.mark.tier("extras")] if needs_package else [])
 
 
-@pytest.mark.parametrize("path", map(setting, sorted(flatten(Config(), whole=True))))
+@pytest.mark.parametrize("path", [setting(name) for name in sorted(flatten(Config(), whole=True))])
 def test_every_setting_changes_something(path, tmp_path, monkeypatch):
     assert path in ALIVE, f"{path} is a new setting: say in ALIVE where it can be seen"
     other, look, given = ALIVE[path]

@@ -122,7 +122,11 @@ def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dic
 def _duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
-    return f"{hours} h {m} min" if hours else f"{m} min {s} s" if m else f"{s} s"
+    if hours:
+        return f"{hours} h {m} min"
+    if m:
+        return f"{m} min {s} s"
+    return f"{s} s"
 
 
 def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
@@ -142,7 +146,8 @@ def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
 
 
 def _charts(metrics: Rows) -> str:
-    figures, compute_at = [], _compute_at(metrics)
+    figures = []
+    compute_at = _compute_at(metrics)
     axis = COMPUTE_AXIS if compute_at else "iteration"
     for chart in CHARTS:
         series = [(i, label, _values(metrics, name)) for i, (label, name) in enumerate(chart.lines.items())]
@@ -200,9 +205,11 @@ def _text(value: Any) -> str:
 
 
 def _reward(value: float | None) -> str:
-    shown = "failed" if value is None or not math.isfinite(value) else f"{value:g}"
-    kind = "good" if shown != "failed" and value > 0 else "none"
-    return f'<span class="reward {kind}">{shown}</span>'
+    """Return a reward as HTML, "failed" without a finite reward."""
+    if value is None or not math.isfinite(value):
+        return '<span class="reward none">failed</span>'
+    kind = "good" if value > 0 else "none"
+    return f'<span class="reward {kind}">{value:g}</span>'
 
 
 def _before_after(before: dict | None, after: dict | None) -> str:
@@ -222,8 +229,14 @@ def _rollouts(samples: Rows) -> str:
     for iteration in sorted({row["iteration"] for row in (*samples[:1], *samples[-1:])}):
         for row in [row for row in samples if row["iteration"] == iteration][:4]:
             parts = ", ".join(f"{name} {_plain(value)}" for name, value in row["parts"].items())
-            facts = [f"iteration {iteration}", f"stop: {row['stop_reason']}", f"policy {_plain(row['policy_version'])}"]
-            facts += [f"age {_plain(row['age'])}"] + ([parts] if len(row["parts"]) > 1 else [])
+            facts = [
+                f"iteration {iteration}",
+                f"stop: {row['stop_reason']}",
+                f"policy {_plain(row['policy_version'])}",
+                f"age {_plain(row['age'])}",
+            ]
+            if len(row["parts"]) > 1:
+                facts.append(parts)
             notes = "<br>".join(map(page.text, facts))
             answer = _reward(row["reward"]) + _text(row["completion"])
             rows.append(page.row(_text(row["prompt"]), answer, f"<small>{notes}</small>"))
@@ -231,16 +244,22 @@ def _rollouts(samples: Rows) -> str:
 
 
 def _plain(value: Any) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if value is None:
+        return "-"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _settings(config: Config) -> str:
     """Return a visible table of the changed settings and a folded table of the settings at their default."""
-    values, default = flatten(config), flatten(Config()) | function_defaults(config)
+    values = flatten(config)
+    default = flatten(Config()) | function_defaults(config)
 
     def rows(names: list[str], *columns: dict[str, Any]) -> list[str]:
-        shown = lambda value: page.text(json.dumps(value, ensure_ascii=False))
-        return [page.row(f"<code>{page.text(x)}</code>", *(shown(column.get(x)) for column in columns)) for x in names]
+        lines = []
+        for name in names:
+            cells = [page.text(json.dumps(column.get(name), ensure_ascii=False)) for column in columns]
+            lines.append(page.row(f"<code>{page.text(name)}</code>", *cells))
+        return lines
 
     changed = [name for name in values if values[name] != default.get(name)]
     same = [name for name in values if values[name] == default.get(name)]

@@ -440,18 +440,34 @@ RATIOS = {
     "replay/unique_prompts_mean": ("unique_prompt_count", "batch_count"),
 }
 
-# Metrics copied from the learner: (name in the learner, type, optional count). If the count is 0, the metric is NaN.
-TAKEN = {
-    "update/ratio_max": ("ratio_max", float, "update_count"),
-    "update/old_policy_gap_max_nats": ("old_gap_max", float, "update_count"),
-    "update/sampler_learner_gap_max_nats": ("gap_max", float, "own_token_count"),
-    "update/skipped_steps": ("skipped_count", int),
-    "update/nonfinite_steps": ("nonfinite_count", int),
-    "optimizer/learning_rate": ("learning_rate", float),
-    "replay/age_max_steps": ("age_max", int, "real_count"),
-    "replay/wasted_share": ("wasted_share", float),
-    "replay/drawn_rows": ("real_count", int),
-    "tokens/trained": ("token_count", int),
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """A metric that is a value of the learner.
+
+    Attributes:
+        name: name of the value in the learner.
+        kind: type of the metric.
+        count: name of a count; if the count is 0, the metric is NaN. "" = no count.
+    """
+
+    name: str
+    kind: type[int] | type[float]
+    count: str = ""
+
+
+# Metrics copied from the learner.
+COPIED = {
+    "update/ratio_max": Copied("ratio_max", float, "update_count"),
+    "update/old_policy_gap_max_nats": Copied("old_gap_max", float, "update_count"),
+    "update/sampler_learner_gap_max_nats": Copied("gap_max", float, "own_token_count"),
+    "update/skipped_steps": Copied("skipped_count", int),
+    "update/nonfinite_steps": Copied("nonfinite_count", int),
+    "optimizer/learning_rate": Copied("learning_rate", float),
+    "replay/age_max_steps": Copied("age_max", int, "real_count"),
+    "replay/wasted_share": Copied("wasted_share", float),
+    "replay/drawn_rows": Copied("real_count", int),
+    "tokens/trained": Copied("token_count", int),
 }
 
 
@@ -469,8 +485,9 @@ def turn_values(turns: Sequence[int], rewards: Rewards) -> dict[str, float]:
         return values
     values["rollout/turns_mean"] = sum(turns) / len(turns)
     turn_reward = rewards.columns.get("turn_reward")
-    num_shown = 0 if turn_reward is None else min(TURNS_SHOWN, turn_reward.shape[1])
-    for k in range(num_shown):
+    if turn_reward is None:
+        return values
+    for k in range(min(TURNS_SHOWN, turn_reward.shape[1])):
         has_turn = (np.asarray(turns) > k) & (rewards.outcome == OUTCOME_SCORE)
         if has_turn.any():
             values[f"rollout/reward_turn_{k + 1}"] = float(turn_reward[has_turn, k].mean())
@@ -482,9 +499,15 @@ def function_values(functions: Sequence[str], rewards: Rewards) -> dict[str, flo
 
     Return {} if there is only one function, because its score is the total. Only finite scores count.
     """
-    given = [np.asarray(rewards.parts[name]) for name in functions[:FUNCTIONS_SHOWN] if len(functions) > 1]
-    scored = {f"rollout/reward_function_{k}": part[np.isfinite(part)] for k, part in enumerate(given, start=1)}
-    return {name: float(part.mean()) for name, part in scored.items() if part.size}
+    if len(functions) <= 1:
+        return {}
+    values = {}
+    for k, name in enumerate(functions[:FUNCTIONS_SHOWN], start=1):
+        part = np.asarray(rewards.parts[name])
+        scores = part[np.isfinite(part)]
+        if scores.size:
+            values[f"rollout/reward_function_{k}"] = float(scores.mean())
+    return values
 
 
 def vote_values(
@@ -501,11 +524,13 @@ def vote_values(
     if VOTE not in functions:
         return {}
     votes = np.asarray(rewards.parts[VOTE])
-    values = {"rollout/majority_frac": float(votes[np.isfinite(votes)].mean())} if np.isfinite(votes).any() else {}
-    known = [name for name, weight in zip(functions, weights, strict=True) if weight == 0 and name != VOTE]
-    if not known:
+    values = {}
+    if np.isfinite(votes).any():
+        values["rollout/majority_frac"] = float(votes[np.isfinite(votes)].mean())
+    judges = [name for name, weight in zip(functions, weights, strict=True) if weight == 0 and name != VOTE]
+    if not judges:
         return values
-    scores = np.asarray(rewards.parts[known[0]])
+    scores = np.asarray(rewards.parts[judges[0]])
     is_scored = np.isfinite(votes) & np.isfinite(scores)
     is_label = is_scored & (votes == 1)
     is_right = is_scored & (scores >= threshold)

@@ -19,14 +19,24 @@ from typing import Any
 import rich.console
 import rich.progress
 import rich.table
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+# protobuf defines these classes at run time
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyrefly: ignore[missing-module-attribute]
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
 from jaxrl_llm.config import Config, ConfigError, MetricsConfig
 from jaxrl_llm.models import moe
 from jaxrl_llm.reports import records
-from jaxrl_llm.reports.metric_table import AGE_LABELS, METRICS, RATIOS, TAKEN, function_values, turn_values, vote_values
+from jaxrl_llm.reports.metric_table import (
+    AGE_LABELS,
+    COPIED,
+    METRICS,
+    RATIOS,
+    function_values,
+    turn_values,
+    vote_values,
+)
 from jaxrl_llm.runtime import hosts, json_lines
 from jaxrl_llm.types import (
     OUTCOME_ERROR,
@@ -80,16 +90,16 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
 
 def draw_values(config: Config, draws: DrawSums) -> dict[str, float]:
     """Return the metrics of all tokens sampled in the iteration, also of rollouts that are left out or unfinished."""
-    tokens = max(draws.tokens, 1.0)
+    tokens = max(float(draws.tokens), 1.0)
     sampling = config.sampling
     values = {
         "tokens/generated": int(draws.tokens),
-        "rollout/sampled_entropy_nats": draws.surprise / tokens,
-        "rollout/model_entropy_nats": draws.entropy / tokens,
+        "rollout/sampled_entropy_nats": float(draws.surprise) / tokens,
+        "rollout/model_entropy_nats": float(draws.entropy) / tokens,
         "rollout/sampled_entropy_error_nats": math.sqrt(max(draws.error_square, draws.variance)) / tokens,
     }
     if sampling.top_k or sampling.top_p < 1 or sampling.min_p:
-        values["rollout/support_cut_frac"] = draws.cut / tokens
+        values["rollout/support_cut_frac"] = float(draws.cut) / tokens
     return values
 
 
@@ -106,40 +116,64 @@ def draw_warning(values: dict[str, float]) -> str | None:
     if abs(sampled - model) <= max(6 * error, 1e-3):
         return None
     return (
-        f"warning: the tokens that were drawn have an entropy of {sampled:.4f} nats, the distributions they were drawn "
-        f"from one of {model:.4f} (standard error {error:.4f}): the sampler does not draw what it says"
+        f"warning: the entropy of the sampled tokens is {sampled:.4f} nats, but the entropy of their distributions is "
+        f"{model:.4f} nats (standard error {error:.4f}): the sampler does not draw from the recorded distributions"
     )
 
 
-def update_values(config: Config, used: dict[str, Any]) -> dict[str, float]:
+def update_values(config: Config, sums: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of the iteration's updates: divide their sums by their counts. Means are taken only here."""
-    used = used | {"reused_count": int(used["real_count"]) - int(used["first_use_count"])}
-    ratio = lambda total, count: float(used[total]) / float(used[count]) if used[count] > 0 else math.nan
-    taken = lambda given, kind, count="": kind(used[given]) if not count or used[count] > 0 else math.nan
-    floats = lambda *names: (float(used[name]) for name in names)
-    effective = lambda total, square, count: total**2 / (count * square) if count * square else math.nan
-    values = {
-        **{name: ratio(*sums) for name, sums in RATIOS.items() if sums[0] in used},
-        **{name: taken(*how) for name, how in TAKEN.items() if how[0] in used},
-        "update/ess_frac": effective(*floats("ratio_sum", "ratio_square_sum", "token_count")),
-        "update/sequence_ess_frac": effective(*floats("sequence_ratio_sum", "sequence_ratio_square_sum", "row_count")),
-        "replay/filled_frac": float(used["filled_slots"]) / config.ring_capacity,
-    }
-    names = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
-    by_age = (map(float, used["by_age"][name]) for name in names)
-    for label, tokens, clipped, total, square in zip(AGE_LABELS, *by_age, strict=True):
-        if tokens:
-            values[f"update/clip_frac_age_{label}"] = clipped / tokens
-            values[f"update/ess_frac_age_{label}"] = effective(total, square, tokens)
-    if "value_loss_sum" in used:
-        moment = lambda x: float(used["token_count"]) * float(used[f"{x}_square_sum"]) - float(used[f"{x}_sum"]) ** 2
-        whole, rest = moment("return"), moment("value_error")
-        rounding = 1e-5 * float(used["token_count"]) * float(used["return_square_sum"])  # above the sums' error
-        values["update/explained_variance"] = 1 - rest / whole if whole > rounding else math.nan
-    if "update_s" in used:
-        values["time/update_s"] = used["update_s"]
-        values["throughput/update_tokens_per_s"] = values["tokens/trained"] / used["update_s"]
-    return values | moe.metrics(used)
+    sums = sums | {"reused_count": int(sums["real_count"]) - int(sums["first_use_count"])}
+    values: dict[str, float] = {}
+    for name, (total, count) in RATIOS.items():
+        if total in sums:
+            values[name] = float(sums[total]) / float(sums[count]) if sums[count] > 0 else math.nan
+    for name, copied in COPIED.items():
+        if copied.name in sums:
+            is_defined = not copied.count or sums[copied.count] > 0
+            values[name] = copied.kind(sums[copied.name]) if is_defined else math.nan
+    values["update/ess_frac"] = _effective_share(
+        float(sums["ratio_sum"]), float(sums["ratio_square_sum"]), float(sums["token_count"])
+    )
+    values["update/sequence_ess_frac"] = _effective_share(
+        float(sums["sequence_ratio_sum"]), float(sums["sequence_ratio_square_sum"]), float(sums["row_count"])
+    )
+    values["replay/filled_frac"] = float(sums["filled_slots"]) / config.ring_capacity
+    values |= _values_by_age(sums["by_age"])
+    if "value_loss_sum" in sums:
+        values["update/explained_variance"] = _explained_variance(sums)
+    if "update_s" in sums:
+        values["time/update_s"] = sums["update_s"]
+        values["throughput/update_tokens_per_s"] = values["tokens/trained"] / sums["update_s"]
+    return values | moe.metrics(sums)
+
+
+def _effective_share(total: float, square: float, count: float) -> float:
+    """Return the effective sample size of weights as a fraction of their count, from their sum and sum of squares."""
+    return total**2 / (count * square) if count * square else math.nan
+
+
+def _values_by_age(by_age: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of the trained tokens by age bucket. Buckets without tokens have none."""
+    values = {}
+    for i, label in enumerate(AGE_LABELS):
+        tokens = float(by_age["token_count"][i])
+        if not tokens:
+            continue
+        values[f"update/clip_frac_age_{label}"] = float(by_age["clipped_count"][i]) / tokens
+        total = float(by_age["ratio_sum"][i])
+        square = float(by_age["ratio_square_sum"][i])
+        values[f"update/ess_frac_age_{label}"] = _effective_share(total, square, tokens)
+    return values
+
+
+def _explained_variance(sums: Mapping[str, Any]) -> float:
+    """Return 1 - variance of the critic's error / variance of the return, NaN if all returns are equal."""
+    count = float(sums["token_count"])
+    return_moment = count * float(sums["return_square_sum"]) - float(sums["return_sum"]) ** 2
+    error_moment = count * float(sums["value_error_square_sum"]) - float(sums["value_error_sum"]) ** 2
+    rounding = 1e-5 * count * float(sums["return_square_sum"])  # above the error of the sums
+    return 1 - error_moment / return_moment if return_moment > rounding else math.nan
 
 
 def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:
@@ -236,9 +270,7 @@ class MetricsWriter:
             elif not said:  # after a warning the sizes may be of another machine's files; its lines have no iteration
                 file.truncate(min(size, file.tell()))
             if (now := file.seek(0, os.SEEK_END)) != size:
-                said.append(
-                    f"warning: {path} has lost lines ({now} bytes, not {size}): there is a gap in what it tells"
-                )
+                said.append(f"warning: {path} has lost lines: it has {now} bytes, but the checkpoint expects {size}")
         return said
 
     def close(self) -> None:

@@ -129,7 +129,7 @@ def test_a_run_that_was_on_another_machine_for_a_while_keeps_the_lines_that_it_h
     session("a", state, 5, range(6, 7))  # killed before it was saved
     other, state = session("b", state, 5, range(6, 8))
     again, state = session("a", state, 7, range(8, 9))
-    assert said == [] and len(other) == len(again) == 3 and "there is a gap" in again[0]
+    assert said == [] and len(other) == len(again) == 3 and "has lost lines" in again[0]
     kept = [row["iteration"] for row in read_metrics(tmp_path / "a")]
     samples = [json.loads(line)["iteration"] for line in (tmp_path / "a" / "samples.jsonl").read_text().splitlines()]
     assert kept == samples == [1, 2, 3, 4, 5, 6, 8]
@@ -192,8 +192,8 @@ def test_what_a_damaged_file_has_left_is_kept_and_the_gap_is_said(harm, kept, tm
     path.write_bytes(harm(path.read_bytes()))
     resumed = MetricsWriter(tmp_path, QUIET)
     (said,) = resumed.restore(state, 3)
-    sizes = f"{path.stat().st_size} bytes, not {state['metrics.jsonl']}"
-    assert said == f"warning: {path} has lost lines ({sizes}): there is a gap in what it tells"
+    assert said.startswith(f"warning: {path} has lost lines")
+    assert f" {path.stat().st_size} bytes" in said and str(state["metrics.jsonl"]) in said
     write_iterations(resumed, [4])
     assert resumed.restore(resumed.state(), 4) == []
     resumed.close()
