@@ -1,10 +1,14 @@
 """Calculator, as an environment (``environments.factory``) in two forms:
 
+    python -m jaxrl_llm.train --config=configs/calculator_smollm2_135m.py --workdir=runs/calculator
+
     jaxrl_llm.examples.calculator:Calculator   a tool, ``calculate(expression)``
     jaxrl_llm.examples.calculator:plain        replies to the last expression that a turn writes: "12 * 34" with
-                                                   "12 * 34 = 408". For models that cannot call tools.
+                                               "12 * 34 = 408". For models that cannot call tools.
 
-``:used`` is a reward for the first thing to learn: using the calculator at all.
+This example shows the smallest environment: a class whose methods are tools, or a function of the policy's turns.
+
+``:used`` is a reward for the first thing to learn, the use of the calculator.
 
 Expressions contain numbers, + - * / // % ** and parentheses, and no names. "x" between numbers multiplies. The signs of
 multiplication and division are read too.
@@ -17,22 +21,22 @@ from __future__ import annotations
 import ast
 import operator
 import re
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
 from jaxrl_llm.scoring import typography
 from jaxrl_llm.scoring.quantities import digits_of
 
-OPERATORS = {
+OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
 }
+SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
 MAX_CHARS = 200
 MAX_DIGITS = 200  # maximum digits of the result of a power
 # At least two numbers with operators between them. Digits may be grouped ("1,000").
@@ -65,7 +69,7 @@ def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
 
 
 def used(prompts: list, completions: list[str], messages: list[list[dict[str, str]]], **columns: Any) -> list[float]:
-    """Return 1.0 if the calculator was used, whatever its reply was, else 0.0."""
+    """Return 1.0 for each completion that used the calculator, else 0.0. The calculator's reply does not matter."""
     return [float(any(message["role"] != "assistant" for message in row)) for row in messages]
 
 
@@ -99,8 +103,8 @@ def _without_groups(numeral: re.Match) -> str:
 def _value(node: ast.expr) -> Fraction:
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))
-    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
+        return SIGNS[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp):
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):

@@ -1,8 +1,17 @@
 """World model that simulates an environment that is too slow, expensive or dangerous to train in.
 
-    jaxrl_llm.examples.dream:play    an agent, for policies that act by writing: a turn is an
-                                         action, the reply the next observation, the reward the sum over the steps
-    Dream                                a base class for policies that call tools; rewards per turn
+    python -m jaxrl_llm.serve --model=EXPERIENCE_MODEL --port=8000 &
+    python -m jaxrl_llm.train --config=recipe:grpo --workdir=runs/dream --config.model.path=MODEL \\
+        --config.prompts.source=jsonl --config.prompts.name=tasks.jsonl --config.prompts.max_tokens=512 \\
+        --config.sampling.max_completion_tokens=2048 --config.environments.max_answer_tokens=512 \\
+        --config.environments.factory=jaxrl_llm.examples.dream:play \\
+        --config.rewards.functions='("environment",)'
+
+    jaxrl_llm.examples.dream:play    an agent, for policies that act by writing: a turn is an action, the reply is the
+                                     next observation, the reward is the sum over the steps
+    jaxrl_llm.examples.dream:Dream   a base class for policies that call tools; rewards per turn
+
+This example shows an environment that asks another server, and how failures of the server are counted and not scored.
 
 The experience model runs on an OpenAI-compatible server, ``python -m jaxrl_llm.serve`` or any other:
 

@@ -6,10 +6,17 @@
 The files contain JSON lines; other keys of a line are kept. ``advised`` appends the notes of similar states to each
 reply of an environment:
 
-    from jaxrl_llm.environments import maze
+    from jaxrl_llm.examples import maze
     from jaxrl_llm.examples.experience import advised
 
     plain = advised("notes.jsonl")(maze.plain)      # a function; in a class a tool: @advised("notes.jsonl")
+
+With these lines in mine.py, ``--config.environments.factory=mine.py:plain`` uses the notes:
+
+    python -m jaxrl_llm.train --config=configs/maze.py --workdir=runs/notes \\
+        --config.environments.factory=mine.py:plain --config.environments.max_answer_tokens=24
+
+This example shows how to extend an environment without changing it.
 
 Owns: which lines of a file are near. Does not know: who reads them.
 """

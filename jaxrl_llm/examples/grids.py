@@ -1,6 +1,9 @@
 """Grid puzzles in the style of ARC: write a program that turns each grid into its partner.
 
-Wrong programs can be relabelled, so that they teach too (CodeIt).
+    python -m jaxrl_llm.train --config=configs/codeit.py --workdir=runs/codeit
+
+This example shows questions with a scorer of their own, and a hindsight function: wrong programs are relabelled, so
+that the policy learns from them too (CodeIt).
 
 A grid is rows of digits, "120/034". A question shows pairs of grids, "12/34>21/43 05/60>50/06:". The answer is a
 program that turns the first grid of each pair into the second. A program is a sequence of steps without separators:
@@ -64,8 +67,8 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         grids = [_drawn(rng, side, colours) for _ in range(pairs)]
         words = [*"hvrtul", f"{rng.integers(colours)}{rng.integers(colours)}"]
         program = "".join(words[rng.integers(len(words))] for _ in range(rng.integers(1, steps + 1)))
-        made = [run(program, grid) for grid in grids]
-        if made != grids:
+        made = [result for grid in grids if (result := run(program, grid)) is not None]
+        if len(made) == len(grids) and made != grids:
             prompt = question(grids, made)
             columns = {"grids": grids, "made": made, "answer": program}
             examples.append(Example(prompt, columns, f"grids:{len(examples) + 1}"))
@@ -104,8 +107,10 @@ STEPS = {
 
 def reward(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[float]:
     """Return 1.0 if the completion is a program that turns each grid into its partner, else 0.0."""
-    given = zip(completions, grids, made, strict=True)
-    return [float([run(text.strip(), grid) for grid in own] == right) for text, own, right in given]
+    scores = []
+    for text, first, second in zip(completions, grids, made, strict=True):
+        scores.append(float([run(text.strip(), grid) for grid in first] == second))
+    return scores
 
 
 def hindsight(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[dict[str, Any]]:
@@ -114,11 +119,24 @@ def hindsight(prompts: list, completions: list[str], grids: list, made: list, **
     The list is empty if fewer than two completions are valid programs. A result that leaves the grids unchanged makes
     no group.
     """
-    both = ((text.strip(), tuple(run(text.strip(), grid) for grid in grids[0])) for text in completions)
-    done = [(text, others) for text, others in both if None not in others]
+    programs = []
+    results = []
+    for text in completions:
+        result = [run(text.strip(), grid) for grid in grids[0]]
+        whole = tuple(grid for grid in result if grid is not None)
+        if len(whole) == len(result):
+            programs.append(text.strip())
+            results.append(whole)
+    if len(programs) < 2:
+        return []
     lines = []
-    for wanted in {others for _, others in done} - {tuple(made[0]), tuple(grids[0])}:
-        line = {"prompt": question(grids[0], list(wanted)), "grids": grids[0], "made": list(wanted)}
-        scores = [float(others == wanted) for _, others in done]
-        lines.append(line | {"completions": [text for text, _ in done], "rewards": scores})
-    return sorted(lines, key=lambda line: line["prompt"]) if len(done) > 1 else []
+    for wanted in set(results) - {tuple(made[0]), tuple(grids[0])}:
+        line = {
+            "prompt": question(grids[0], list(wanted)),
+            "grids": grids[0],
+            "made": list(wanted),
+            "completions": programs,
+            "rewards": [float(result == wanted) for result in results],
+        }
+        lines.append(line)
+    return sorted(lines, key=lambda line: line["prompt"])

@@ -1,4 +1,10 @@
-"""KoLMogorov task: write the shortest program that produces a given sequence. No dependency.
+"""KoLMogorov task: write the shortest program that produces a given sequence.
+
+    python -m jaxrl_llm.train --config=configs/debug.py --workdir=runs/kolmogorov \\
+        --config.prompts.source=kolmogorov --config.prompts.max_tokens=256
+
+This example shows questions with a partial reward: a shorter program scores more than a longer one. It has no
+dependency.
 
     "1 2 1 2 1 2"  is written by  repeat([1,2],3)
 
@@ -24,7 +30,7 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,20 +77,32 @@ def _value(node: ast.expr) -> int | list[int]:
         return node.value
     if isinstance(node, ast.List):
         return _short([_number(x) for x in node.elts])
-    name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-    if name in FUNCTIONS and not node.keywords:
-        function, kinds = FUNCTIONS[name]
-        if len(kinds) != len(node.args):
-            raise ProgramError(f"{name} takes {len(kinds)}, not {len(node.args)}")
-        read = {int: _number, list: _list}
-        return _short(function(*(read[kind](x) for kind, x in zip(kinds, node.args, strict=True))))
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in FUNCTIONS
+        and not node.keywords
+    ):
+        return _call(node.func.id, node.args)
     raise ProgramError(f"there is no {ast.unparse(node)[:50]!r} in the language")
 
 
+def _call(name: str, arguments: list[ast.expr]) -> list[int]:
+    """Return the result of a function of the language."""
+    function, kinds = FUNCTIONS[name]
+    if len(kinds) != len(arguments):
+        raise ProgramError(f"{name} takes {len(kinds)} arguments, not {len(arguments)}")
+    values: list[Any] = []
+    for kind, node in zip(kinds, arguments, strict=True):
+        values.append(_number(node) if kind is int else _list(node))
+    return _short(function(*values))
+
+
 def _number(node: ast.expr) -> int:
-    if isinstance(value := _value(node), int) and abs(value) <= MAX_SIZE:
+    value = _value(node)
+    if isinstance(value, int) and abs(value) <= MAX_SIZE:
         return value
-    raise ProgramError("a number is wanted, and not too large a one")
+    raise ProgramError(f"{ast.unparse(node)[:50]!r} must be a number of at most {MAX_SIZE}")
 
 
 def _list(node: ast.expr) -> list[int]:

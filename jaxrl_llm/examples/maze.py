@@ -73,13 +73,17 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """
     from jaxrl_llm.types import Example  # imported here because reward workers import task modules without jax
 
-    given = checked(config.arguments, ARGUMENTS)
-    rng, examples = np.random.default_rng(seed), []
+    arguments = checked(config.arguments, ARGUMENTS)
+    width = arguments["width"]
+    height = arguments["height"]
+    rng = np.random.default_rng(seed)
+    examples = []
     for i in range(1, config.size + 1):
-        maze = drawn(rng, given["width"], given["height"], given["loops"])
-        start, goal = [0, int(rng.integers(given["height"]))], [given["width"] - 1, int(rng.integers(given["height"]))]
+        maze = drawn(rng, width, height, arguments["loops"])
+        start = [0, int(rng.integers(height))]
+        goal = [width - 1, int(rng.integers(height))]
         prompt = f"Find the way out of the maze, which is at {goal[0]}, {goal[1]}. Call go."
-        if given["plain"]:
+        if arguments["plain"]:
             prompt = f"{field(maze, *start)} to {goal[0]}{goal[1]}:"
         examples.append(Example(prompt, {"maze": maze, "start": start, "goal": goal}, f"maze:{i}"))
     return Loaded(tuple(examples))
@@ -91,22 +95,30 @@ def drawn(rng: np.random.Generator, width: int, height: int, loops: int) -> list
     Walls are visited in random order. A wall is removed if it separates two unconnected parts. ``loops`` further walls
     are removed.
     """
-    inside = lambda x, y: 0 <= x < width and 0 <= y < height
-    walls = [(x, y, way) for x in range(width) for y in range(height) for way in "es" if inside(*_next(x, y, way))]
-    part = {(x, y): (x, y) for x in range(width) for y in range(height)}
-    exits = {place: "" for place in part}
-    for x, y, way in (walls[i] for i in rng.permutation(len(walls))):
-        here, there = part[x, y], part[_next(x, y, way)]
-        if here == there and loops <= 0:
-            continue
-        loops -= here == there
-        part = {place: here if own == there else own for place, own in part.items()}
-        exits[x, y] += way
-        exits[_next(x, y, way)] += {"e": "w", "s": "n"}[way]
+    places = [(x, y) for x in range(width) for y in range(height)]
+    walls = [(place, way) for place in places for way in "es" if _next(place, way) in places]
+    part = {place: place for place in places}
+    exits = dict.fromkeys(places, "")
+    for i in rng.permutation(len(walls)):
+        place, way = walls[i]
+        neighbour = _next(place, way)
+        here = part[place]
+        there = part[neighbour]
+        if here == there:
+            if loops <= 0:
+                continue
+            loops -= 1
+        for other, its_part in part.items():
+            if its_part == there:
+                part[other] = here
+        exits[place] += way
+        exits[neighbour] += {"e": "w", "s": "n"}[way]
     return [["".join(way for way in MOVES if way in exits[x, y]) for x in range(width)] for y in range(height)]
 
 
-def _next(x: int, y: int, way: str) -> tuple[int, int]:
+def _next(place: tuple[int, int], way: str) -> tuple[int, int]:
+    """Return the field that lies in a direction, without regard to walls."""
+    x, y = place
     return x + MOVES[way][0], y + MOVES[way][1]
 
 
@@ -117,20 +129,25 @@ class Maze:
     """Maze that the policy explores with the tool ``go``."""
 
     def reset(self, maze: list[list[str]], start: list[int], goal: list[int], **columns: Any) -> str:
-        self.maze, self.place, self.goal, self.bumps = maze, tuple(start), tuple(goal), 0
+        self.maze = maze
+        self.place = _place(start)
+        self.goal = _place(goal)
+        self.bumps = 0
         return f" {self._seen()}"
 
     def go(self, direction: str) -> str:
-        """Goes one field on.
+        """Goes one field in a direction.
 
         Args:
             direction: north, east, south or west.
         """
         place = moved(self.maze, self.place, str(direction).strip().lower()[:1])
-        self.bumps += place == self.place
-        there = "There is a wall. " if place == self.place else ""
+        note = ""
+        if place == self.place:
+            self.bumps += 1
+            note = "There is a wall. "
         self.place = place
-        return f"{there}{self._seen()}"
+        return f"{note}{self._seen()}"
 
     def get_reward(self) -> float:
         """Return 1.0 at the goal, minus 0.1 for each step against a wall."""
@@ -153,12 +170,19 @@ def moved(maze: list[list[str]], place: tuple[int, int], direction: str) -> tupl
 
 def walked(turns: list[str], maze: list[list[str]], start: list[int], goal: list[int]) -> list[tuple[int, int]]:
     """Return the start and the field after each turn. After the goal is reached, the field stays the goal."""
-    places = [tuple(start)]
+    places = [_place(start)]
     for turn in turns:
-        wanted = re.findall("[nesw]", turn)
         here = places[-1]
-        places.append(here if here == tuple(goal) else moved(maze, here, wanted[-1] if wanted else ""))
+        directions = re.findall("[nesw]", turn)
+        if here != _place(goal):
+            here = moved(maze, here, directions[-1] if directions else "")
+        places.append(here)
     return places
+
+
+def _place(coordinates: list[int]) -> tuple[int, int]:
+    x, y = coordinates
+    return x, y
 
 
 def plain(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
@@ -173,36 +197,39 @@ def field(maze: list[list[str]], x: int, y: int) -> str:
 
 def expert(maze: list[list[str]], start: list[int], goal: list[int]) -> str:
     """Return the directions of a shortest path. Among equal paths, the order n, e, s, w decides where they separate."""
-    ways, found = {tuple(start): ""}, [tuple(start)]
-    for place in found:
+    paths = {_place(start): ""}
+    queue = [_place(start)]
+    for place in queue:
         for direction in MOVES:
-            new = moved(maze, place, direction)
-            if new not in ways:
-                ways[new] = ways[place] + direction
-                found.append(new)
-    return ways[tuple(goal)]
+            neighbour = moved(maze, place, direction)
+            if neighbour not in paths:
+                paths[neighbour] = paths[place] + direction
+                queue.append(neighbour)
+    return paths[_place(goal)]
 
 
-def _went(turns: list[str], way: str) -> list[bool]:
-    """Return for each turn whether it is the expert's step."""
-    wanted = [re.findall("[nesw]", turn) for turn in turns]
-    return [bool(went) and went[-1] == step for went, step in zip(wanted, way, strict=False)]
+def _is_expert_step(turns: list[str], path: str) -> list[bool]:
+    """Return for each turn whether it is the expert's step. Turns after the end of the path have no entry."""
+    directions = [re.findall("[nesw]", turn)[-1:] for turn in turns]
+    return [direction == [step] for direction, step in zip(directions, path, strict=False)]
 
 
 def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
-    """Return the expert's next field, whatever the turn did.
+    """Return the expert's next field. It does not depend on the turn.
 
-    None ends the episode, at the goal or after the third wrong step.
+    The result is None, which ends the episode, at the goal or after the third wrong step.
 
     Source: UI-S1, arXiv:2509.11543: the policy's own outputs follow an expert's trajectory and are patched when they
         leave it, so that later steps are still trained on. Differs: the wrong step stays in the row, before its patch.
     """
-    way = expert(maze, start, goal)
-    went, taken = _went(turns, way), way[: len(turns)]
-    if len(turns) >= len(way) or went.count(False) > PATCHES:
+    path = expert(maze, start, goal)
+    is_right = _is_expert_step(turns, path)
+    taken = path[: len(turns)]
+    if len(turns) >= len(path) or is_right.count(False) > PATCHES:
         return None
     x, y = walked(list(taken), maze, start, goal)[-1]
-    return field(maze, x, y) if went[-1] else f" {taken[-1]}:{field(maze, x, y).strip()}"
+    reply = field(maze, x, y)
+    return reply if is_right[-1] else f" {taken[-1]}:{reply.strip()}"
 
 
 def _turns(messages: list[dict[str, str]]) -> list[str]:
@@ -214,24 +241,29 @@ def matched(
     prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
 ) -> list[list[float]]:
     """Return for each turn of each completion 1.0 if it is the expert's step, else 0.0."""
-    worth = []
-    for row, *own in zip(messages, maze, start, goal, strict=True):
+    scores = []
+    for row, *question in zip(messages, maze, start, goal, strict=True):
         turns = _turns(row)
-        went = _went(turns, expert(*own))
-        worth.append([float(x) for x in went] + [0.0] * (len(turns) - len(went)))
-    return worth
+        is_right = _is_expert_step(turns, expert(*question))
+        scores.append([float(x) for x in is_right] + [0.0] * (len(turns) - len(is_right)))
+    return scores
 
 
 def steps(
     prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
 ) -> list[list[float]]:
     """Return the reward of each turn of each completion."""
-    worth = []
-    for row, *own in zip(messages, maze, start, goal, strict=True):
-        places, out = walked(_turns(row), *own), tuple(own[2])
-        pairs = itertools.pairwise(places)
-        worth.append([float(after == out != before) if after != before else NOWHERE for before, after in pairs])
-    return worth
+    scores = []
+    for row, field_exits, first, last in zip(messages, maze, start, goal, strict=True):
+        places = walked(_turns(row), field_exits, first, last)
+        row_scores = []
+        for before, after in itertools.pairwise(places):
+            if after == before:
+                row_scores.append(NOWHERE)
+            else:
+                row_scores.append(float(after == _place(last)))
+        scores.append(row_scores)
+    return scores
 
 
 # ---- the job ---------------------------------------------------------------------------------------------------

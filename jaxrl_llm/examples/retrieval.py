@@ -1,7 +1,17 @@
 """Document search by BM25 (extra ``retrieval``), as an environment (``environments.factory``) with one tool.
 
+    python -m jaxrl_llm.train --config=recipe:step_search --workdir=runs/search --config.model.path=MODEL \\
+        --config.prompts.source=jsonl --config.prompts.name=questions.jsonl --config.prompts.arguments='{}' \\
+        --config.prompts.chat_template=True --config.prompts.max_tokens=512 --config.sampling.stop_tokens='()' \\
+        --config.sampling.max_completion_tokens=2048 --config.environments.max_answer_tokens=512 \\
+        --config.environments.factory=jaxrl_llm.examples.retrieval:Search \\
+        --config.rewards.functions='("jaxrl_llm.examples.retrieval:gain",)'
+
     jaxrl_llm.examples.retrieval:Search   ``search(query)`` replies with the best matching documents
-    :gain                                     a reward per turn: new evidence found, minus documents found before
+    jaxrl_llm.examples.retrieval:gain     a reward per turn: new evidence found, minus documents found before
+
+This example shows an environment with data of its own, which each worker process loads once, and a reward that reads
+what the environment replied.
 
 The documents of a question are its column ``documents``, a list of texts, or the file that its column ``corpus`` names.
 The file has JSON lines with ``text`` and ``id`` (default: the line's number). Each process indexes a file once.

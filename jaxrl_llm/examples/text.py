@@ -1,5 +1,11 @@
 """Sentences of plain text to predict from their context: ``prompts.source="text"``, a JSONL file with column ``text``.
 
+    python -m jaxrl_llm.train --config=recipe:grpo --workdir=runs/text --config.model.path=MODEL \\
+        --config.prompts.source=text --config.prompts.name=FILE.jsonl --config.prompts.max_tokens=512 \\
+        --config.sampling.max_completion_tokens=128
+
+This example shows how questions and their answers are made from data without labels.
+
 ``prompts.arguments``:
 
     context      8; maximum number of sentences shown before the wanted sentence

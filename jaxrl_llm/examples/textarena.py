@@ -1,5 +1,13 @@
 """TextArena games for one player, as an agent: ``environments.factory="jaxrl_llm.examples.textarena:play"``.
 
+    python -m jaxrl_llm.train --config=recipe:grpo --workdir=runs/game --config.model.path=MODEL \\
+        --config.prompts.source=jsonl --config.prompts.name=games.jsonl --config.prompts.max_tokens=512 \\
+        --config.sampling.max_completion_tokens=2048 --config.environments.max_answer_tokens=512 \\
+        --config.environments.factory=jaxrl_llm.examples.textarena:play \\
+        --config.rewards.functions='("environment",)'
+
+This example shows an agent: a function with a loop of its own that asks the policy for each turn.
+
 Questions have a column ``game``, such as "Wordle-v0", and a column ``seed``, a whole number that determines the game.
 The policy reads the game's messages, its turns are moves, and the game's own reward is the reward. Install with ``pip
 install textarena``. Wordle downloads word files of nltk when it is first played.

@@ -1,5 +1,13 @@
 """Wordle, as an environment (``environments.factory``) with one tool: find a hidden word by guesses.
 
+    python -m jaxrl_llm.train --config=recipe:grpo --workdir=runs/wordle --config.model.path=MODEL \\
+        --config.prompts.source=jsonl --config.prompts.name=words.jsonl --config.prompts.max_tokens=512 \\
+        --config.sampling.max_completion_tokens=1024 --config.environments.max_turns=7 \\
+        --config.environments.factory=jaxrl_llm.examples.wordle:Wordle \\
+        --config.rewards.functions='("environment",)'
+
+This example shows an environment that keeps state between turns and gives its own reward (``get_reward``).
+
 Questions have a column ``word``; the prompt contains the rules. The reward is 1.0 for the word. Before that, each
 letter in its right place in the best guess scores 0.1. For words of more than nine letters each letter scores 0.9
 divided by their number.
