@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxrl_llm.conversations import tools
 from jaxrl_llm.models.files import decoding
+from jaxrl_llm.models.files.tokenizer import Tokenizer
 
 
 class Content:
@@ -23,7 +24,7 @@ class Content:
         functions: tools of the request. Without tools, calls are text.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str], functions: Sequence[dict[str, Any]]):
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], functions: Sequence[dict[str, Any]]):
         self._text = decoding.GrowingText(tokenizer.decode, tokenizer.byte_ids)
         self._before = TextBefore(stops)
         self._message = tools.Message(functions)
@@ -56,17 +57,28 @@ class TextBefore:
         if self._is_over:
             return ""
         text = self._held + piece
-        complete = [(text.find(stop) + len(stop), stop) for stop in self._stops if stop in text]
-        if complete:
-            end, stop = min(complete, key=lambda found: (found[0], -len(found[1])))
-            self._is_over, self._held = True, ""
-            return text[: end - len(stop)]
-        begun = [n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
-        certain = len(text) - max(begun, default=0)
-        self._held = text[certain:]
-        return text[:certain]
+        # The stop string that is completed first ends the text. The longest one wins a tie.
+        matches = []
+        for stop in self._stops:
+            start = text.find(stop)
+            if start >= 0:
+                matches.append((start + len(stop), start))
+        if matches:
+            _, start = min(matches)
+            self._is_over = True
+            self._held = ""
+            return text[:start]
+        num_held = 0
+        for stop in self._stops:
+            for size in range(1, len(stop)):
+                if text.endswith(stop[:size]):
+                    num_held = max(num_held, size)
+        num_certain = len(text) - num_held
+        self._held = text[num_certain:]
+        return text[:num_certain]
 
     def finish(self) -> str:
         """Return the text that was held back because it might have become a stop string."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held

@@ -27,9 +27,11 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NONE
 
+NUM_NOISE_IDS = 2**30  # numbers of requests without a seed, and as many for requests with a seed
+
 
 class BusyError(Exception):
-    """The queue of waiting requests is full."""
+    """Error for a request that comes while the queue of waiting requests is full."""
 
 
 @dataclasses.dataclass
@@ -55,12 +57,16 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     temperature: float = 1.0
     seed: int | None = None
-    deltas: queue.SimpleQueue = dataclasses.field(default_factory=queue.SimpleQueue)
+    deltas: queue.SimpleQueue[tuple[list[int], list[float], str | None]] = dataclasses.field(
+        default_factory=queue.SimpleQueue
+    )
     is_cancelled: bool = False
 
 
 @dataclasses.dataclass
 class _Row:
+    """A request in an entry of the sampler, with the tokens drawn so far."""
+
     request: Request
     drawn: list[int] = dataclasses.field(default_factory=list)
 
@@ -88,13 +94,19 @@ class Engine:
         most_waiting: int,
         first: int = 0,
     ):
-        self.sampler, self._run, self._params, self._decode_text = sampler, compiled, params, decode_text
+        self.sampler = sampler
+        self._programs = compiled
+        self._params = params
+        self._key = key
+        self._decode_text = decode_text
+        self._most_waiting = most_waiting
         self._version = sharding.put(np.int32(0), sharding.replicated(sampler.mesh, 0))
-        self._key, self._most_waiting = key, most_waiting
         self._state = compiled["init_sampler"]()
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: dict[tuple[int, int], _Row] = {}
-        self._wake, self._is_closed, self._count = threading.Condition(), False, first
+        self._wake = threading.Condition()
+        self._is_closed = False
+        self._count = first
         self.error: BaseException | None = None  # the exception that ended the engine
         self._thread = threading.Thread(target=self._main, daemon=True)
         self._thread.start()
@@ -115,6 +127,7 @@ class Engine:
             self._wake.notify()
 
     def close(self) -> None:
+        """End the engine's thread. Requests that are not finished get the finish reason "error"."""
         with self._wake:
             self._is_closed = True
             self._wake.notify()
@@ -140,74 +153,124 @@ class Engine:
             self.error = error
         with self._wake:
             self._is_closed = True
-            left = [*self._waiting, *(row.request for row in self._rows.values())]
-        for request in left:
+            unfinished = [*self._waiting, *(row.request for row in self._rows.values())]
+        for request in unfinished:
             request.deltas.put(([], [], "error"))
 
     def _open(self) -> None:
         """Move waiting requests into free entries, and prefill their prompts."""
-        sampler = self.sampler
-        M, E, each = sampler.shards, sampler.entries, sampler.num_prompts // sampler.shards
         while True:
-            free = [[e for e in range(E) if (m, e) not in self._rows][:each] for m in range(M)]
-            tokens = np.zeros((M, each, sampler.max_prompt_tokens), np.int32)
-            length, name = np.ones((M, each), np.int32), np.zeros((M, each), np.int32)
-            entry = np.full((M, each), E, np.int32)  # E = no request
-            with self._wake:
-                self._waiting = collections.deque(x for x in self._waiting if not x.is_cancelled)
-                for j, m in ((j, m) for j in range(each) for m in range(M)):
-                    if j < len(free[m]) and self._waiting:
-                        request = self._waiting.popleft()
-                        self._rows[m, free[m][j]] = _Row(request)
-                        tokens[m, j, : len(request.prompt)], length[m, j] = request.prompt, len(request.prompt)
-                        seed, half = request.seed, 2**30  # two ranges: requests with and without a seed share no noise
-                        name[m, j] = self._count % half if seed is None else half + seed % half
-                        entry[m, j], self._count = free[m][j], self._count + 1
-            if (entry == E).all():
+            wave = self._next_wave()
+            if wave is None:
                 return
-            arrays = tokens.reshape(M * each, -1), length.reshape(-1), name.reshape(-1), entry
-            arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
-            self._state = self._run["prefill"](self._params, self._state, *arrays)
-            if "temper" in self._run:
-                temperature = np.ones((M, E), np.float32)
-                for where, row in self._rows.items():
-                    temperature[where] = row.request.temperature
-                temperature = sharding.put(temperature, sharding.leading(sampler.mesh, temperature))
-                self._state = self._run["temper"](self._state, temperature)
+            arrays = sharding.put(wave, sharding.leading(self.sampler.mesh, wave))
+            self._state = self._programs["prefill"](self._params, self._state, *arrays)
+            if "temper" in self._programs:
+                self._set_temperatures()
+
+    def _next_wave(self) -> tuple[np.ndarray, ...] | None:
+        """Move waiting requests into at most ``num_prompts`` free entries.
+
+        Returns:
+            Tokens, lengths, noise ids and entries of the prompts, as arguments of "prefill". None if no request waits
+            or no entry is free.
+        """
+        sampler = self.sampler
+        M = sampler.shards
+        E = sampler.entries
+        quota = sampler.num_prompts // M
+        free = [[e for e in range(E) if (m, e) not in self._rows][:quota] for m in range(M)]
+        tokens = np.zeros((M, quota, sampler.max_prompt_tokens), np.int32)
+        length = np.ones((M, quota), np.int32)
+        noise_id = np.zeros((M, quota), np.int32)
+        entry = np.full((M, quota), E, np.int32)  # E = no request
+        with self._wake:
+            self._waiting = collections.deque(request for request in self._waiting if not request.is_cancelled)
+            for j in range(quota):
+                for m in range(M):
+                    if j >= len(free[m]) or not self._waiting:
+                        continue
+                    request = self._waiting.popleft()
+                    self._rows[m, free[m][j]] = _Row(request)
+                    tokens[m, j, : len(request.prompt)] = request.prompt
+                    length[m, j] = len(request.prompt)
+                    noise_id[m, j] = self._noise_id(request)
+                    entry[m, j] = free[m][j]
+                    self._count += 1
+        if (entry == E).all():
+            return None
+        return tokens.reshape(M * quota, -1), length.reshape(-1), noise_id.reshape(-1), entry
+
+    def _noise_id(self, request: Request) -> int:
+        """Return the number that selects the noise of a request. Requests with and without a seed share no number."""
+        if request.seed is None:
+            return self._count % NUM_NOISE_IDS
+        return NUM_NOISE_IDS + request.seed % NUM_NOISE_IDS
+
+    def _set_temperatures(self) -> None:
+        """Give the sampler the temperatures of all rows."""
+        sampler = self.sampler
+        temperatures = np.ones((sampler.shards, sampler.entries), np.float32)
+        for place, row in self._rows.items():
+            temperatures[place] = row.request.temperature
+        temperatures = sharding.put(temperatures, sharding.leading(sampler.mesh, temperatures))
+        self._state = self._programs["temper"](self._state, temperatures)
 
     def _step(self) -> None:
         """Run a chunk of decode steps, and put the new tokens of each request into its ``deltas``."""
-        wanted = np.zeros((self.sampler.shards, self.sampler.entries), bool)
-        for where in self._rows:
-            wanted[where] = True
-        wanted = sharding.put(wanted, sharding.leading(self.sampler.mesh, wanted))
-        self._state, told = self._run["decode"](self._params, self._state, self._version, self._key, wanted)
+        sampler = self.sampler
+        wanted = np.zeros((sampler.shards, sampler.entries), bool)
+        for place in self._rows:
+            wanted[place] = True
+        wanted = sharding.put(wanted, sharding.leading(sampler.mesh, wanted))
+        decode = self._programs["decode"]
+        self._state, flags = decode(self._params, self._state, self._version, self._key, wanted)
         tokens, logps = jax.device_get((self._state.tokens, self._state.behaviour_logp))
-        reasons, lengths = jax.device_get(told)
-        cut = np.zeros(reasons.shape, np.int32)
-        for where, row in list(self._rows.items()):
-            request, first = row.request, len(row.request.prompt)
-            end = min(int(lengths[*where, 0]) - first, request.max_tokens)
-            begin, is_over = len(row.drawn), bool(reasons[*where, 0] != STOP_NONE)
-            row.drawn += tokens[*where, 0, first + begin : first + end].tolist()
-            why = "stop" if is_over and row.drawn[-1] in self.sampler.eos_ids else None
-            if (stopped := self._stopped(row, begin)) is not None:
-                end, why = stopped, "stop"
-            elif why is None and end >= request.max_tokens:
-                why = "length"
-            if why or request.is_cancelled:
-                del self._rows[where]
-                if not is_over:
-                    cut[*where, 0] = first + max(end, 1)
-            new = slice(first + begin, first + end)
-            request.deltas.put((tokens[*where, 0, new].tolist(), logps[*where, 0, new].tolist(), why))
-        if cut.any():
-            cut = sharding.put(cut, sharding.leading(self.sampler.mesh, cut))
-            self._state, _ = self._run["stop_rows"](self._state, cut)
+        reasons, lengths = jax.device_get(flags)
+        new_lengths = np.zeros(reasons.shape, np.int32)
+        for place, row in list(self._rows.items()):
+            request = row.request
+            start = len(request.prompt)
+            begin = len(row.drawn)
+            end = min(int(lengths[*place, 0]) - start, request.max_tokens)
+            has_stopped = bool(reasons[*place, 0] != STOP_NONE)
+            row.drawn += tokens[*place, 0, start + begin : start + end].tolist()
+            end, finish_reason = self._finish(row, begin, end, has_stopped)
+            if finish_reason or request.is_cancelled:
+                del self._rows[place]
+                if not has_stopped:
+                    new_lengths[*place, 0] = start + max(end, 1)
+            new = slice(start + begin, start + end)
+            request.deltas.put((tokens[*place, 0, new].tolist(), logps[*place, 0, new].tolist(), finish_reason))
+        if new_lengths.any():
+            placed = sharding.put(new_lengths, sharding.leading(sampler.mesh, new_lengths))
+            self._state, _ = self._programs["stop_rows"](self._state, placed)
+
+    def _finish(self, row: _Row, begin: int, end: int, has_stopped: bool) -> tuple[int, str | None]:
+        """Return the number of tokens of a request, and its finish reason or None.
+
+        Args:
+            begin, end: numbers of tokens before and after the last chunk.
+            has_stopped: whether the sampler has ended the row.
+        """
+        stopped_at = self._stopped(row, begin)
+        if stopped_at is not None:
+            return stopped_at, "stop"
+        if has_stopped and row.drawn[-1] in self.sampler.eos_ids:
+            return end, "stop"
+        if end >= row.request.max_tokens:
+            return end, "length"
+        return end, None
 
     def _stopped(self, row: _Row, begin: int) -> int | None:
-        """Return the length above ``begin`` at which a stop string or stop id ends the request, None if none does."""
-        request, sizes = row.request, range(begin + 1, len(row.drawn) + 1)
-        by_id = next((n for n in sizes if row.drawn[n - 1] in request.stop_ids), None)
-        by_text = stop_strings.completed_at(request.stop, self._decode_text, row.drawn, begin)
-        return min((n for n in (by_id, by_text) if n), default=None)
+        """Return the length above ``begin`` at which a stop string or stop id ends the request, or None."""
+        request = row.request
+        lengths = []
+        for length in range(begin + 1, len(row.drawn) + 1):
+            if row.drawn[length - 1] in request.stop_ids:
+                lengths.append(length)
+                break
+        text_length = stop_strings.completed_at(request.stop, self._decode_text, row.drawn, begin)
+        if text_length is not None:
+            lengths.append(text_length)
+        return min(lengths, default=None)

@@ -32,7 +32,8 @@ class TemperingSampler(Sampler):
     def tempered(self, logits_ZV: jax.Array, state: SamplerState) -> jax.Array:
         of_rows = state.columns["temperature"][..., 0]
         temperature_MZ = jnp.where(state.slot_row >= 0, turns.by_slot(state, of_rows), 1.0)
-        temperature_Z1, logits_ZV = temperature_MZ.reshape(-1, 1), logits_ZV.astype(jnp.float32)
+        temperature_Z1 = temperature_MZ.reshape(-1, 1)
+        logits_ZV = logits_ZV.astype(jnp.float32)
         greedy = jnp.where(logits_ZV == jnp.max(logits_ZV, axis=1, keepdims=True), 0.0, -jnp.inf)
         return jnp.where(temperature_Z1 > 0, logits_ZV / jnp.where(temperature_Z1 > 0, temperature_Z1, 1.0), greedy)
 
@@ -43,12 +44,12 @@ class TemperingSampler(Sampler):
         called after every prefill.
         """
         state = self.abstract_state()
-        given = sharding.rows(self.mesh, (self.shards, self.entries), jnp.float32)
-        temper = Program(_temper, (state, given), sharding.of(state), donate=(0,))
+        temperatures = sharding.rows(self.mesh, (self.shards, self.entries), jnp.float32)
+        temper = Program(_temper, (state, temperatures), sharding.of(state), donate=(0,))
         return super().programs(abstract_params) | {"temper": temper}
 
 
 def _temper(state: SamplerState, temperature_ME: jax.Array) -> SamplerState:
     table = state.columns["temperature"]
     column = jnp.broadcast_to(temperature_ME[:, :, None, None], table.shape)
-    return state.replace(columns={**state.columns, "temperature": column})
+    return state.with_columns(temperature=column)

@@ -343,7 +343,7 @@ USER = [{"role": "user", "content": "x"}]
         (GENERATE, {}, 400, "token_ids must be a list of ids from 0 to"),
         (GENERATE, {"token_ids": [1, -1]}, 400, "token_ids must be a list of ids from 0 to"),
         (GENERATE, {"token_ids": [True]}, 400, "token_ids must be a list of ids from 0 to"),
-        (GENERATE, {"token_ids": [1] * 49}, 400, "a prompt of 49 tokens; 48 are allowed"),
+        (GENERATE, {"token_ids": [1] * 49}, 400, "49 tokens, but at most 48"),
         (GENERATE, {"token_ids": [1], "model": "other"}, 404, "model='other' must be 'random:debug'"),
         (
             GENERATE,
