@@ -195,7 +195,6 @@ def sent_bytes(sent):
     return sum(times * one.num_bytes for times, one in sent)
 
 
-@pytest.mark.tier("slow")  # plain: test_a_draw_sends_nothing_and_an_insert_counts
 @needs_libtpu
 def test_head_and_embedding_send_what_their_layout_needs_once_a_micro_batch(update_of_eight):
     """However many chunks there are: the head in bfloat16, and its gradient in float32.
