@@ -17,8 +17,8 @@ two minutes on 2 cores, to questions of two steps, less than a minute:
     --config.replay.capacity=256) 0.145 and 0.211, 0.148 and 0.207: no difference that two seeds would show
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxrl_llm import config, method_config
-from jaxrl_llm.algorithms.use import Slot, keywords
 from jaxrl_llm.config import Config
 from jaxrl_llm.reports.metric_table import METRICS
 from jaxrl_llm.settings import schema
+from jaxrl_llm.settings.use import Slot, keywords
 from launch import recipes
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[1]

@@ -14,12 +14,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from typing import Annotated, Any, Literal
 
 import ml_collections
 
 from jaxrl_llm import limits
-from jaxrl_llm.method_config import AlgorithmConfig, EnvironmentsConfig, LoraConfig, MethodFacts, ReplayConfig
+from jaxrl_llm.algorithms.inputs import reward_columns
+from jaxrl_llm.algorithms.tracing import reads_of_surrogate
+from jaxrl_llm.method_config import AlgorithmConfig, EnvironmentsConfig, LoraConfig, ReplayConfig
 from jaxrl_llm.settings import functions, moved, schema
 from jaxrl_llm.settings.schema import (
     Bounds,
@@ -36,6 +39,7 @@ from jaxrl_llm.settings.schema import (
     as_mapping,
     flatten,
 )
+from jaxrl_llm.settings.use import Chosen
 
 # Conditions under which a run reads a setting.
 WITH_REFERENCE = ReadWhen(
@@ -333,7 +337,7 @@ class MetricsConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(MethodFacts):
+class Config:
     # The seed of all random numbers.
     seed: int = 0
     # The number of iterations of the whole run.
@@ -419,6 +423,122 @@ class Config(MethodFacts):
         A row of full width has at most 32 pages.
         """
         return 2 ** max(0, (self.row_tokens - 1).bit_length() - 5)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether rollouts carry their log-probabilities under the frozen reference."""
+        return "ref_logp" in self.algorithm.columns
+
+    @property
+    def keeps_old_logp(self) -> bool:
+        """Whether rollouts carry the learner's log-probabilities under the weights that drew each token."""
+        return "generation_logp" in self.algorithm.columns
+
+    @property
+    def keeps_entropy(self) -> bool:
+        """Whether rollouts carry the entropy of the distribution that each token was drawn from."""
+        return "entropy" in self.algorithm.columns
+
+    @property
+    def reward_columns(self) -> dict[str, tuple[int, ...]]:
+        """Shapes per row of the columns that the method reads and that reward functions or environments make.
+
+        "turn_reward" is not among them, because it follows from the scores.
+        """
+        max_turns = self.environments.max_turns if self.environments.factory else 1
+        max_length = self.sampling.max_completion_tokens
+        shapes = reward_columns(self.algorithm.columns, max_turns=max_turns, max_length=max_length)
+        return {name: shape for name, shape in shapes.items() if name != "turn_reward"}
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether the learner has a value head."""
+        return "value" in self.algorithm.columns
+
+    @property
+    def keeps_average(self) -> bool:
+        """Whether the learner keeps a moving average of its weights."""
+        return "average_logp" in self.algorithm.columns
+
+    @property
+    def keeps_previous(self) -> bool:
+        """Whether the learner keeps the weights from before the last iteration's updates."""
+        return "previous_logp" in self.algorithm.columns
+
+    @property
+    def reads_advantage(self) -> bool:
+        """Whether a run depends on the advantages of rows: in its loss, or in the draw of its batches."""
+        by_priority = self.replay.reads_priority and self.replay.priority.facts.reads_advantage
+        return by_priority or "advantage" in reads_of_surrogate(self.algorithm.surrogate)
+
+    @property
+    def reads_function_of_advantage(self) -> bool:
+        """Whether a run depends on the advantage function: on its values, or on whether tied groups have any."""
+        return self.reads_advantage or self.replay.skip_tied or self.rollout.max_resample_rounds > 0
+
+    @property
+    def learns_without_rewards(self) -> bool:
+        """Whether a term of the loss has a gradient if all rewards are 0, by the facts that functions declare."""
+        algorithm = self.algorithm
+        if self.model.reference_path:
+            for chosen in (algorithm.surrogate, algorithm.divergence):
+                if "ref_logp" in chosen.facts.columns and chosen.settings.get("coefficient", 1):
+                    return True
+        bonus = algorithm.entropy_bonus
+        if bonus and (bonus["coefficient"] > 0 or bonus.facts.moves):
+            return True
+        if any(chosen["coefficient"] > 0 for chosen in algorithm.cross_entropies):
+            return True
+        if algorithm.reward_terms or self.update.load_balance > 0:
+            return True
+        # It is not known what a user's function computes.
+        return any(chosen.source for _, chosen in algorithm.functions())
+
+    def rows_per_prompt(self, ring_shards: int) -> int:
+        """Return the number of neighbouring rows of a micro-batch whose shared prompt is computed once.
+
+        This is a group if a micro-batch holds whole groups, else 1.
+        """
+        holds_groups = self.update.micro_batch_size % (ring_shards * self.rows_per_draw) == 0
+        return self.rows_per_draw if self.line_tokens or holds_groups else 1
+
+    def scaled(self) -> Config:
+        """Return the config with learning rates and decays scaled from ``update.scaled_from_batch_size``.
+
+        Source: Hilton et al. 2021, arXiv:2110.00641, batch size-invariance with Adam: its step times sqrt(c), the
+        centre of mass d / (1 - d) of averages over c. Differs: Adam's own decays stay.
+        """
+        if not self.update.scaled_from_batch_size:
+            return self
+        c = self.update.batch_size / self.update.scaled_from_batch_size
+
+        def scaled_decay(decay: float) -> float:
+            return decay / (c * (1 - decay) + decay)
+
+        def scaled_average(chosen: Chosen[Any]) -> Chosen[Any]:
+            if "average_logp" not in chosen.facts.columns:
+                return chosen
+            return chosen.replace(decay=scaled_decay(chosen["decay"]))
+
+        algorithm = self.algorithm
+        advantage = algorithm.advantage
+        if "norm_decay" in advantage.settings:
+            advantage = advantage.replace(norm_decay=scaled_decay(advantage["norm_decay"]))
+        critic_rate = math.sqrt(c) * algorithm.critic.learning_rate
+        algorithm = dataclasses.replace(
+            algorithm,
+            advantage=advantage,
+            old_policy=scaled_average(algorithm.old_policy),
+            divergence=scaled_average(algorithm.divergence),
+            surrogate=scaled_average(algorithm.surrogate),
+            critic=dataclasses.replace(algorithm.critic, learning_rate=critic_rate),
+        )
+        return dataclasses.replace(
+            self,
+            update=dataclasses.replace(self.update, scaled_from_batch_size=0),
+            optimizer=dataclasses.replace(self.optimizer, learning_rate=math.sqrt(c) * self.optimizer.learning_rate),
+            algorithm=algorithm,
+        )
 
 
 class Settings(ml_collections.ConfigDict):

@@ -1,13 +1,14 @@
 """Rules for settings: which sizes fit together, and which texts are allowed.
 
 Owns: these rules and their messages. Does not know: bounds of a single number, which are declared at its setting
-(config), which functions need each other (method_config), devices, files.
+(config), the needs of a method's function, which the function declares (algorithms.facts), devices, files.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from jaxrl_llm.settings.schema import MOST, chosen_functions, flatten, plain_text, unread
@@ -131,7 +132,7 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[sampling.top_k], [sampling.top_p] and [sampling.min_p] must be 0, 1 and 0 with "
         "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
     )
-    yield from c.rules_of_method(flat)
+    yield from _rules_of_methods(c, flat)
     yield (
         c.optimizer.learning_rate > 0,
         "[optimizer.learning_rate] must be more than 0: nothing would learn. `python -m jaxrl_llm.evaluate` measures a "
@@ -206,3 +207,74 @@ def _combinations(c: Any, flat: dict[str, Any]):
         yield not is_on or u.batch_size <= most, words
     for name in ("stop_strings", "stop_tokens"):
         yield all(getattr(c.sampling, name)), f"sampling.{name} must not contain the empty string"
+
+
+def _rules_of_methods(c: Any, flat: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yield (is kept, error message) of the rules between a method's functions and other settings."""
+    a, r = c.algorithm, c.replay
+    iterations_held = (c.ring_capacity - round(r.positive_fraction * c.ring_capacity)) // c.rows_per_iteration
+    for name, must_be_0, reason in (
+        ("replay.positive_fraction", r.unit == "group", "unless replay.unit='rollout': rows are kept one by one"),
+        ("replay.positive_fraction", r.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
+        (
+            "replay.positive_fraction",
+            0 < r.max_age_steps < iterations_held,
+            f"with [replay.max_age_steps] below {iterations_held}",
+        ),
+        (
+            "rollout.max_resample_rounds",
+            c.rollout.group_size == 1,
+            "for rollout.group_size=1, because a group of one row is always tied",
+        ),
+        ("rollout.max_resample_rounds", a.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
+        ("rollout.max_lag_iterations", not c.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),
+        ("algorithm.critic.clip", a.critic.bins > 0, "for [algorithm.critic.bins]: a clip needs one number"),
+    ):
+        yield not must_be_0 or flat[name] == 0, f"[{name}] must be 0 {reason}"
+    yield (
+        c.rollout.lookahead_prompts > 0 or c.rollout.stale_cache == "recompute",
+        "[rollout.stale_cache] must be 'recompute' without rollout.lookahead_prompts: then every completion ends under "
+        "the weights that it began with",
+    )
+    yield from _rules_of_environments(c, flat)
+    resets = a.reference_reset_iterations
+    yield (
+        not resets or (c.keeps_reference and c.model.reference_path == "" and min(resets) > 0),
+        "[algorithm.reference_reset_iterations] must be () or numbers from 1 on, with a method that reads the "
+        "reference (algorithm.divergence), which must be the run's own ([model.reference_path])",
+    )
+    yield (
+        a.critic.bins != 1 and a.critic.low < a.critic.high,
+        "[algorithm.critic.bins] must be 0 or at least 2, and [algorithm.critic.low] below [algorithm.critic.high]",
+    )
+    decays = set()
+    for chosen in a.of_loss:
+        if "average_logp" in chosen.facts.columns and "decay" in chosen.settings:
+            decays.add(chosen["decay"])
+    yield (
+        len(decays) < 2,
+        "[algorithm.old_policy.decay] and [algorithm.divergence.decay] must be equal: a run keeps one moving average",
+    )
+    for path, chosen in chosen_functions(c).items():
+        yield from chosen.facts.rules(path, chosen, c)
+
+
+def _rules_of_environments(c: Any, flat: dict[str, Any]) -> Iterator[tuple[bool, str]]:
+    """Yield (is kept, error message) of the rules of environments."""
+    n = c.environments
+    reason = "with environments.factory: only the policy's own end tokens end its turns"
+    for name, empty in (("sampling.stop_strings", ()), ("external.groups_per_iteration", 0)):
+        yield n.factory == "" or flat[name] == empty, f"[{name}] must be {empty!r} {reason}"
+    yield (
+        n.factory == "" or not c.metrics.share_rollouts,
+        "[metrics.share_rollouts] must be False with environments.factory: shared rollouts have one turn",
+    )
+    yield (
+        n.factory == "" or n.max_answer_tokens + 2 <= c.sampling.max_completion_tokens,
+        "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns, which "
+        "[environments.factory] asks for",
+    )
+    yield (
+        n.factory != "" or "environment" not in c.rewards.functions,
+        "[rewards.functions] has 'environment', which needs environments.factory",
+    )

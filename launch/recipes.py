@@ -74,7 +74,7 @@ def has_clip(config: Config) -> bool:
         reward=jnp.zeros(rows),
         mask=jnp.ones((rows, 1), bool),
         group_size=rows,
-        columns=dict.fromkeys(algorithm.surrogate.needs.columns, zeros),
+        columns=dict.fromkeys(algorithm.surrogate.facts.columns, zeros),
     )
     terms = jax.eval_shape(lambda: algorithm.surrogate(tokens))
     return isinstance(terms, tuple) or (config.has_critic and algorithm.critic.clip > 0)

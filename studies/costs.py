@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.algorithms.inputs import OTHER_POLICIES, SAID_BY_LEARNER
+from jaxrl_llm.algorithms.inputs import OTHER_POLICIES, COMPUTED_BY_LEARNER
 from jaxrl_llm.commands.replay_plan import Costs, Seconds
 from jaxrl_llm.config import Config
 from jaxrl_llm.sweeps.table import Run
@@ -44,9 +44,9 @@ def forwards(config: Config) -> Forwards:
     """Return the extra forward passes that the method of ``config`` makes per trained and per generated rollout."""
     algorithm = config.algorithm
     num_trained = sum(algorithm.loss_needs(name) for name in OTHER_POLICIES)
-    if algorithm.correction and algorithm.correction.fact("over_batch") is not None:
+    if algorithm.correction and algorithm.correction.facts.over_batch is not None:
         num_trained += 1
-    num_generated = len({*SAID_BY_LEARNER} & algorithm.columns)
+    num_generated = len({*COMPUTED_BY_LEARNER} & algorithm.columns)
     return Forwards(num_trained, num_generated)
 
 

@@ -33,7 +33,6 @@ from jaxrl_llm.actor.evaluation import questions
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.algorithms.inputs import Sizes
 from jaxrl_llm.algorithms.memory import Memory
-from jaxrl_llm.algorithms.use import keywords, use
 from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze, from_json, to_json
 from jaxrl_llm.conversations.environment import Environment
@@ -51,6 +50,7 @@ from jaxrl_llm.runtime import bucket, hosts, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.scoring.rewards import RewardPool
 from jaxrl_llm.settings.schema import differences
+from jaxrl_llm.settings.use import keywords, use
 from jaxrl_llm.sweeps.points import with_point
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_STRING, Example, Rewards
 
@@ -344,7 +344,7 @@ SURROGATES += "'kimi_k15', 'spo', 'spo_cross_entropy', 'inpo', 'vcpo'"
         ({"reward_terms": {"name": "length_reward"}}, "must be a list of use(NAME, ...)"),
         (
             {"reward_terms": ["length_reward", use("length_reward", weight=0.2)]},
-            "algorithm.reward_terms must not name a function twice: length_reward, length_reward",
+            "algorithm.reward_terms=('length_reward', 'length_reward')",
         ),
         # Its settings.
         ({"surrogate": {"lo": 0.1}}, "unknown setting algorithm.surrogate.lo=0.1 of 'clipped'; did you mean low"),

@@ -29,11 +29,11 @@ from support.command_line import run_command
 from docs import write_reference
 from docs.write_reference import commands as command_modules
 from docs.write_reference import flags_of
-from jaxrl_llm.algorithms.use import keywords
 from jaxrl_llm.config import AlgorithmConfig, Config, ReplayConfig, flatten, freeze
 from jaxrl_llm.reports.metrics import METRICS
 from jaxrl_llm.runtime import cli, package_files, sharding
 from jaxrl_llm.settings.schema import Text, override
+from jaxrl_llm.settings.use import keywords
 from jaxrl_llm.sweeps import points
 from jaxrl_llm.sweeps.table import Run
 

@@ -9,11 +9,11 @@ import runpy
 import numpy as np
 import pytest
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.commands.sweep import read_sweep
 from jaxrl_llm.config import defaults, freeze, from_json, to_json
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.stream import split_held_out
+from jaxrl_llm.settings.use import use
 from jaxrl_llm.sweeps.points import freeze_points, with_point
 from jaxrl_llm.sweeps.table import Run
 from studies import all as everything

@@ -124,7 +124,7 @@ class GroupParser:
         algorithm = self.config.algorithm
         group_size = self.config.rollout.group_size
         # A single completion has no advantage if siblings are compared, but it can be imitated.
-        compares_siblings = algorithm.advantage.needs.siblings and not algorithm.imitates
+        compares_siblings = algorithm.advantage.facts.siblings and not algorithm.imitates
         least = 2 if compares_siblings else 1
         if not isinstance(values, list) or not least <= len(values) <= group_size:
             raise BadRowError(

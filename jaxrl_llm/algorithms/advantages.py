@@ -19,8 +19,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float
 
 from jaxrl_llm.algorithms import baselines, memory
 from jaxrl_llm.algorithms.critic import lambda_returns
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Rows
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.ops import groups
 from jaxrl_llm.ops.groups import Groups, minus_mean, over_std
 from jaxrl_llm.settings.schema import Decay, Number, Share

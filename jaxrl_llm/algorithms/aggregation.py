@@ -15,8 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Batch
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.ops.masks import completion_mask
 
 
@@ -102,7 +102,7 @@ def _as_drawn(path: str, settings: Any, config: Any) -> str:
     return "" if plain else f"{names} must be 1, 0, 1 and 0 for {path}='answers', which no filter has drawn"
 
 
-@needs(reads="policy_logp", rule=_as_drawn)
+@needs(rule=_as_drawn)
 def answers(x: Batch) -> Float[Array, "B S"]:
     """What an environment answered between the policy's turns: a model of it.
 
@@ -114,7 +114,7 @@ def answers(x: Batch) -> Float[Array, "B S"]:
     return _row_means(completion_mask(x.prompt_length, x.length, x.width) & ~x.sampled, x)
 
 
-@needs(reads="policy_logp", others=True)
+@needs(others=True)
 def imitation(x: Batch) -> Float[Array, "B S"]:
     """The correct rollouts among those of others (external.paths), beside what they get as rollouts.
 

@@ -16,8 +16,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Real
 
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Ratios
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.settings.schema import AtLeastOne, Positive, Share
 
 # A log-weight is cut here before its exponential: the squares of ten million e^36 still add up to a float32.

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.settings.schema import Decay, NotNegative, Positive
 
 Estimator = Literal["k1", "k2", "k3"]
@@ -130,6 +130,6 @@ def adaptive(
     return jnp.maximum(coefficient + rate * jnp.sign(target - entropy), 0.0)
 
 
-ANCHORS = {"reference": reference, "convex": convex, "ewma": ewma}
+DIVERGENCES = {"reference": reference, "convex": convex, "ewma": ewma}
 
 ENTROPY_BONUSES = {"constant": constant, "adaptive": adaptive}

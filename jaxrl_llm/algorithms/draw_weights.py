@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Stored
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.ops.masks import sampled_mask
 from jaxrl_llm.settings.schema import Exponent, Positive
 from jaxrl_llm.types import Experience, Rollout

@@ -82,9 +82,9 @@ def reward_columns(needed: Iterable[str], *, max_turns: int, max_length: int) ->
 
 
 # Those that the learner says of fresh rows.
-SAID_BY_LEARNER = ("generation_logp", "ref_logp", "value", "hidden")
+COMPUTED_BY_LEARNER = ("generation_logp", "ref_logp", "value", "hidden")
 # That which every slot of the ring has, so that a loss can take an advantage anew at replay.
-MADE_BY_CREDIT = "group_mean"
+GROUP_MEAN = "group_mean"
 # Fields of rows that are per token too.
 PER_TOKEN = ("tokens", "behaviour_logp", "policy_version", "advantage")
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.algorithms.baselines import num_features
+from jaxrl_llm.algorithms.facts import CreditFacts
 from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes, reward_columns
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Scores
 
@@ -197,11 +198,10 @@ class Memory:
 
     def __init__(self, functions: Sequence[Any], part_names: Sequence[str], sizes: Sizes, ledger: Any):
         self.ledger, self.part_names = ledger, part_names
-        remembering = [one for one in functions if one.fact("memory")]
-        self._memories = {one.name: one.fact("memory")(one.settings, sizes, ledger) for one in remembering}
-        needed = frozenset().union(*(one.needs.columns for one in functions))
-        lengths = {"max_turns": sizes.max_turns, "max_length": sizes.max_length}
-        self._reward_columns = reward_columns(needed, **lengths)
+        remembering = [one for one in functions if isinstance(one.facts, CreditFacts) and one.facts.memory]
+        self._memories = {one.name: one.facts.memory(one.settings, sizes, ledger) for one in remembering}
+        needed = frozenset().union(*(one.facts.columns for one in functions))
+        self._reward_columns = reward_columns(needed, max_turns=sizes.max_turns, max_length=sizes.max_length)
 
     @property
     def columns(self) -> dict[str, tuple[int, ...]]:

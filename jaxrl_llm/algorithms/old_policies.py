@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Int
 
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Tokens
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.settings.schema import Decay
 
 

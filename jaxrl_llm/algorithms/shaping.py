@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int
 
 from jaxrl_llm.algorithms import memory
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Rows
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.ops.groups import Groups, group_count, group_mean, group_range, group_sum
 from jaxrl_llm.settings.schema import Count, CountOrZero, NotNegative, Positive
 

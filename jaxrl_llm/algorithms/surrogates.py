@@ -27,14 +27,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from jaxrl_llm.algorithms.baselines import gradient_square
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Tokens
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.settings.schema import ConfigError, NotNegative, OverOneOrZero, Positive, Share
 
 # A log-ratio is cut here before its exponential where nothing else bounds it: nats.
@@ -139,7 +140,14 @@ def opmd(x: Tokens, *, tau: NotNegative = 0.1) -> Float[Array, "B T"]:
     return -x.advantage * x.policy_logp / (1 + tau)
 
 
-@needs(reads_old=True, centred_on_old=True)
+def _old_policy_moves(path: str, settings: Any, config: Any) -> str:
+    """Return an error message if the old policy is the behaviour policy, whose ratio is always 1."""
+    if config.algorithm.old_policy.facts.is_behaviour:
+        return f"[algorithm.old_policy] must be another policy for [{path}]: its window would lie about a ratio of 1"
+    return ""
+
+
+@needs(reads_old=True, rule=_old_policy_moves)
 def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Terms:
     """The clipped surrogate against the behaviour policy, its window about the old policy's ratio.
 

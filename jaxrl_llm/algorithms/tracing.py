@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
 from jaxrl_llm.algorithms.inputs import COLUMNS, Stored, Tokens
-from jaxrl_llm.algorithms.use import Chosen
+from jaxrl_llm.settings.use import Chosen
 
 # Rows, tokens of a row, rows of a group.
 SHAPE, GROUP_SIZE = (2, 3), 2
@@ -31,7 +31,7 @@ def reads_of_surrogate(surrogate: Chosen) -> frozenset[str]:
         "iteration": jax.ShapeDtypeStruct((), jnp.int32),
     }
     is_of_rows = lambda name: name in COLUMNS and not COLUMNS[name].per_token
-    columns = {name: of_rows if is_of_rows(name) else number for name in sorted(surrogate.needs.columns)}
+    columns = {name: of_rows if is_of_rows(name) else number for name in sorted(surrogate.facts.columns)}
 
     def call(arrays: Mapping[str, jax.Array]) -> Any:
         fields = {name: value for name, value in arrays.items() if name not in columns}

@@ -22,8 +22,8 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, UInt32
 from jaxrl_llm.algorithms import memory
 from jaxrl_llm.algorithms.advantages import Sums, over_batch
 from jaxrl_llm.algorithms.critic import lambda_returns
+from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Rows
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.ops.groups import STD_EPSILON, group_mean, minus_mean, over_std
 from jaxrl_llm.settings.schema import Bounds, Count, Decay, Exponent, NotNegative, Number, Share
 

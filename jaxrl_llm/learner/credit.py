@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Num
 
 from jaxrl_llm.algorithms.inputs import COLUMNS, Rows
-from jaxrl_llm.algorithms.use import Chosen
 from jaxrl_llm.config import Config
 from jaxrl_llm.ops import groups as compare
 from jaxrl_llm.ops.groups import Groups
 from jaxrl_llm.ops.masks import sampled_mask
 from jaxrl_llm.settings.schema import ConfigError
+from jaxrl_llm.settings.use import Chosen
 from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
 
 # Stands in for the group of rows without a reward; sorts after every real group_id.

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.algorithms import corrections
 from jaxrl_llm.algorithms import critic as values
-from jaxrl_llm.algorithms.inputs import COLUMNS, SAID_BY_LEARNER, Sizes
+from jaxrl_llm.algorithms.inputs import COLUMNS, COMPUTED_BY_LEARNER, Sizes
 from jaxrl_llm.algorithms.memory import Memory
 from jaxrl_llm.config import Config
 from jaxrl_llm.learner import credit, optim, publish
@@ -138,7 +138,7 @@ class LearnerPrograms:
 
     @property
     def annotation(self) -> Annotation:
-        config, columns = self.config, self.config.algorithm.columns & {*SAID_BY_LEARNER}
+        config, columns = self.config, self.config.algorithm.columns & {*COMPUTED_BY_LEARNER}
         # Every ring shard gets its share of own and external groups: no row moves between devices, and a shard holds
         # the same rows on any mesh.
         groups = config.rollout.prompts_per_iteration, config.external.groups_per_iteration
@@ -187,7 +187,7 @@ class LearnerPrograms:
             "previous": config.keeps_previous,
             "reference": bool(config.algorithm.reference_reset_iterations),
         }
-        moves = bool(bonus) and bonus.fact("moves", True)
+        moves = bool(bonus) and bonus.facts.moves
         return TrainState(
             learned,
             {name: optimizer.init(learned[name]) for name, optimizer in self.update.optimizers.items()},

@@ -32,11 +32,11 @@ from jaxrl_llm.algorithms.aggregation import cross_entropy
 from jaxrl_llm.algorithms.divergences import kl_estimate
 from jaxrl_llm.algorithms.inputs import Ratios, Tokens
 from jaxrl_llm.algorithms.surrogates import surrogate_terms
-from jaxrl_llm.algorithms.use import Chosen
 from jaxrl_llm.config import AlgorithmConfig, UpdateConfig
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.row_logp import RowValues
+from jaxrl_llm.settings.use import Chosen
 from jaxrl_llm.types import AGE_BUCKETS, Experience, Sums
 
 HIGH_GAP = 10  # a token's sampler-learner gap is high above this many times the limit of the gap
@@ -94,7 +94,7 @@ class Objective:
     @property
     def old_is_behaviour(self) -> bool:
         """Whether the old policy is the behaviour policy."""
-        return self.algorithm.old_policy.fact("is_behaviour", False)
+        return self.algorithm.old_policy.facts.is_behaviour
 
     @property
     def corrected_ratio(self) -> str:
@@ -102,7 +102,7 @@ class Objective:
 
         "" means that the surrogate has this ratio itself or needs none.
         """
-        base = self.algorithm.surrogate.fact("base", "")
+        base = self.algorithm.surrogate.facts.base
         if base == "old" and self.old_is_behaviour:
             return ""
         return base
@@ -281,7 +281,7 @@ TERMS: tuple[Callable[[Objective, LossInputs], Term], ...] = (
 
 def _reads_prompts(chosen: Chosen) -> bool:
     """Whether a cross-entropy reads the log-probs of prompts, not of completions."""
-    return chosen.fact("reads") == "prompt_logp"
+    return chosen.facts.reads == "prompt_logp"
 
 
 def _total(inputs: LossInputs, value: jax.Array) -> jax.Array:

@@ -232,7 +232,7 @@ class Update:
             entropy_coefficient=state.scalars.get("entropy_coefficient"),
         )
         correction = self.algorithm.correction
-        over_batch = correction.fact("over_batch")
+        over_batch = correction.facts.over_batch
         if over_batch is None:
             return moment
         ratios = self._ratios_of_batch(state.params["policy"], batch, moment)

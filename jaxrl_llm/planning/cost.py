@@ -119,7 +119,7 @@ def active_params(arch: Architecture) -> int:
 
 def reads_prompts(config: Config) -> bool:
     """Return whether a cross-entropy also covers prompts, from their second token on."""
-    return any(one.fact("reads") == "prompt_logp" for one in config.algorithm.cross_entropies)
+    return any(one.facts.reads == "prompt_logp" for one in config.algorithm.cross_entropies)
 
 
 def model_flops(config: Config, arch: Architecture) -> float:

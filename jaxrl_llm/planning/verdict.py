@@ -99,7 +99,7 @@ def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
     data, fsdp, tensor = (mesh[axis] for axis in ("data", "fsdp", "tensor"))
     half_data = f" with mesh.data={data // 2}" if config.mesh.data else ""  # 0: derived from the other axes
     rows, shards = config.update.micro_batch_size, sharding.num_ring_shards(config, run.mesh)
-    unit = shards * (config.rows_per_draw if config.algorithm.surrogate.needs.siblings else 1)
+    unit = shards * (config.rows_per_draw if config.algorithm.surrogate.facts.siblings else 1)
     learns = program in ("update", "annotate", "score_open")
 
     def more_fsdp():

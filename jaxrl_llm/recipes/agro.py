@@ -6,8 +6,8 @@ The loss is the variance of reward minus log-ratio over a group. It is zero at t
 Source: Tang et al. 2025, arXiv:2503.19612. Differs: the paper's loss was not found. This loss follows from its theorem.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

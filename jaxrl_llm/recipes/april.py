@@ -11,8 +11,8 @@ The released scripts compute them with the learner's weights at the time of the 
 constant 1e-6) and the temperature (theirs: 0.8) are left to you.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

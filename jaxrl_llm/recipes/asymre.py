@@ -8,8 +8,8 @@ Source: Arnal et al. 2025, arXiv:2506.20520. Differs: the log-probability of a r
 sampling.max_completion_tokens. This scales the gradient before it is clipped.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -13,8 +13,8 @@ and its warm-up are left to you (theirs: a constant 5e-7 after 100 steps). Rewar
 the standard deviation makes equal.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

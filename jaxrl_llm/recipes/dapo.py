@@ -12,8 +12,8 @@ Source: Yu et al. 2025, arXiv:2503.14476. Differs: four minibatches; the paper h
 penalty weighs twice as much as with the paper's rewards of -1 and 1.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

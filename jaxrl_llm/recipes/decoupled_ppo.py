@@ -9,8 +9,8 @@ with the new weights. Each rollout is trained on once, in one of two minibatches
 Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches; the released configs have four.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

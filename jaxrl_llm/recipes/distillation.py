@@ -11,8 +11,8 @@ Source: Agarwal et al. 2024, arXiv:2306.13649. Differs: the paper's divergence i
 is estimated from the sampled token.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

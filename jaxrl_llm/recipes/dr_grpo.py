@@ -9,8 +9,8 @@ Source: Liu et al. 2025, arXiv:2503.20783. Differs: four minibatches instead of 
 rollouts in steps of 128).
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

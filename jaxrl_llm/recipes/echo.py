@@ -9,8 +9,8 @@ Source: arXiv:2605.24517. Differs: there is one turn, so that the environment's 
 harness are not left out.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

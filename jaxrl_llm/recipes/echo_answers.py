@@ -10,8 +10,8 @@ Source: arXiv:2605.24517. Differs: warnings of the harness are not left out, and
 around a reply are not left out.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

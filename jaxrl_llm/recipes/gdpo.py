@@ -9,8 +9,8 @@ iteration.
 Source: arXiv:2601.05242. Differs: each standard deviation has 1e-6 added to it; in the paper it is 1e-4.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

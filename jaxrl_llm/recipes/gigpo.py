@@ -12,8 +12,8 @@ is that of the population. There is no KL penalty. There are four minibatches of
 have one minibatch for every 256 turns.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -7,8 +7,8 @@ penalty to the starting model.
 Source: Shao et al. 2024, arXiv:2402.03300.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -9,8 +9,8 @@ quarter of the rollouts of an iteration.
 Source: Zheng et al. 2025, arXiv:2507.18071.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

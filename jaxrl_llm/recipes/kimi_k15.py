@@ -10,8 +10,8 @@ log-ratio are ours. Questions that can be guessed without reasoning are kept. Lo
 iteration.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -10,8 +10,8 @@ ours. Rows that start again are rows of the group. All episodes have the full le
 grows.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

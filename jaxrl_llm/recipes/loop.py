@@ -9,8 +9,8 @@ Source: Chen et al. 2025, arXiv:2502.01600. Differs: tied groups are left out; t
 updates takes the whole batch; the paper's take parts of it.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

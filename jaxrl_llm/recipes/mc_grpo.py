@@ -10,8 +10,8 @@ two-valued rewards in an odd group. The median answer stays in the batch with an
 Therefore the mean is over a quarter more answers.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

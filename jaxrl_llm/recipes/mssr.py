@@ -15,8 +15,8 @@ and a dual clip of 3. The KL is measured before each update, so that the first m
 There are four minibatches instead of the 16 of the released code (2,048 rollouts in steps of 128).
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

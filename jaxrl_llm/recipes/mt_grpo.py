@@ -10,8 +10,8 @@ Source: Zeng et al. 2025, arXiv:2505.11821. Differs: the paper has two turns. Th
 the last is ours.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

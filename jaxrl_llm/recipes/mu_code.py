@@ -9,8 +9,8 @@ Source: Jain et al. 2025, arXiv:2502.20380. Differs: the paper learns a verifier
 Here the reward of a turn comes from the environment, and the gradient is GRPO's.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

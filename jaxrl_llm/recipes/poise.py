@@ -10,8 +10,8 @@ keeps a window of recent rollouts. The choice of the entropies' statistics is ou
 features. Of the prompt's hidden states only the last is used.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -14,8 +14,8 @@ arXiv:2403.03950. Differs: the critic is a head on the policy and is updated wit
 paper's critic is a second model with 12 updates to 1 of the policy.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -8,8 +8,8 @@ for a batch of 64, scaled to update.batch_size.
 Source: Hilton et al. 2021, arXiv:2110.00641. Differs: there is no critic. Adam's decays are not scaled.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

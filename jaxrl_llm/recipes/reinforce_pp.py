@@ -11,8 +11,8 @@ instead of the eight of OpenRLHF's script train_reinforce_llama_ray.sh (1,024 pr
 128).
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -12,8 +12,8 @@ previous iterations; the paper's is from one of them. There is no entropy bonus.
 and GRPO's advantage, are ours.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

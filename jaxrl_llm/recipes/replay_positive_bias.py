@@ -8,8 +8,8 @@ iteration 26; a run has 10 iterations unless num_iterations is set.
 Source: Arnal et al. 2026, arXiv:2604.08706.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

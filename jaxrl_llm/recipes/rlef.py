@@ -14,8 +14,8 @@ in the reward, by the geometric mean over a turn. Only the ratio is clipped; the
 the policy that drew the tokens.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

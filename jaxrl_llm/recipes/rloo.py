@@ -7,8 +7,8 @@ Source: Ahmadian et al. 2024, arXiv:2402.14740. Differs: the log-probability of 
 sampling.max_completion_tokens. This scales the gradient before it is clipped. There is no KL in the reward.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -13,8 +13,8 @@ There are two steps; the paper has eight. Each step draws its own rollouts, so t
 steps and others in none.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

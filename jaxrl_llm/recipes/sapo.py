@@ -12,8 +12,8 @@ Source: arXiv:2509.08721. Differs: the newest groups of the others are taken; th
 rewards differ.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -14,8 +14,8 @@ own; in the paper half of it comes from others. The behaviour policy is new in e
 batches.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -12,8 +12,8 @@ because its weight was not found. Masked tokens have no advantage, but the criti
 minibatches was not found; the four minibatches are ours.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

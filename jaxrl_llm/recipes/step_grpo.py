@@ -11,8 +11,8 @@ other, and an answer without any is wrong like any other. The reward for validit
 order.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

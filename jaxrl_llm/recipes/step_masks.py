@@ -9,8 +9,8 @@ Source: STeP, arXiv:2505.20023. Differs: in the paper a teacher marks the wrong 
 Here the reward of a turn marks them, and the other turns have the policy gradient of rewards to go.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

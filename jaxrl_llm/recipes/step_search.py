@@ -11,8 +11,8 @@ Source: Wang et al. 2025, arXiv:2505.15107. Differs: the environment or a reward
 There is no KL penalty to the starting model; the paper's weight is 0.001.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -11,8 +11,8 @@ values to imitate steps and to prefer steps. Here the steps are the policy's own
 are its advantage.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

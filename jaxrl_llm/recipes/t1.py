@@ -7,8 +7,8 @@ moving average of the policy instead of the starting model.
 Source: Hou et al. 2025, arXiv:2501.11651. Differs: its coefficients were not found; these are ours.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

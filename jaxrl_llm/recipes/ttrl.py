@@ -14,8 +14,8 @@ paper's compares with the 32. An answer matches the label if `scoring.answers` r
 words or formula; the paper uses a grader of mathematics. The temperature and the lengths are the run's.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -9,8 +9,8 @@ Source: the reward that follows an action minus a baseline, Schulman et al. 2015
 the baseline of a turn is the mean over the group's turns of the same number, which is ours.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

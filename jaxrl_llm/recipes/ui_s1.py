@@ -13,8 +13,8 @@ replaced by another group. The wrong step stays in the row, and the patch follow
 expert's step, without partial scores for its form and the kind of its action.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.examples import maze
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

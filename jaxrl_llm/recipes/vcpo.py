@@ -11,8 +11,8 @@ truncated as in the loss. The released code does not truncate them, divides by t
 takes a mean over each sequence.
 """
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import defaults
+from jaxrl_llm.settings.use import use
 
 
 def get_config():

@@ -44,7 +44,7 @@ def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax
         spent |= age > oldest
     if config.fresh_from_iteration:
         spent |= (iteration >= config.fresh_from_iteration) & (age > 0)
-    if config.draw.fact("never_draws", lambda settings: False)(config.draw.settings):
+    if config.draw.facts.never_draws(config.draw.settings):
         spent |= ring.priority <= 0
     if ring.pages:
         spent |= ~paged_log.is_held(ring.pages["first"], ring.pages["oldest"])

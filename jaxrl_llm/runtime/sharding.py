@@ -141,7 +141,7 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)
     parts |= dict.fromkeys(("update.batch_size", "replay.capacity"), shards * draw)
     parts["rollouts of an iteration"] = shards * draw if config.replay.shards else 1  # as the prompts divide
-    parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.needs.siblings else 1)
+    parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.facts.siblings else 1)
     parts["update.micro_batch_tokens"] = shards * max(config.line_tokens, 1)
     parts |= dict.fromkeys(("prompts.max_tokens", "sampling.max_completion_tokens", "update.pack_width"), context)
     values, wrong = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}, []

@@ -27,14 +27,14 @@ def chosen(kind):
 def compute(reward, group, valid, extra, kind):
     """The advantage of rows that hold what it declares; "poise" is made to predict the baseline of each row."""
     advantage, baseline = chosen(kind), extra["baseline"]
-    remembered = advantage.fact("memory").columns if advantage.fact("memory") else ()
+    remembered = advantage.facts.memory.columns if advantage.facts.memory else ()
     features = baselines.num_features(1)
     columns = {"question_mean": baseline, "hidden": baseline[:, None], "entropy": jnp.zeros((ROWS, 1))}
     rows = make_rows(
         group_rows(group, valid, GROUPS),
         reward=reward,
         parts=tuple(zip(jnp.moveaxis(extra["parts"], 1, 0), PART_WEIGHTS, strict=True)),
-        columns={name: columns[name] for name in (*advantage.needs.columns, *remembered)},
+        columns={name: columns[name] for name in (*advantage.facts.columns, *remembered)},
         # The last feature is the hidden state, and its coefficient is 1 over what the ridge holds back.
         memory={"regression": jnp.zeros((features, features + 1)).at[-1, -1].set(baselines.RIDGE)},
     )
@@ -239,8 +239,8 @@ def test_what_a_tied_group_teaches_is_declared():
         assert bool(advantage[:2].any()) == algorithm_config(advantage=kind).tied_teaches, kind
     assert not algorithm_config(advantage={"name": "asymre", "delta_v": 0.0}).tied_teaches
     # Those that compare siblings, and those for which a group of one is enough.
-    assert {kind for kind in ADVANTAGES if not chosen(kind).needs.siblings} == {"reinforce_pp", "mssr", "gae"}
-    assert {kind for kind in turns.ADVANTAGES if not chosen(kind).needs.siblings} == {"turn_gae", "step_gae"}
+    assert {kind for kind in ADVANTAGES if not chosen(kind).facts.siblings} == {"reinforce_pp", "mssr", "gae"}
+    assert {kind for kind in turns.ADVANTAGES if not chosen(kind).facts.siblings} == {"turn_gae", "step_gae"}
 
 
 def test_unknown_kind_is_named_and_the_others_are_those_of_the_config():

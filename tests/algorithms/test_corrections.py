@@ -14,8 +14,8 @@ from jaxrl_llm.algorithms import corrections, surrogates
 from jaxrl_llm.algorithms.corrections import CORRECTIONS
 from jaxrl_llm.algorithms.inputs import Ratios, Tokens
 from jaxrl_llm.algorithms.surrogates import reinforce
-from jaxrl_llm.algorithms.use import keywords
 from jaxrl_llm.settings.schema import ConfigError
+from jaxrl_llm.settings.use import keywords
 
 KINDS = sorted(CORRECTIONS)
 BOUNDS = {"low": 0.5, "high": 2.0}
@@ -102,11 +102,11 @@ def test_what_corrections_declare_is_what_they_do():
     for kind in KINDS:
         chosen = algorithm_config(correction=kind).correction
         _, is_kept = weigh(log_ratio, mask, kind=kind, **BOUNDS, threshold=0.3)
-        assert bool((np.asarray(is_kept) != mask).any()) == chosen.fact("masks", False), kind
+        assert bool((np.asarray(is_kept) != mask).any()) == chosen.facts.masks, kind
         # Of the batch it asks what it then compares with.
-        assert (chosen.fact("over_batch") is corrections.second_moment_threshold) == (kind == "second_moment")
+        assert (chosen.facts.over_batch is corrections.second_moment_threshold) == (kind == "second_moment")
         weights = [weigh(log_ratio, mask, kind=kind, **BOUNDS, policy_log_ratio=x)[0] for x in (log_ratio, 3 + policy)]
-        assert bool((weights[0] != weights[1]).any()) == chosen.fact("of_token", False), kind
+        assert bool((weights[0] != weights[1]).any()) == chosen.facts.of_token, kind
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.01, 0.1, 0.3, 10.0])

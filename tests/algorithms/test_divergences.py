@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.building import algorithm_config
 
-from jaxrl_llm.algorithms.divergences import ANCHORS, ENTROPY_BONUSES, kl_estimate, reference_share
+from jaxrl_llm.algorithms.divergences import DIVERGENCES, ENTROPY_BONUSES, kl_estimate, reference_share
 from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.settings.schema import ConfigError
 
@@ -72,7 +72,7 @@ def test_each_anchor_is_held_to_the_policy_that_it_names(kind):
     convex = 0.9 * to["ref"] + 0.1 * to["previous"]
     for name, expected in {"reference": to["ref"], "convex": convex, "ewma": to["average"]}.items():
         chosen = algorithm_config(divergence={"name": name, "estimator": kind}).divergence
-        needed = {column: columns[column] for column in chosen.needs.columns}
+        needed = {column: columns[column] for column in chosen.facts.columns}
         found = chosen(dataclasses.replace(x, columns=needed))
         np.testing.assert_allclose(found[0, :2], expected, rtol=1e-5)
         assert np.isfinite(found[0, 2])
@@ -91,7 +91,7 @@ def test_unknown_kinds_are_named():
         algorithm_config(divergence={"name": "reference", "estimator": "k4"})
     with pytest.raises(ConfigError, match=r"'past' is not one of 'reference', 'convex', 'ewma', 'none'"):
         algorithm_config(divergence="past")
-    assert set(ANCHORS) == {"reference", "convex", "ewma"}
+    assert set(DIVERGENCES) == {"reference", "convex", "ewma"}
 
 
 def test_the_entropy_coefficient_by_hand():
@@ -104,4 +104,4 @@ def test_the_entropy_coefficient_by_hand():
     np.testing.assert_array_equal(jax.vmap(constant)(coefficient, entropy), coefficient)
     # The weight of the one is a part of a run's state.
     chosen = {name: algorithm_config(entropy_bonus=name).entropy_bonus for name in ENTROPY_BONUSES}
-    assert {name for name, one in chosen.items() if one.fact("moves", True)} == {"adaptive"}
+    assert {name for name, one in chosen.items() if one.facts.moves} == {"adaptive"}

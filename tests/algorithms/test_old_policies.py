@@ -29,10 +29,10 @@ def test_each_old_policy_is_what_it_says_and_reads_nothing_else():
     assert {*expected, "interpolated"} == set(OLD_POLICIES)
     for name, logp in expected.items():
         chosen = algorithm_config(old_policy=name).old_policy
-        needed = {column: columns[column] for column in chosen.needs.columns}
+        needed = {column: columns[column] for column in chosen.facts.columns}
         x = tokens(behaviour + 9, behaviour, jnp.zeros((1, 2), jnp.int32), **needed)
         np.testing.assert_array_equal(chosen(x), logp)
-        assert chosen.fact("is_behaviour", False) == (name == "behaviour")
+        assert chosen.facts.is_behaviour == (name == "behaviour")
         assert ("decay" in chosen.settings) == ("average_logp" in needed)
     with pytest.raises(AttributeError, match="average_logp"):
         OLD_POLICIES["ewma"](dataclasses.replace(x, columns={}))

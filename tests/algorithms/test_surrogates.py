@@ -16,8 +16,8 @@ from jaxrl_llm.algorithms.divergences import kl_estimate
 from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.algorithms.surrogates import SURROGATES, surrogate_terms
 from jaxrl_llm.algorithms.tracing import reads_of_surrogate
-from jaxrl_llm.algorithms.use import Chosen, keywords
 from jaxrl_llm.settings.schema import ConfigError
+from jaxrl_llm.settings.use import Chosen, keywords
 
 
 class Numbers(NamedTuple):
@@ -317,11 +317,10 @@ def test_unknown_ones_are_named():
 
 
 def test_what_is_left_to_a_correction_is_declared():
-    of = lambda fact, value: {name for name in NAMES if surrogate(name, SETTINGS).fact(fact) == value}
+    of = lambda fact, value: {name for name in NAMES if getattr(surrogate(name, SETTINGS).facts, fact) == value}
     assert of("base", "old") == set(RATIOS)
     assert of("base", "policy") == {"reinforce", "opmd"}
     assert of("of_token", True) == {"clipped", "cispo"}
-    assert of("centred_on_old", True) == {"remix_centred"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -330,27 +329,27 @@ def test_what_a_surrogate_reads_is_what_it_declares(name):
     term = lambda x: surrogate_terms(chosen, x)[0]
     expected = term(x)
     differs = lambda x: bool((term(x) != expected)[x.mask].any())
-    if chosen.needs.columns:
-        assert chosen.needs.columns == {"ref_logp"}
+    if chosen.facts.columns:
+        assert chosen.facts.columns == {"ref_logp"}
         with pytest.raises(AttributeError, match="ref_logp"):
             term(dataclasses.replace(x, columns={}))
         assert differs(replace(x, ref_logp=x.ref_logp - x.mask * x.reward[:, None]))
     else:
         assert not differs(dataclasses.replace(x, columns={}))
-    reads_old = chosen.fact("base") == "old" or chosen.fact("reads_old", False)
+    reads_old = chosen.facts.base == "old" or chosen.facts.reads_old
     assert bool((term(replace(x, old_logp=x.old_logp - x.mask)) != expected).any()) == reads_old
     # Rewards, or advantages.
     read = reads_of_surrogate(chosen)
     assert differs(replace(x, reward=x.reward - jnp.arange(B))) == ("reward" in read)
     assert differs(replace(x, advantage=2 * x.advantage)) == ("advantage" in read)
-    assert reads_old == ("old_logp" in read) and chosen.needs.columns <= read
+    assert reads_old == ("old_logp" in read) and chosen.facts.columns <= read
     # Groups: another row's log-probs change this row's term.
     other = np.array(x.policy_logp)
     other[1] -= 1.0
     seen = term(replace(x, policy_logp=jnp.asarray(other)))[2]
     seen_reward = term(replace(x, reward=x.reward - np.eye(B, dtype=np.float32)[1]))[2]
     coupled = bool((seen != expected[2]).any() | (seen_reward != expected[2]).any())
-    assert coupled == chosen.needs.siblings
+    assert coupled == chosen.facts.siblings
 
 
 def test_every_surrogate_names_its_source():

@@ -15,9 +15,9 @@ from support.refusal import refused
 
 from jaxrl_llm.algorithms import baselines, shaping
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
+from jaxrl_llm.algorithms.facts import AdvantageFacts
 from jaxrl_llm.algorithms.inputs import COLUMNS, NUM_DIFFICULTIES, ROW, TOKEN, Column, Sizes
 from jaxrl_llm.algorithms.memory import Memory, ShortAnswers, length_grid
-from jaxrl_llm.algorithms.use import Chosen, use
 from jaxrl_llm.commands import train
 from jaxrl_llm.config import freeze, from_json, to_json
 from jaxrl_llm.learner import credit
@@ -26,6 +26,7 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.settings.use import Chosen, use
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, Rewards, Rollout, Scores
 
 WIDTH, COMPLETION_TOKENS, HIDDEN = 7, 4, 5
@@ -575,7 +576,7 @@ def test_what_lies_off_the_completion_moves_nothing():
     ],
 )
 def test_what_a_function_returns_is_held_to_the_shape_of_its_place(place, function, shapes):
-    config, own = config_of(advantage="dr_grpo"), Chosen("own", function=function)
+    config, own = config_of(advantage="dr_grpo"), Chosen("own", function=function, facts=AdvantageFacts())
     algorithm = dataclasses.replace(config.algorithm, **{place: own if place == "advantage" else (own,)})
     config = dataclasses.replace(config, algorithm=algorithm)
     scores = Scores(jnp.zeros(2), jnp.ones(2, bool), jnp.zeros(2, jnp.int32), parts=(), columns={}, memory={})

@@ -4,13 +4,13 @@ import types
 
 import pytest
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import freeze
 from jaxrl_llm.models import presets
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.planning import cost
 from jaxrl_llm.planning.chips import Chip
 from jaxrl_llm.planning.counting import Counts, Region, Sent
+from jaxrl_llm.settings.use import use
 
 # A second for 1e12 operations, 1e9 bytes of memory, 1e9 sent, 1e9 to the host.
 CHIP = Chip(1.0, tflops=1.0, hbm_gb=1.0, link_gb=1.0, host_gb=1.0)

@@ -8,11 +8,11 @@ import pytest
 from support.command_line import run_command
 from support.page import Page
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
 from jaxrl_llm.reports.charts import CHARTS
 from jaxrl_llm.reports.html import print_samples, write_report
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter
+from jaxrl_llm.settings.use import use
 
 EVIL = '<script>alert("x")</script> & more'
 

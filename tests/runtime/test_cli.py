@@ -121,7 +121,7 @@ def test_a_config_file_that_raises_is_one_line_however_it_is_named(tmp_path, run
 
 PLAIN = "from jaxrl_llm.config import defaults as get_config\n"
 METHOD = """
-from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.settings.use import use
 from jaxrl_llm.config import defaults
 
 def get_config():
@@ -326,7 +326,7 @@ def test_a_text_stays_the_text_that_it_is(text, given):
         ),
         (
             ["algorithm.reward_terms=length_reward,length_reward"],
-            "algorithm.reward_terms must not name a function twice",
+            "algorithm.reward_terms=('",
         ),
         (
             ["algorithm.reward_terms.length.weight=1"],

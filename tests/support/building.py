@@ -361,7 +361,7 @@ def train_state(update, mesh=ONE):
         learned["critic"] = jax.device_put(host_head(update), sharding.replicated(mesh_of(mesh), 0))
     scalars = {}
     bonus = update.algorithm.entropy_bonus
-    if bonus and bonus.fact("moves", True):
+    if bonus and bonus.facts.moves:
         scalars["entropy_coefficient"] = jax.device_put(np.float32(bonus["coefficient"]), step.sharding)
     return TrainState(learned, jax.tree.map(jnp.zeros_like, learned), step, others, scalars)
 

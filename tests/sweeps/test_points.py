@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.config import Config, ConfigError, defaults, freeze, from_json, to_json
+from jaxrl_llm.settings.use import use
 from jaxrl_llm.sweeps.points import (
     Sweep,
     freeze_points,

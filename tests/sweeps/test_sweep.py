@@ -20,13 +20,13 @@ from support.command_line import run_command
 from support.page import Page
 from support.parsing import config_of
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.commands import sweep as sweep_module
 from jaxrl_llm.commands import sweep_worker
 from jaxrl_llm.commands.train import train
 from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime.run_record import record
+from jaxrl_llm.settings.use import use
 from jaxrl_llm.sweeps.points import Sweep, freeze_points, grid, product, seeds
 from jaxrl_llm.sweeps.table import (
     THEN,
@@ -626,7 +626,7 @@ def test_a_launched_command_gives_a_text_that_looks_like_something_else(text, sw
 
 
 METHOD = """
-from jaxrl_llm.algorithms.use import use
+from jaxrl_llm.settings.use import use
 from jaxrl_llm.config import defaults
 
 def get_config():

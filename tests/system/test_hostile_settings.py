@@ -14,13 +14,13 @@ import pytest
 from support import command_line
 from support.command_line import DEBUG_CONFIG
 
-from jaxrl_llm.algorithms.use import Chosen
 from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import Config, ConfigError, flatten, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import programs
 from jaxrl_llm.scoring import rewards
 from jaxrl_llm.settings.schema import LARGEST, MOST, SMALLEST
+from jaxrl_llm.settings.use import Chosen
 
 INTEGERS = [0, 1, -1, 7, 64, 10**9, MOST, MOST + 1, 2**63, 10**30, True, 1.5, "4", None, math.nan, {}, [1], ()]
 NUMBERS = [0, -0.0, 1, -1.0, 0.5, 1e-30, 1e-320, 1e6, 1e30, 1e39, 1e308, 10**400, math.nan, math.inf, -math.inf, True]
@@ -296,7 +296,11 @@ def test_nonsense_is_refused_by_name_and_asks_for_no_memory(path, value, up_to_c
             [{"name": "short_answer", "tokens": MOST + 1}],
             "algorithm.reward_terms[0].tokens=2147483648 must be at least 1 and at most 2147483647",
         ),
-        ("algorithm.reshaping", ["duration_factor"] * 1000, "algorithm.reshaping must not name a function twice"),
+        (
+            "algorithm.reshaping",
+            ["duration_factor"] * 1000,
+            "algorithm.reshaping=('duration_factor', ",
+        ),
     ],
 )
 def test_nonsense_of_a_function_is_refused_by_name(place, function, named, up_to_compiling, tmp_path):

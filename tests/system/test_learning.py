@@ -13,13 +13,13 @@ import psutil
 import pytest
 from support.building import compile_once
 
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.runtime.weights import restore_params
+from jaxrl_llm.settings.use import use
 
 ROOT = pathlib.Path(__file__).parents[2]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"

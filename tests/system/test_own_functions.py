@@ -11,11 +11,11 @@ from support.command_line import DEBUG_CONFIG, run_command
 from test_readme import commands, files
 
 from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TOKEN, Column
-from jaxrl_llm.algorithms.use import use
 from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, defaults, freeze, from_json, to_json
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import programs, sharding
+from jaxrl_llm.settings.use import use
 
 METHODS = """
 import jax.numpy as jnp
@@ -239,9 +239,9 @@ def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
         (["algorithm.surrogate={}:silent"], ["algorithm.surrogate", "number for each token"]),
         (["algorithm.old_policy={}:averaged"], ["algorithm.old_policy", ":averaged' needs", "`decay`, a float"]),
         (["algorithm.old_policy={}:averaged_by_text"], ["algorithm.old_policy", "`decay`, a float"]),
-        (["algorithm.advantage={}:looking_back"], ["algorithm.advantage", "['previous_logp']", "of a loss alone"]),
-        (["algorithm.advantage={}:of_groups"], ["algorithm.advantage", "['group_mean']", "of a loss alone"]),
-        (["algorithm.surrogate={}:unsure"], ["algorithm.surrogate", "must not need ['entropy']", "loss do not see"]),
+        (["algorithm.advantage={}:looking_back"], ["algorithm.advantage", "'previous_logp'"]),
+        (["algorithm.advantage={}:of_groups"], ["algorithm.advantage", "'group_mean'"]),
+        (["algorithm.surrogate={}:unsure"], ["algorithm.surrogate", "must not need 'entropy'"]),
         (["algorithm.advantage={}:centred", "rollout.group_size=1"], ["rollout.group_size=1", "centred"]),
         (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 11", "AttributeError"]),
     ],

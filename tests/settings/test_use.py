@@ -10,7 +10,6 @@ from typing import Literal
 import ml_collections
 import pytest
 
-from jaxrl_llm.algorithms.use import Chosen, Needs, Slot, keywords, needs, slot, use
 from jaxrl_llm.settings.schema import (
     AtLeastOne,
     ConfigError,
@@ -28,13 +27,21 @@ from jaxrl_llm.settings.schema import (
     convert,
     flatten,
 )
+from jaxrl_llm.settings.use import Chosen, Facts, Slot, declare, keywords, slot, use
+
+
+@dataclasses.dataclass(frozen=True)
+class FactsOfTests(Facts):
+    base: str = ""
+    siblings: bool = False
+    limit: int = 0
 
 
 def plain(x):
     return x
 
 
-@needs("ref_logp", "entropy", siblings=True, base="old", limit=3)
+@declare(siblings=True, base="old", limit=3)
 def scaled(
     x, *, scale: Positive = 2.0, kind: Literal["a", "b"] = "a", times: Count = 1, shift=0.5, is_on: bool = False
 ):
@@ -46,9 +53,9 @@ def demanding(x, *, limit: Share):
 
 
 TABLE = {"plain": plain, "scaled": scaled, "demanding": demanding}
-ONE = Slot(TABLE, "x")
-OPTIONAL = Slot(TABLE, "x", optional=True, settings={"coefficient": (NotNegative, 0.25)})
-SEVERAL = Slot(TABLE, "x", several=True)
+ONE = Slot(TABLE, "x", FactsOfTests)
+OPTIONAL = Slot(TABLE, "x", FactsOfTests, optional=True, settings={"coefficient": (NotNegative, 0.25)})
+SEVERAL = Slot(TABLE, "x", FactsOfTests, several=True)
 DEFAULTS = {"scale": 2.0, "kind": "a", "times": 1, "shift": 0.5, "is_on": False}
 
 
@@ -114,7 +121,7 @@ def test_a_slot_that_may_stay_empty_has_its_own_settings_where_it_is_not():
     empty = OPTIONAL.choose("none", "a.b")
     assert not empty
     assert empty == Chosen("none")
-    assert empty.needs == Needs()
+    assert empty.facts == FactsOfTests()
     refused(OPTIONAL, use("none", scale=1.0), "a.b.scale=1.0: a.b='none' has no settings; a.b may be 'plain'")
 
 
@@ -134,8 +141,8 @@ def test_several_are_taken_in_order():
 
 
 def test_of_several_each_is_refused_by_its_place_and_none_comes_twice():
-    refused(SEVERAL, ["scaled", "scaled"], "a.b must not name a function twice: scaled, scaled")
-    refused(SEVERAL, ["plain", use("scaled", scale=2.0), use("scaled", scale=3.0)], "twice: plain, scaled, scaled")
+    refused(SEVERAL, ["scaled", "scaled"], "a.b=('scaled', 'scaled')")
+    refused(SEVERAL, ["plain", use("scaled", scale=2.0), use("scaled", scale=3.0)], "a.b=('plain', 'scaled', 'scaled')")
     refused(SEVERAL, ["plain", "other"], "a.b[1]='other' is not one of 'plain'")
     refused(SEVERAL, [use("scaled", scale=0.0)], "a.b[0].scale=0.0 must be more than 0.0")
     for value in ("plain", {"name": "plain"}, 3, None, Chosen("plain")):
@@ -268,21 +275,30 @@ def test_text_names_several_with_commas(text):
 def test_text_names_none_or_one():
     assert SEVERAL.choose(Text(""), "a.b") == SEVERAL.choose(Text("()"), "a.b") == ()
     assert [one.name for one in SEVERAL.choose(Text("plain"), "a.b")] == ["plain"]
-    refused(SEVERAL, Text("plain,plain"), "a.b must not name a function twice: plain, plain")
+    refused(SEVERAL, Text("plain,plain"), "a.b=('plain', 'plain')")
     refused(SEVERAL, Text("plain,other"), "a.b[1]='other' is not one of")
 
 
 # ---- what is declared
 
 
-def test_needs_are_those_of_the_function():
+def test_declared_facts_are_the_record_of_the_slot():
     chosen = ONE.choose("scaled", "a.b")
-    assert chosen.needs == Needs(frozenset({"ref_logp", "entropy"}), True, {"base": "old", "limit": 3})
-    assert chosen.fact("base") == "old"
-    assert chosen.fact("other") is None
-    assert chosen.fact("other", 7) == 7
-    assert ONE.choose("plain", "a.b").needs == Needs(frozenset(), False, {})
-    assert scaled(1.0) == 2.5  # marked, and otherwise what it was
+    assert chosen.facts == FactsOfTests(base="old", siblings=True, limit=3)
+    assert ONE.choose("plain", "a.b").facts == FactsOfTests()
+    assert scaled(1.0) == 2.5  # the decorator returns the same function
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [({"sibling": True}, ("sibling=True", "siblings")), ({"siblings": "yes"}, ("siblings='yes'", "True or False"))],
+)
+def test_a_table_with_an_unknown_fact_is_refused(facts, words):
+    table = {"wrong": declare(**facts)(lambda x: x)}
+    with pytest.raises(ConfigError) as error:
+        Slot(table, "x", FactsOfTests)
+    for word in ("'wrong'", *words):
+        assert word in str(error.value)
 
 
 # ---- what is chosen
@@ -336,9 +352,9 @@ def test_its_mapping_makes_it_again():
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    first: Chosen = slot(TABLE, "x", "scaled")
-    second: Chosen = slot(TABLE, "x", settings={"coefficient": (NotNegative, 0.25)})
-    more: tuple[Chosen, ...] = slot(TABLE, "x", (), several=True)
+    first: Chosen = slot(TABLE, "x", "scaled", facts=FactsOfTests)
+    second: Chosen = slot(TABLE, "x", facts=FactsOfTests, settings={"coefficient": (NotNegative, 0.25)})
+    more: tuple[Chosen, ...] = slot(TABLE, "x", (), facts=FactsOfTests, several=True)
 
 
 def test_fields_of_a_config_have_paths_and_defaults():
@@ -366,15 +382,20 @@ def test_fields_of_a_config_have_paths_and_defaults():
 # ---- functions of the user's own
 
 OWN = """
-from jaxrl_llm.algorithms.use import needs
 from jaxrl_llm.settings.schema import Share
+from jaxrl_llm.settings.use import declare
 
 NUMBER = 3
 
 
-@needs("ref_logp", base="old")
+@declare(base="old")
 def halved(x, *, by: float = 2.0, share: Share = 1.0):
     return share * x / by
+
+
+@declare(bases="old")
+def declaring(x):
+    return x
 
 
 def two(x, y):
@@ -419,7 +440,7 @@ def test_a_function_of_a_file_is_one_like_those_of_the_table(own):
     assert chosen.name == f"{own}:halved"
     assert chosen.settings == {"by": 2.0, "share": 1.0}
     assert chosen(6.0) == 3.0
-    assert chosen.needs == Needs(frozenset({"ref_logp"}), False, {"base": "old"})
+    assert chosen.facts == FactsOfTests(base="old")
     assert str(chosen) == f"{own}:halved(by=2.0, share=1.0)"
     assert OPTIONAL.choose(use(f"{own}:halved", by=4), "a.b").settings == {"coefficient": 0.25, "by": 4.0, "share": 1.0}
     texts = SEVERAL.choose(Text(f"plain,{own}:halved"), "a.b")
@@ -463,12 +484,16 @@ def test_a_run_of_elsewhere_is_read_without_its_file_and_not_run(tmp_path):
     chosen = ONE.choose(gone, "a.b")
     assert chosen.function is None
     assert chosen.mapping() == gone
-    assert chosen.needs == Needs()
+    assert chosen.facts == FactsOfTests()
     with pytest.raises(
         ConfigError, match=r"gone.py:halved' cannot be found: this config is of a run that had its file"
     ):
         chosen(1.0)
     refused(ONE, {k: v for k, v in gone.items() if k != "source"}, "cannot be used: FileNotFoundError", "gone.py")
+
+
+def test_a_function_of_a_file_with_an_unknown_fact_is_refused(own):
+    refused(ONE, f"{own}:declaring", f"a.b='{own}:declaring'", "bases='old'", "did you mean base")
 
 
 @pytest.mark.parametrize(
@@ -488,7 +513,7 @@ def test_one_that_takes_something_else_is_refused(own, name, signature):
 
 
 def test_its_arguments_are_as_many_as_those_of_its_place(own):
-    place = Slot({}, "advantage, rows")
+    place = Slot({}, "advantage, rows", FactsOfTests)
     assert place.choose(f"{own}:two", "a.b")(1, 2) == 1
     refused(place, f"{own}:halved", "must be a function of (advantage, rows)", "not of (x, *, by")
 

@@ -1,0 +1,433 @@
+"""Facts that the functions of a method declare about themselves: one record for each slot of a config.
+
+    @needs("ref_logp", siblings=True)            columns that the function reads, and facts
+    def my_surrogate(x, *, beta: Positive = 0.1): ...
+
+A record also has the rules that follow from its facts, as (is kept, error message) pairs. ``limits`` checks the rules
+before a run begins. In a message, [update.batch_size] stands for the setting's name and value. A rule that belongs to
+one function alone stands beside that function and is declared as ``rule``.
+
+Owns: the records, their rules. Does not know: any function. ``config`` is always a ``jaxrl_llm.config.Config``, whose
+module stands above this folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol, TypeVar
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.inputs import COLUMNS, COMPUTED_BY_LEARNER, GROUP_MEAN, OTHER_POLICIES, Sizes
+from jaxrl_llm.settings.schema import ConfigError, near
+from jaxrl_llm.settings.use import Chosen, Facts, declare
+from jaxrl_llm.types import Rewards
+
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+Settings = Mapping[str, Any]  # of a function: value by name
+Config = Any  # a jaxrl_llm.config.Config, which stands above this folder
+Rule = tuple[bool, str]  # whether a rule is kept, and the error message if it is broken
+# Receives the path of the function, its settings and the config. Returns the error message; "" if the rule is kept.
+RuleOfFunction = Callable[[str, Settings, Config], str]
+# Values of each reward function, and its weight.
+Parts = Sequence[tuple[Any, float]]
+
+
+def credit_columns() -> tuple[str, ...]:
+    """Return the columns that functions of credit may read. "group_mean" is a result of credit."""
+    return ("entropy", *_columns_from_rewards(), *COMPUTED_BY_LEARNER)
+
+
+def loss_columns() -> tuple[str, ...]:
+    """Return the columns that functions of a loss may read: the ring stores them, or the learner computes them."""
+    names = (*_columns_from_rewards(), *COMPUTED_BY_LEARNER)
+    stored = [name for name in names if COLUMNS[name].is_stored]
+    return (*stored, GROUP_MEAN, *OTHER_POLICIES)
+
+
+def _columns_from_rewards() -> tuple[str, ...]:
+    return tuple(name for name, column in COLUMNS.items() if column.from_rewards)
+
+
+def needs(*columns: str, **facts: Any) -> Callable[[Decorated], Decorated]:
+    """Return a decorator that declares the columns that a function reads, and facts of its slot's record."""
+    if columns:
+        facts["columns"] = frozenset(columns)
+    return declare(**facts)
+
+
+class MethodMemory(Protocol):
+    """Memory of a function between iterations, on the host. See ``algorithms.memory``."""
+
+    columns: tuple[str, ...]
+    whole: dict[str, tuple[int, ...]]
+
+    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]: ...
+
+    def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None: ...
+
+    def state(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
+
+# Receives the function's settings, sizes of the run, and the ledger of questions (``questions.ledger.Ledger``).
+MemoryClass = Callable[[Settings, Sizes, Any], MethodMemory]
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionFacts(Facts):
+    """Facts of every slot.
+
+    Attributes:
+        columns: names in ``inputs.COLUMNS`` or ``inputs.OTHER_POLICIES`` that the function reads.
+        rule: a rule of this function about other settings.
+    """
+
+    columns: frozenset[str] = frozenset()
+    rule: RuleOfFunction | None = None
+
+    def allowed_columns(self) -> tuple[str, ...]:
+        """Return the columns that functions of this slot may read."""
+        return ()
+
+    def __post_init__(self) -> None:
+        names = self.allowed_columns()
+        for column in sorted(self.columns):
+            if column not in names:
+                allowed = near(column, names) if names else "they receive no columns"
+                raise ConfigError(f"must not need {column!r}, which functions of this slot do not read: {allowed}")
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        """Yield the rules that follow from these facts.
+
+        Args:
+            path: dotted path of the function in the config.
+            chosen: the function with its settings.
+            config: the whole config.
+        """
+        message = self.rule(path, chosen.settings, config) if self.rule is not None else ""
+        yield not message, message
+
+
+# ---- credit
+
+
+def _never(settings: Settings) -> bool:
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class CreditFacts(FunctionFacts):
+    """Facts of functions that see the rollouts of an iteration.
+
+    Attributes:
+        memory: what the function remembers of earlier iterations.
+    """
+
+    memory: MemoryClass | None = None
+
+    def allowed_columns(self) -> tuple[str, ...]:
+        return credit_columns()
+
+
+@dataclasses.dataclass(frozen=True)
+class AdvantageFacts(CreditFacts):
+    """Facts of an advantage.
+
+    Attributes:
+        siblings: it compares the rows of a group, so a group must have at least two.
+        tied_teaches: whether a group of equal rewards has an advantage, by the function's settings. An advantage that
+            does not compare siblings always teaches on such groups.
+        by_part: returns the scores of each reward function and its weight, as the advantage compares them. None if it
+            compares their sum.
+        is_centred_reward: it is the reward minus the mean of the group.
+    """
+
+    siblings: bool = False
+    tied_teaches: Callable[[Settings], bool] = _never
+    by_part: Callable[[Parts, Settings, Callable[..., Any]], Parts] | None = None
+    is_centred_reward: bool = False
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        yield from super().rules(path, chosen, config)
+        yield _has_siblings(self.siblings, path, config)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardTermFacts(CreditFacts):
+    """Facts of a reward term."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshapingFacts(CreditFacts):
+    """Facts of a reshaping of the advantage.
+
+    Attributes:
+        of_row: it needs one advantage for all tokens of a row.
+    """
+
+    of_row: bool = False
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        yield from super().rules(path, chosen, config)
+        advantage_is_by_token = bool({"value", "turn_reward"} & config.algorithm.advantage.facts.columns)
+        yield (
+            not (self.of_row and advantage_is_by_token),
+            f"[algorithm.reshaping] must not have {chosen.name!r} with [algorithm.advantage]: it needs one advantage "
+            "for each row, and this advantage differs between the tokens of a row. Remove it, or choose another "
+            "algorithm.advantage",
+        )
+
+
+def _has_siblings(siblings: bool, path: str, config: Config) -> Rule:
+    """Return the rule that a function which compares the rows of a group has at least two rows in a group."""
+    return (
+        config.rollout.group_size > 1 or not siblings,
+        f"[rollout.group_size] must be at least 2 for [{path}], which compares the answers of a group. Set "
+        f"rollout.group_size=2 or choose another {path}",
+    )
+
+
+# ---- the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFacts(FunctionFacts):
+    """Facts of functions that see the tokens of a batch."""
+
+    def allowed_columns(self) -> tuple[str, ...]:
+        return loss_columns()
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        yield from super().rules(path, chosen, config)
+        decay = chosen.settings.get("decay")
+        yield (
+            "average_logp" not in self.columns or (isinstance(decay, float) and 0 <= decay < 1),
+            f"{path}={chosen.name!r} needs 'average_logp', so it must have a setting `decay`, a float in [0, 1). Add "
+            "the keyword to the function",
+        )
+
+
+# Facts that a surrogate may require of the advantage or of the aggregation, and the reason.
+REQUIRED_OF_ADVANTAGE = {"is_centred_reward": "a regression on the reward minus the mean of its group"}
+REQUIRED_OF_AGGREGATION = {
+    "counts_rows_alike": "whose loss is a mean over rows, long and short ones alike",
+    "sums_tokens": "whose loss is a sum over the tokens of a row",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SurrogateFacts(LossFacts):
+    """Facts of a surrogate.
+
+    Attributes:
+        siblings: it compares the rows of a group: there must be at least two, and they must be neighbours in a batch.
+        base: policy whose samples the term assumes. It decides which importance weight is left to a correction: "old"
+            (old / behaviour), "policy" (current / behaviour), or "" (the term holds on any data).
+        of_token: its ratio is a ratio of each token.
+        reads_old: it reads the old policy without assuming its samples.
+        advantage: fact in ``REQUIRED_OF_ADVANTAGE`` that the advantage must declare.
+        aggregation: fact in ``REQUIRED_OF_AGGREGATION`` that the aggregation must declare.
+    """
+
+    siblings: bool = False
+    base: Literal["", "old", "policy"] = ""
+    of_token: bool = False
+    reads_old: bool = False
+    advantage: str = ""
+    aggregation: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, value, allowed in (
+            ("base", self.base, ("", "old", "policy")),
+            ("advantage", self.advantage, ("", *REQUIRED_OF_ADVANTAGE)),
+            ("aggregation", self.aggregation, ("", *REQUIRED_OF_AGGREGATION)),
+        ):
+            if value not in allowed:
+                raise ConfigError(
+                    f"declares {name}={value!r:.200}, which must be one of {', '.join(map(repr, allowed))}"
+                )
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        yield from super().rules(path, chosen, config)
+        yield _has_siblings(self.siblings, path, config)
+        compares = f"for [{path}], which compares the answers of a group"
+        yield (
+            config.replay.unit == "group" or not self.siblings,
+            f"[replay.unit] must be 'group' {compares}. Set replay.unit=group or choose another {path}",
+        )
+        yield (
+            not self.siblings or config.update.micro_batch_size % config.rollout.group_size == 0,
+            f"[update.micro_batch_size] must be a multiple of [rollout.group_size] {compares}",
+        )
+        old_policy = config.algorithm.old_policy.facts
+        yield (
+            old_policy.is_behaviour or self.base == "old" or self.reads_old,
+            f"[algorithm.old_policy] must be 'behaviour' for [{path}], which has no old policy",
+        )
+        yield _requires(self.advantage, "advantage", REQUIRED_OF_ADVANTAGE, path, config)
+        yield (
+            not self.advantage or not config.algorithm.reshaping,
+            f"[algorithm.reshaping] must be () for [{path}], whose optimum is the optimum of the rewards as they are. "
+            f"Remove the reshapings, or choose another {path}",
+        )
+        yield _requires(self.aggregation, "aggregation", REQUIRED_OF_AGGREGATION, path, config)
+
+
+def _requires(fact: str, field: str, reasons: Mapping[str, str], path: str, config: Config) -> Rule:
+    """Return the rule that the function in ``algorithm.FIELD`` declares a fact; "" requires nothing."""
+    if not fact:
+        return True, ""
+    slots = {item.name: item.metadata.get("slot") for item in dataclasses.fields(config.algorithm)}
+    fitting = []
+    for name, function in slots[field].table.items():
+        if getattr(function, "declared_facts", {}).get(fact):
+            fitting.append(name)
+    return (
+        getattr(getattr(config.algorithm, field).facts, fact),
+        f"[algorithm.{field}] must be {' or '.join(map(repr, fitting))} for [{path}], {reasons[fact]}. Set "
+        f"algorithm.{field}={fitting[0]}, or choose another {path}",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class OldPolicyFacts(LossFacts):
+    """Facts of an old policy.
+
+    Attributes:
+        is_behaviour: it is the policy that drew the tokens.
+    """
+
+    is_behaviour: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class DivergenceFacts(LossFacts):
+    """Facts of a divergence for the KL penalty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrectionFacts(FunctionFacts):
+    """Facts of an off-policy correction.
+
+    Attributes:
+        masks: it leaves tokens out.
+        of_token: it bounds the ratio of each token, so the surrogate's ratio must be a ratio of each token.
+        over_batch: returns a number for the whole batch from its ratios and the function's settings. The function
+            receives the number as ``Ratios.over_batch``.
+    """
+
+    masks: bool = False
+    of_token: bool = False
+    over_batch: Callable[..., jax.Array] | None = None
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        yield from super().rules(path, chosen, config)
+        surrogate = config.algorithm.surrogate.facts
+        is_behaviour = config.algorithm.old_policy.facts.is_behaviour
+        has_weight = surrogate.base == "policy" or (surrogate.base == "old" and not is_behaviour)
+        yield (
+            not chosen or has_weight or self.masks,
+            f"[{path}] must be 'none' or a correction that masks, with [algorithm.surrogate] and "
+            "[algorithm.old_policy]: these leave no importance weight to correct",
+        )
+        yield (
+            not self.of_token or surrogate.of_token,
+            f"[{path}] bounds the ratio of each token, and [algorithm.surrogate] has no such ratio. Choose another "
+            f"{path}",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSizeFacts(FunctionFacts):
+    """Facts of a step size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AggregationFacts(FunctionFacts):
+    """Facts of an aggregation.
+
+    Attributes:
+        counts_rows_alike: long and short rows have the same weight.
+        sums_tokens: the loss of a row is the sum over its tokens.
+    """
+
+    counts_rows_alike: bool = False
+    sums_tokens: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyBonusFacts(FunctionFacts):
+    """Facts of an entropy bonus.
+
+    Attributes:
+        moves: its weight changes during a run.
+    """
+
+    moves: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropyFacts(FunctionFacts):
+    """Facts of a cross-entropy.
+
+    Attributes:
+        reads: log-probabilities that it weighs: those of the completions or those of the prompts.
+        others: it trains on the answers of others (external.paths) as they are.
+    """
+
+    reads: Literal["policy_logp", "prompt_logp"] = "policy_logp"
+    others: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reads not in ("policy_logp", "prompt_logp"):
+            raise ConfigError(f"declares reads={self.reads!r:.200}, which must be 'policy_logp' or 'prompt_logp'")
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        yield from super().rules(path, chosen, config)
+        yield (
+            not self.others or bool(config.external.paths),
+            f"[algorithm.cross_entropies] has {chosen.name!r}, which trains on the answers of others: set "
+            "external.paths and external.groups_per_iteration",
+        )
+        yield (
+            self.reads != "prompt_logp" or config.prompts.max_tokens > 1,
+            "[prompts.max_tokens] must be at least 2 for [algorithm.cross_entropies]: the first token of a prompt is "
+            "not predicted",
+        )
+
+
+# ---- replay
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawFacts(FunctionFacts):
+    """Facts of a draw.
+
+    Attributes:
+        never_draws: whether rows of priority 0 are never drawn, by the function's settings.
+    """
+
+    never_draws: Callable[[Settings], bool] = _never
+
+
+@dataclasses.dataclass(frozen=True)
+class PriorityFacts(FunctionFacts):
+    """Facts of a priority.
+
+    Attributes:
+        reads_advantage: it depends on the advantages of the rows.
+    """
+
+    reads_advantage: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class AdmissionFacts(FunctionFacts):
+    """Facts of an admission."""
