@@ -108,13 +108,9 @@ def _combinations(c: Any, flat: dict[str, Any]):
         "[replay.capacity] holds",
     )
     yield (
-        r.delay_iterations == 0 or not (r.fresh_fraction or r.fresh_from_iteration or r.positive_fraction),
-        "[replay.delay_iterations] must be 0 with [replay.fresh_fraction] or [replay.fresh_from_iteration] or "
-        "[replay.positive_fraction]: a delayed batch has one age",
-    )
-    yield (
-        not r.fresh_batches or 0 < r.fresh_fraction < 1,
-        "[replay.fresh_fraction] must lie between 0 and 1 with replay.fresh_batches",
+        r.delay_iterations == 0 or not (r.fresh_fraction or r.positive_fraction),
+        "[replay.delay_iterations] must be 0 with [replay.fresh_fraction] or [replay.positive_fraction]: all rollouts "
+        "of a delayed batch have the same age",
     )
     e, s = c.external, c.sampling
     ids = ": the ids that a token is drawn among are kept with it"
@@ -198,7 +194,6 @@ def _combinations(c: Any, flat: dict[str, Any]):
     )
     limited = (
         ("delay_iterations", r.delay_iterations > 0, 1),
-        ("fresh_from_iteration", 0 < r.fresh_from_iteration < c.num_iterations, 1),
         ("max_age_steps", r.max_age_steps > 0, r.max_age_steps + 1),
     )
     for name, is_on, ages in limited:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from jaxrl_llm.algorithms import advantages, facts, shaping, turns
 from jaxrl_llm.algorithms.aggregation import AGGREGATIONS, CROSS_ENTROPIES
 from jaxrl_llm.algorithms.corrections import CORRECTIONS, STEP_SIZES
 from jaxrl_llm.algorithms.divergences import DIVERGENCES, ENTROPY_BONUSES
-from jaxrl_llm.algorithms.draw_weights import ADMISSIONS, DRAWS, PRIORITIES
+from jaxrl_llm.algorithms.draw_weights import ADMISSIONS, DRAWS, PRIORITIES, RETIREMENTS
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES
 from jaxrl_llm.algorithms.surrogates import SURROGATES
 from jaxrl_llm.algorithms.tracing import reads_of_draw
@@ -221,8 +221,9 @@ class ReplayConfig:
     admission: Annotated[Chosen[facts.AdmissionFacts], WITH_SECOND_RING] = slot(
         ADMISSIONS, "evicted, rows, pass_threshold", "correct", facts=facts.AdmissionFacts
     )
-    # Draw weights, how likely a rollout is drawn: "uniform", "priority" (priority ** exponent) or "age"
-    # (exp(-age / scale_iterations)).
+    # Draw weights, how likely a rollout is drawn: "uniform", "priority" (priority ** exponent), "age"
+    # (exp(-age / scale_iterations)), "fresh_or_older" (each batch has either fresh or older rollouts), or
+    # "uniform_then_fresh" (from some iteration on only fresh rollouts).
     draw: Chosen[facts.DrawFacts] = slot(DRAWS, "stored", "uniform", facts=facts.DrawFacts)
     # Priority, what draw="priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length"
     # (tokens of the completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
@@ -236,11 +237,8 @@ class ReplayConfig:
     # Reuse: times a rollout may be drawn; 0 = no limit.
     max_uses: int = 0
     # Fresh share of each update batch: rollouts inserted in this iteration; the others are older ones while there are
-    # any. With fresh_batches the share of batches that are wholly fresh; the others have none while there are older.
+    # any. The draw "fresh_or_older" chooses for each batch as a whole.
     fresh_fraction: Share = 0.0
-    fresh_batches: bool = False
-    # From this iteration on (the first is 0) draw the rollouts of the same iteration alone; 0 = never.
-    fresh_from_iteration: int = 0
     # Unit of a draw: "group" (all samples of a prompt, side by side; where a micro-batch holds whole groups the learner
     # computes their prompt once), or "rollout" (each by itself).
     unit: Literal["group", "rollout"] = "group"
@@ -252,14 +250,28 @@ class ReplayConfig:
     # Effective sample size: give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below
     # this; 0 = draw all.
     min_ess: Share = 0.0
-    # Solved groups: never draw one of which at least this share is correct, nor earlier ones of its prompt; 0 = all.
-    solved_fraction: Share = 0.0
+    # Retirement: new rollouts that are never drawn, nor earlier rollouts of their prompts: "solved" (groups of which at
+    # least a ``share`` is correct).
+    retirement: Chosen[facts.RetirementFacts] = slot(RETIREMENTS, "rows, pass_threshold", facts=facts.RetirementFacts)
     # Cost ratio: seconds to generate a rollout over seconds to train on one, for the curves' compute; 0 = as measured.
     cost_ratio: float = 0.0
     # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
     shards: int = 0
     # Memory, where the rows lie: "device", or for a large capacity "host" (pinned; rows inserted or drawn alone move).
     memory: Literal["device", "host"] = "device"
+
+    # Settings of earlier versions: the value without effect, and what to set instead.
+    REPLACED_SETTINGS: ClassVar[dict[str, tuple[Any, str]]] = {
+        "solved_fraction": (0.0, "replay.retirement=solved and replay.retirement.share"),
+        "fresh_batches": (
+            False,
+            "replay.draw=fresh_or_older and replay.draw.fresh_share (with replay.fresh_fraction=0)",
+        ),
+        "fresh_from_iteration": (
+            0,
+            "replay.draw=uniform_then_fresh (or fresh_or_older) and replay.draw.fresh_from_iteration",
+        ),
+    }
 
     @property
     def reads_priority(self) -> bool:

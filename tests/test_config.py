@@ -216,7 +216,6 @@ def test_the_defaults_are_a_config():
             )
             for name, value, most in (
                 ("delay_iterations", 2, 64),
-                ("fresh_from_iteration", 9, 64),
                 ("max_age_steps", 2, 192),
             )
         ),
@@ -256,9 +255,25 @@ def test_the_defaults_are_a_config():
             "sampling.top_k=65 must be at most sampling.support_tokens=64: the ids that a token is drawn among are",
         ),
         (
-            {"replay": {"fresh_batches": True}},
-            "replay.fresh_fraction=0.0 must lie between 0 and 1 with replay.fresh_batches",
+            {
+                "replay": {"capacity": 512, "draw": use("uniform_then_fresh", fresh_from_iteration=9)},
+                "update": {"batch_size": 256},
+            },
+            "update.batch_size=256 must be at most 64",
         ),
+        (
+            {"replay": {"draw": "fresh_or_older", "fresh_fraction": 0.5}},
+            "replay.fresh_fraction=0.5 must be 0 with replay.draw='fresh_or_older'",
+        ),
+        (
+            {"replay": {"capacity": 256, "draw": "fresh_or_older", "delay_iterations": 2}},
+            "replay.delay_iterations=2 must be 0 with replay.draw='fresh_or_older'",
+        ),
+        (
+            {"replay": {"fresh_batches": True}},
+            "replay.fresh_batches=True is a setting of earlier",
+        ),
+        ({"replay": {"solved_fraction": 0.5}}, "replay.solved_fraction=0.5 is a setting of earlier versions"),
         (
             {"replay": {"capacity": 256, "delay_iterations": 3, "fresh_fraction": 0.5}},
             "replay.delay_iterations=3 must be 0 with replay.fresh_fraction=0.5",
@@ -977,12 +992,10 @@ ALIVE = {
     "replay.delay_iterations": (1, drawn, {}),
     "replay.latest_visit": (True, program("insert"), {}),
     "replay.min_ess": (0.5, program("update"), {}),
-    "replay.solved_fraction": (0.5, program("insert"), {}),
+    "replay.retirement": ("solved", program("insert"), {}),
     "replay.max_age_steps": (2, drawn, {}),
     "replay.max_uses": (2, drawn, {}),
     "replay.fresh_fraction": (0.5, drawn, {}),
-    "replay.fresh_batches": (True, drawn, {"replay.fresh_fraction": 0.5}),
-    "replay.fresh_from_iteration": (3, drawn, {}),
     "replay.unit": ("rollout", program("update"), {}),
     "replay.skip_tied": (True, program("insert"), {}),
     "replay.cost_ratio": (5.28, costs, {}),
@@ -1120,7 +1133,10 @@ OF_FUNCTIONS = {
     "replay.draw": {
         "priority": ({"exponent": 2.0}, drawn, {}),
         "age": ({"scale_iterations": 2.0}, drawn, {}),
+        "fresh_or_older": ({"fresh_share": 0.2, "fresh_from_iteration": 3}, drawn, {}),
+        "uniform_then_fresh": ({"fresh_from_iteration": 2}, drawn, {}),
     },
+    "replay.retirement": {"solved": ({"share": 0.5}, program("insert"), {})},
 }
 # Where to look for a setting that is seen elsewhere than the others of its function.
 ELSEWHERE = {
@@ -1199,7 +1215,13 @@ DEFAULTS = {
         "adaptive": {"coefficient": 0.001, "target": 0.2, "rate": 1e-4},  # the target, arXiv:2505.22312
     },
     "algorithm.cross_entropies": {name: {"coefficient": 0.05} for name in ("environment", "answers", "imitation")},
-    "replay.draw": {"priority": {"exponent": 1.0}, "age": {"scale_iterations": 4.0}},
+    "replay.draw": {
+        "priority": {"exponent": 1.0},
+        "age": {"scale_iterations": 4.0},
+        "fresh_or_older": {"fresh_share": 0.6, "fresh_from_iteration": 0},
+        "uniform_then_fresh": {"fresh_from_iteration": 50},  # arXiv:2507.06892
+    },
+    "replay.retirement": {"solved": {"share": 1.0}},
 }
 
 

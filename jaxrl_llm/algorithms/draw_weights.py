@@ -1,81 +1,154 @@
-"""Draws: how likely a stored rollout is drawn, what it is worth, and which ones a second ring is for.
+"""Weights of the ring's draws, priorities of rows, and which rows the ring keeps or retires.
 
-A draw is a function of ``Stored`` and of its settings to weights in [0, 1], elementwise. A priority is one of
-``Experience`` rows to what each is worth, [R] f32 >= 0, kept with it. An admission is one of rows that others
-overwrite, of those others, and of the reward that is correct, to which of them go to the second ring.
+- A draw is a function of ``Stored`` and its settings. It returns weights in [0, 1], elementwise. It may also declare
+  which ages a batch prefers and which ages it allows (``facts.DrawFacts``).
+- A priority is a function of ``Experience`` rows. It returns the priority of each row, [R] f32 >= 0, which the ring
+  stores with the row.
+- An admission is a function of overwritten rows, of the rows that overwrite them, and of the smallest correct reward.
+  It returns which overwritten rows move to the second ring.
+- A retirement is a function of new rows and of the smallest correct reward. It returns which rows are never drawn.
 
-Owns: those functions, the tables of them. Does not know: the ring, how slots are chosen by weights.
+Owns: these functions, their tables. Does not know: the ring, the choice of slots by weights.
 Letters: R rows, M shards, n rows of each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Annotated, Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import Stored
 from jaxrl_llm.ops.masks import sampled_mask
-from jaxrl_llm.settings.schema import Exponent, Positive
+from jaxrl_llm.settings.schema import Bounds, Count, CountOrZero, Exponent, Positive, Share
 from jaxrl_llm.types import Experience, Rollout
 
-# In scales of "age": older ones still have a weight, where float32 would give them none.
+# Largest age of the draw "age", in units of its scale. Larger ages would underflow to a weight of 0 in float32.
 LARGEST_AGE = 80.0
+
+PositiveShare = Annotated[float, Bounds(0.0, 1.0, closed=False)]
+
+
+# ---- draws
 
 
 def uniform(x: Stored) -> Float[Array, "*slots"]:
-    """All alike."""
+    """Return the same weight for every slot."""
     return jnp.ones_like(x.priority)
 
 
-@needs(never_draws=lambda settings: settings["exponent"] > 0)
-def priority(x: Stored, *, exponent: Exponent = 1.0) -> Float[Array, "*slots"]:
-    """P ~ p^exponent, p = the row's priority (replay.priority); what is worth nothing is never drawn.
+def _draws_no_zeros(settings: Mapping[str, Any]) -> bool:
+    return settings["exponent"] > 0
 
-    Source: Schaul et al. 2016, arXiv:1511.05952. Differs: p is what was stored (their TD error is |advantage| here),
-        never refreshed; without repeats; no importance weights.
+
+@needs(never_draws=_draws_no_zeros)
+def priority(x: Stored, *, exponent: Exponent = 1.0) -> Float[Array, "*slots"]:
+    """Return P ~ p^exponent, where p is the row's priority (replay.priority). Rows of priority 0 are never drawn.
+
+    Source: Schaul et al. 2016, arXiv:1511.05952. Differs: p is the stored priority (by default |advantage|, where the
+        source has the TD error) and is never refreshed; rows are not repeated; there are no importance weights.
     """
     return x.priority**exponent
 
 
 def age(x: Stored, *, scale_iterations: Positive = 4.0) -> Float[Array, "*slots"]:
-    """P ~ exp(-age / scale). The form is ours."""
+    """Return P ~ exp(-age / scale). The form is ours."""
     return jnp.exp(-jnp.minimum(x.age / scale_iterations, LARGEST_AGE))
 
 
+def _oldest_age(settings: Mapping[str, Any], iteration: Int[Array, ""], oldest: int) -> Int[Array, ""] | int:
+    """Return age 0 from ``fresh_from_iteration`` on (0 = never), before it the oldest age that the run allows."""
+    first = settings["fresh_from_iteration"]
+    return jnp.where(iteration >= first, 0, oldest) if first else oldest
+
+
+def _preferred_ages(
+    settings: Mapping[str, Any], uniform_number: Float[Array, ""], oldest: Int[Array, ""] | int
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """Return the youngest and the oldest age that a batch prefers: either age 0, or every larger age."""
+    is_fresh = uniform_number < settings["fresh_share"]
+    return jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest)
+
+
+def _has_enough_fresh_rows(path: str, settings: Mapping[str, Any], config: Any) -> str:
+    """Return an error message if one iteration has too few rows for a batch of fresh rows alone."""
+    first = settings["fresh_from_iteration"]
+    if not 0 < first < config.num_iterations or config.update.batch_size <= config.rows_per_iteration:
+        return ""
+    return (
+        f"[update.batch_size] must be at most {config.rows_per_iteration}, the rollouts of an iteration: from "
+        f"[{path}.fresh_from_iteration] on a batch has fresh rollouts alone"
+    )
+
+
+@needs(oldest_age=_oldest_age, preferred_ages=_preferred_ages, rule=_has_enough_fresh_rows)
+def fresh_or_older(
+    x: Stored, *, fresh_share: Share = 0.6, fresh_from_iteration: CountOrZero = 0
+) -> Float[Array, "*slots"]:
+    """Return the same weight for every slot; each batch has either fresh or older rollouts, as far as there are enough.
+
+    Fresh rollouts are those inserted in this iteration.
+
+    Settings:
+        fresh_share: probability that a batch is fresh.
+        fresh_from_iteration: from this iteration on (the first is 0) every batch has fresh rollouts alone; 0 = never.
+
+    Source: ReMix, Liang et al. 2025, arXiv:2507.06892.
+    """
+    return jnp.ones_like(x.priority)
+
+
+@needs(oldest_age=_oldest_age, rule=_has_enough_fresh_rows)
+def uniform_then_fresh(x: Stored, *, fresh_from_iteration: Count = 50) -> Float[Array, "*slots"]:
+    """Return the same weight for every slot; from ``fresh_from_iteration`` on only fresh rollouts are drawn.
+
+    Source: the end of replay of ReMix, Liang et al. 2025, arXiv:2507.06892.
+    """
+    return jnp.ones_like(x.priority)
+
+
+# ---- priorities
+
+
 def by_advantage(rows: Experience) -> Float[Array, " R"]:
-    """The largest |advantage| of the row's tokens."""
+    """Return the largest |advantage| of each row's tokens."""
     return jnp.max(jnp.abs(rows.advantage), axis=1)
 
 
 @needs(reads_advantage=False)
 def by_reward(rows: Experience) -> Float[Array, " R"]:
-    """The reward, 0 where it is negative. The choice is ours."""
+    """Return the reward, 0 for negative rewards. The choice is ours."""
     return jnp.maximum(rows.reward, 0.0)
 
 
 @needs(reads_advantage=False)
 def by_length(rows: Experience) -> Float[Array, " R"]:
-    """Tokens of the completion. The choice is ours."""
+    """Return the number of tokens of the completion. The choice is ours."""
     return (rows.rollout.length - rows.rollout.prompt_length).astype(jnp.float32)
 
 
 @needs(reads_advantage=False)
 def by_surprise(rows: Experience) -> Float[Array, " R"]:
-    """Minus the mean log-prob of its tokens when they were drawn. The choice is ours."""
+    """Return minus the mean behaviour log-probability of the row's tokens. The choice is ours."""
     return surprise(rows.rollout)
 
 
 def surprise(rollout: Rollout) -> Float[Array, " R"]:
-    """Minus the mean behaviour log-probability of each row's sampled tokens, [R] f32 nats; 0 where it has none."""
+    """Return minus the mean behaviour log-probability of each row's sampled tokens, [R] f32 nats; 0 without tokens."""
     mask = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
     total = jnp.sum(jnp.where(mask, rollout.behaviour_logp, 0.0), axis=1)
     return -total / jnp.maximum(jnp.sum(mask, axis=1), 1)
 
 
+# ---- admissions
+
+
 def correct(evicted: Experience, rows: Experience, pass_threshold: float) -> Bool[Array, "M n"]:
-    """Those whose reward is at least ``pass_threshold``, [M, n] bool.
+    """Return the rows whose reward is at least ``pass_threshold``, [M, n] bool.
 
     Source: positive-bias sampling, Arnal et al. 2026, arXiv:2604.08706.
     """
@@ -83,21 +156,41 @@ def correct(evicted: Experience, rows: Experience, pass_threshold: float) -> Boo
 
 
 def likely(evicted: Experience, rows: Experience, pass_threshold: float) -> Bool[Array, "M n"]:
-    """Those that the current policy finds likely, without its forward, [M, n] bool.
+    """Return the rows that the current policy probably finds likely, [M, n] bool. No forward pass is needed.
 
-    The mean log-prob of their tokens when they were drawn is at least that of the rows which overwrite them in their
-    shard, and which the current policy has just drawn. Tokens that the behaviour policy found likely cannot get large
-    ratios.
+    The mean behaviour log-probability of their tokens is at least that of the rows that overwrite them in their shard.
+    The current policy has just sampled these new rows. Tokens that were likely under the behaviour policy cannot have
+    large ratios.
 
-    Source: the idea is of OER and MBES, which admit by the current policy's mean log-prob; the form is ours.
+    Source: the idea is of OER and MBES, which admit by the current policy's mean log-probability; the form is ours.
     """
     row_surprise = jax.vmap(surprise)
     newest = jnp.mean(row_surprise(rows.rollout), axis=1, keepdims=True, where=rows.trainable)
-    return row_surprise(evicted.rollout) <= newest  # nan where no newcomer is trainable: none is admitted
+    return row_surprise(evicted.rollout) <= newest  # nan if no new row is trainable: none is admitted
 
 
-DRAWS = {"uniform": uniform, "priority": priority, "age": age}
+# ---- retirements
+
+
+def solved(rows: Experience, pass_threshold: float, *, share: PositiveShare = 1.0) -> Bool[Array, " R"]:
+    """Return the rows of groups of which at least ``share`` of the trainable rows are correct, [R] bool."""
+    group = rows.rollout.group_id
+    same_RR = ((group[:, None] == group[None, :]) & rows.trainable[None, :]).astype(jnp.float32)
+    is_correct = (rows.reward >= pass_threshold).astype(jnp.float32)
+    passed = (same_RR @ is_correct) / jnp.maximum(jnp.sum(same_RR, axis=1), 1.0)
+    return passed >= share
+
+
+DRAWS = {
+    "uniform": uniform,
+    "priority": priority,
+    "age": age,
+    "fresh_or_older": fresh_or_older,
+    "uniform_then_fresh": uniform_then_fresh,
+}
 
 PRIORITIES = {"advantage": by_advantage, "reward": by_reward, "length": by_length, "surprise": by_surprise}
 
 ADMISSIONS = {"correct": correct, "likely": likely}
+
+RETIREMENTS = {"solved": solved}

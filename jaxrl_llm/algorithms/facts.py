@@ -412,9 +412,29 @@ class DrawFacts(FunctionFacts):
 
     Attributes:
         never_draws: whether rows of priority 0 are never drawn, by the function's settings.
+        oldest_age: returns the oldest age in iterations of rows that may be drawn. It receives the settings, the
+            iteration [] i32, and the oldest age that the other settings of the run allow. None = that age.
+        preferred_ages: returns the youngest and the oldest age that a batch prefers. It receives the settings, a
+            uniform number [] f32 in [0, 1) of the batch, and the oldest age. None = no preference.
     """
 
     never_draws: Callable[[Settings], bool] = _never
+    oldest_age: Callable[[Settings, jax.Array, int], jax.Array | int] | None = None
+    preferred_ages: Callable[[Settings, jax.Array, jax.Array | int], tuple[jax.Array, jax.Array]] | None = None
+
+    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
+        yield from super().rules(path, chosen, config)
+        yield (
+            self.preferred_ages is None or config.replay.fresh_fraction == 0,
+            f"[replay.fresh_fraction] must be 0 with [{path}], which chooses between fresh and older rollouts itself. "
+            f"Set replay.fresh_fraction=0 and the settings of {path}",
+        )
+        chooses_ages = self.oldest_age is not None or self.preferred_ages is not None
+        yield (
+            not chooses_ages or config.replay.delay_iterations == 0,
+            f"[replay.delay_iterations] must be 0 with [{path}], which chooses ages: all rollouts of a delayed batch "
+            f"have the same age. Set replay.delay_iterations=0 or choose another {path}",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,3 +451,8 @@ class PriorityFacts(FunctionFacts):
 @dataclasses.dataclass(frozen=True)
 class AdmissionFacts(FunctionFacts):
     """Facts of an admission."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RetirementFacts(FunctionFacts):
+    """Facts of a retirement."""

@@ -26,8 +26,6 @@ def get_config():
     config.replay.unit = "rollout"
     config.replay.capacity = 192
     config.replay.max_age_steps = 2
-    config.replay.fresh_fraction = 0.6
-    config.replay.fresh_batches = True
-    config.replay.fresh_from_iteration = 50
+    config.replay.draw = use("fresh_or_older", fresh_share=0.6, fresh_from_iteration=50)
     config.update.updates_per_iteration = 2
     return config

@@ -8,18 +8,23 @@ Owns: which rows may be drawn and their weights, by a run's settings. Does not k
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.inputs import Stored
-from jaxrl_llm.config import ReplayConfig
+from jaxrl_llm.method_config import ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.ops import weighted_draws as draws
 from jaxrl_llm.ops.ring_buffer import Lane
 from jaxrl_llm.types import RingState
+
+# Age in iterations, a number or [] i32.
+Age = jax.Array | int
+# Stands for an age without a limit.
+NO_LIMIT = jnp.iinfo(jnp.int32).max
 
 
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
@@ -40,10 +45,9 @@ def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax
     spent = (ring.inserted_step < 0) | ring.is_retired
     if config.max_uses:
         spent |= ring.uses >= config.max_uses
-    if oldest := config.delay_iterations or config.max_age_steps:
+    oldest = _oldest_age(iteration, config)
+    if oldest is not None:
         spent |= age > oldest
-    if config.fresh_from_iteration:
-        spent |= (iteration >= config.fresh_from_iteration) & (age > 0)
     if config.draw.facts.never_draws(config.draw.settings):
         spent |= ring.priority <= 0
     if ring.pages:
@@ -51,11 +55,111 @@ def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax
     return spent
 
 
+def _oldest_age(iteration: jax.Array, config: ReplayConfig) -> Age | None:
+    """Return the oldest age of rows that may be drawn in an iteration; None = no limit."""
+    oldest = config.delay_iterations or config.max_age_steps or None
+    oldest_age = config.draw.facts.oldest_age
+    if oldest_age is None:
+        return oldest
+    return oldest_age(config.draw.settings, iteration, NO_LIMIT if oldest is None else oldest)
+
+
+class _Columns:
+    """Columns of the ring that a draw of groups reads. A group is named by its first slot / ``group_size``."""
+
+    def __init__(self, ring: RingState, iteration: jax.Array, config: ReplayConfig, group_size: int):
+        self.ring = ring
+        self.iteration = iteration
+        self.config = config
+        self.group_size = group_size
+        self.lanes = [lane.of_groups(group_size) for lane in lanes(ring, config) if lane.size]
+        smallest = jnp.finfo(jnp.float32).tiny
+        self.largest_priority = jnp.maximum(jnp.max(ring.priority, axis=1, keepdims=True), smallest)
+
+    def slots_of(self, group: jax.Array) -> jax.Array:
+        """Return the slots of groups."""
+        return ring_buffer.slots_of_groups(group, group_size=self.group_size)
+
+    def age(self, group: jax.Array) -> jax.Array:
+        """Return the age of groups in iterations."""
+        return self.iteration - ring_buffer.take(self.ring.inserted_step, group * self.group_size)
+
+    def weight(self, group: jax.Array) -> jax.Array:
+        """Return the weight of groups: the largest weight of their rows that may be drawn."""
+        slot = self.slots_of(group)
+        priority = ring_buffer.take(self.ring.priority, slot)
+        may_be_drawn = ~ring_buffer.take(self.ring.is_retired, slot)
+        if self.config.max_uses:
+            may_be_drawn &= ring_buffer.take(self.ring.uses, slot) < self.config.max_uses
+        stored = Stored(
+            priority / self.largest_priority,
+            self.iteration - ring_buffer.take(self.ring.inserted_step, slot),
+            ring_buffer.take(self.ring.uses, slot),
+        )
+        relative = jnp.clip(self.config.draw(stored), 0.0, 1.0)
+        by_row = jnp.where(may_be_drawn, relative, 0.0).reshape(*group.shape, self.group_size)
+        return jnp.max(by_row, axis=-1)
+
+    def num_held(self) -> list[jax.Array]:
+        """Return the number of groups of each lane whose rows are still stored."""
+        if not self.ring.pages:
+            return [lane.filled for lane in self.lanes]
+
+        def is_held(group: jax.Array) -> jax.Array:
+            # The first row's pages are overwritten before the pages of the group's other rows.
+            first_page = ring_buffer.take(self.ring.pages["first"], group * self.group_size)
+            return paged_log.is_held(first_page, self.ring.pages["oldest"])
+
+        return [lane.count_newest(is_held) for lane in self.lanes]
+
+
+def _draw_of_ages(
+    columns: _Columns,
+    num_held: Sequence[jax.Array],
+    keys: jax.Array,
+    youngest: Age | None,
+    oldest: Age | None,
+    num: int,
+    taken: draws.Drawn | None,
+) -> draws.Drawn:
+    """Draw from the held groups with youngest <= age <= oldest (None = no limit), an interval of each lane."""
+    first = []
+    size = []
+    for lane, held in zip(columns.lanes, num_held, strict=True):
+        start = 0 * lane.filled
+        if youngest is not None:
+            start = lane.count_newest(lambda group: columns.age(group) < youngest)
+        end = lane.filled
+        if oldest is not None:
+            end = lane.count_newest(lambda group: columns.age(group) <= oldest)
+        # Pages of filled slots can be overwritten. With a delay, all rows of the required age can be lost.
+        end = jnp.minimum(end, held)
+        first.append(start)
+        size.append(jnp.maximum(end - start, 0))
+
+    def group_at(position: jax.Array) -> jax.Array:
+        group = columns.lanes[0].newest_first(first[0][:, None] + position)
+        if len(columns.lanes) == 2:
+            behind = columns.lanes[1].newest_first(first[1][:, None] + position - size[0][:, None])
+            group = jnp.where(position < size[0][:, None], group, behind)
+        return group
+
+    return draws.draw(
+        keys,
+        group_at,
+        sum(size[1:], size[0]),
+        columns.weight,
+        num=num,
+        max_length=columns.ring.uses.shape[1] // columns.group_size,
+        taken=taken,
+    )
+
+
 def choose(
     keys: jax.Array,
     ring: RingState,
     iteration: jax.Array,
-    is_fresh: jax.Array,
+    uniform_number: jax.Array,
     config: ReplayConfig,
     *,
     num: int,
@@ -67,75 +171,37 @@ def choose(
     last line, which turns groups into slots.
 
     Args:
-        is_fresh: [] bool, for ``config.fresh_batches``. True prefers fresh rows, False prefers older rows.
+        uniform_number: [] f32 in [0, 1), the same for all shards. A draw may choose the ages of the batch by it.
     """
-    num_slots = ring.uses.shape[1]
-    rings = [lane.of_groups(group_size) for lane in lanes(ring, config) if lane.size]
-    largest = jnp.maximum(jnp.max(ring.priority, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    columns = _Columns(ring, iteration, config, group_size)
+    num_held = columns.num_held()
 
-    at, rows_of = ring_buffer.take, functools.partial(ring_buffer.slots_of_groups, group_size=group_size)
+    def draw_of_ages(
+        key_index: int, youngest: Age | None, oldest: Age | None, num: int, taken: draws.Drawn | None
+    ) -> draws.Drawn:
+        draw_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, key_index)
+        return _draw_of_ages(columns, num_held, draw_keys, youngest, oldest, num, taken)
 
-    def age(group: jax.Array) -> jax.Array:
-        return iteration - at(ring.inserted_step, group * group_size)
-
-    def weight(group: jax.Array) -> jax.Array:
-        slot = rows_of(group)
-        priority = at(ring.priority, slot)
-        is_open = ~at(ring.is_retired, slot)
-        if config.max_uses:
-            is_open &= at(ring.uses, slot) < config.max_uses
-        stored = Stored(priority / largest, iteration - at(ring.inserted_step, slot), at(ring.uses, slot))
-        relative = jnp.clip(config.draw(stored), 0.0, 1.0)
-        return jnp.max(jnp.where(is_open, relative, 0.0).reshape(*group.shape, group_size), axis=-1)
-
-    def is_held(group: jax.Array) -> jax.Array:
-        # The first row's pages are overwritten before the pages of the group's other rows.
-        return paged_log.is_held(at(ring.pages["first"], group * group_size), ring.pages["oldest"])
-
-    held = [lane.count_newest(is_held) if ring.pages else lane.filled for lane in rings]
-
-    def aged(key_index: int, low, high, num: int, taken: draws.Drawn | None) -> draws.Drawn:
-        """Draw from the held groups with low <= age <= high (None = no limit), which are an interval of each ring."""
-        first = [0 * lane.filled if low is None else lane.count_newest(lambda s: age(s) < low) for lane in rings]
-        last = [lane.filled if high is None else lane.count_newest(lambda s: age(s) <= high) for lane in rings]
-        # Pages of filled slots can be overwritten. With a delay, all rows of the required age can be lost.
-        last = [jnp.minimum(end, most) for end, most in zip(last, held, strict=True)]
-        size = [jnp.maximum(end - start, 0) for start, end in zip(first, last, strict=True)]
-
-        def slot_at(position: jax.Array) -> jax.Array:
-            slot = rings[0].newest_first(first[0][:, None] + position)
-            if len(rings) == 2:
-                behind = rings[1].newest_first(first[1][:, None] + position - size[0][:, None])
-                slot = jnp.where(position < size[0][:, None], slot, behind)
-            return slot
-
-        return draws.draw(
-            jax.vmap(jax.random.fold_in, (0, None))(keys, key_index),
-            slot_at,
-            sum(size),
-            weight,
-            num=num,
-            max_length=num_slots // group_size,
-            taken=taken,
-        )
-
+    oldest = _oldest_age(iteration, config)
+    oldest_or_no_limit = NO_LIMIT if oldest is None else oldest
     # Subtract a little, so that a rounding error above a whole number does not add a row.
-    num_first, first_ages = math.ceil(config.fresh_fraction * num - 1e-9), (None, 0)
-    low = config.delay_iterations or None
-    high = config.delay_iterations or config.max_age_steps or None
-    oldest = jnp.iinfo(jnp.int32).max if high is None else high
-    if config.fresh_from_iteration:
-        high = oldest = jnp.where(iteration >= config.fresh_from_iteration, 0, oldest)
-    if config.fresh_batches:
-        num_first, first_ages = num, (jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest))
-    first = aged(0, *first_ages, num_first, None) if num_first else None
-    taken = first
-    older = None
-    if 0 < num_first < num:  # prefer older groups for the rest of the batch
-        older = aged(2, 1, oldest, num - num_first, first)
-        taken = tuple(jnp.concatenate(pair, axis=1) for pair in zip(first, older, strict=True))
-    drawn = aged(1, low, high, num, taken)
-    for before in filter(None, (older, first)):
-        drawn = draws.chain(before, drawn)
+    num_preferred = math.ceil(config.fresh_fraction * num - 1e-9)
+    preferred_ages: tuple[Age | None, Age | None] = (None, 0)
+    choose_ages = config.draw.facts.preferred_ages
+    if choose_ages is not None:
+        num_preferred = num
+        preferred_ages = choose_ages(config.draw.settings, uniform_number, oldest_or_no_limit)
+    earlier: list[draws.Drawn] = []
+    taken = None
+    if num_preferred:
+        taken = draw_of_ages(0, *preferred_ages, num_preferred, None)
+        earlier.append(taken)
+    if 0 < num_preferred < num:  # prefer older groups for the rest of the batch
+        older = draw_of_ages(2, 1, oldest_or_no_limit, num - num_preferred, taken)
+        earlier.append(older)
+        taken = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier[0], older, strict=True))
+    drawn = draw_of_ages(1, config.delay_iterations or None, oldest, num, taken)
+    for preferred in reversed(earlier):
+        drawn = draws.chain(preferred, drawn)
     group, is_real = drawn
-    return rows_of(group), jnp.repeat(is_real, group_size, axis=1)
+    return columns.slots_of(group), jnp.repeat(is_real, group_size, axis=1)

@@ -7,7 +7,7 @@ Letters: R rows inserted, M shards, C slots per shard, b = batch_size / M rows d
 in pages, N pages of T tokens per shard.
 
 All functions run on the device. They need no collective if M is sharded over the mesh's data axes. Exceptions are
-``latest_visit`` and ``solved_fraction``, which compare all rows of an iteration.
+``latest_visit`` and ``retirement``, which compare all rows of an iteration.
 
 A draw leaves the rows in the ring and does not repeat a row within a batch. New rows overwrite rows that can never be
 drawn again (tied, superseded, used up, too old), then the oldest rows. Stored behaviour log-probabilities and
@@ -25,6 +25,7 @@ ring then holds only the rows whose pages are all in the log.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.inputs import COLUMNS, PER_TOKEN
-from jaxrl_llm.config import ReplayConfig
+from jaxrl_llm.method_config import ReplayConfig
 from jaxrl_llm.ops import paged_log, ring_buffer
 from jaxrl_llm.replay import choice
 from jaxrl_llm.replay.choice import lanes
@@ -115,7 +116,7 @@ def insert(
 
             - ``skip_tied``: rows of tied groups.
             - ``latest_visit``: earlier rows of a question, if the question has new rows that may be drawn.
-            - ``solved_fraction``: rows of a solved group, and earlier rows of its question.
+            - ``retirement``: rows that this function returns, and earlier rows of their questions.
         pass_threshold: a rollout is correct if its reward is at least this.
         imitates: the loss also trains on correct external rows without an advantage, so ``skip_tied`` keeps them.
         group_size: number of neighbouring rows that are drawn and overwritten together.
@@ -132,10 +133,11 @@ def insert(
             tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
         retired |= tied
     supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)  # retire earlier rows of the question
-    if config.solved_fraction:
-        solved = _pass_share(experience, pass_threshold) >= config.solved_fraction
-        supersedes, retired = supersedes | solved, retired | solved
-    if config.latest_visit or config.solved_fraction:
+    if config.retirement:
+        retired_by_function = config.retirement(experience, pass_threshold)
+        supersedes = supersedes | retired_by_function
+        retired = retired | retired_by_function
+    if config.latest_visit or config.retirement:
         ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
     priority = jnp.where(retired, 0.0, jnp.nan_to_num(config.priority(experience), posinf=0.0, neginf=0.0))
     experience = _stored(experience)
@@ -196,13 +198,9 @@ def draw(
         max_uses             the row was drawn fewer times than this (0 = no limit)
         delay_iterations     exact age of the row in iterations (0 = no delay)
 
-    Fresh rows are the rows inserted in this iteration. These settings choose between fresh and older rows:
-
-        fresh_fraction       share of the batch from fresh rows, rounded up per shard (0 = no preference). The rest
-                             comes from older rows. If one kind has too few rows, the other kind fills the batch.
-        fresh_batches        fresh_fraction is then the probability that the whole batch prefers fresh rows. Otherwise
-                             the whole batch prefers older rows.
-        fresh_from_iteration from this iteration on, only fresh rows are drawn
+    Fresh rows are the rows inserted in this iteration. ``fresh_fraction`` is the share of the batch from fresh rows,
+    rounded up per shard (0 = no preference). The rest comes from older rows. If one kind has too few rows, the other
+    kind fills the batch. Some draws choose between fresh and older rows themselves (draw_weights.fresh_or_older).
 
     With ``group_size`` above 1, whole groups are drawn instead of rollouts. A group is this many neighbouring rows of
     ``insert``. A group may be drawn if any of its rows may be drawn. Its weight is the largest weight of its rows. The
@@ -225,19 +223,20 @@ def draw(
     assert num_rows <= num_slots and num_slots % group_size == num_rows % group_size == 0
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
 
-    # One random decision for all shards.
-    is_fresh = jax.random.uniform(jax.random.fold_in(key, num_shards)) < config.fresh_fraction
+    # One random number for all shards.
+    uniform_number = jax.random.uniform(jax.random.fold_in(key, num_shards))
 
     def choose(keys, ring, *others):
         return choice.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
 
     # The choice needs no rows, only the columns. Each device reads the columns of its own shards.
-    args, axes = (keys, ring.replace(slots=None), iteration, is_fresh), (("batch",), ("batch",), (), ())
-    slot_index, is_real = sharding.by_device(choose, *args, axes=axes)
+    columns = dataclasses.replace(ring, slots=None)
+    axes = (("batch",), ("batch",), (), ())
+    slot_index, is_real = sharding.by_device(choose, keys, columns, iteration, uniform_number, axes=axes)
 
     experience = rows_at(ring, slot_index, row_tokens)
-    columns = (ring.inserted_step, ring.uses, ring.last_use, ring.question)
-    inserted, uses, last_use, question = ring_buffer.take(columns, slot_index)
+    drawn_columns = (ring.inserted_step, ring.uses, ring.last_use, ring.question)
+    inserted, uses, last_use, question = ring_buffer.take(drawn_columns, slot_index)
     draw_number = ring.num_draws + 1
     real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))
     age, is_first = iteration - inserted, uses == 0
@@ -374,14 +373,6 @@ def _stored(rows: Experience) -> Experience:
     return rows.replace(
         columns=stored(rows.columns), rollout=rows.rollout.replace(columns=stored(rows.rollout.columns))
     )
-
-
-def _pass_share(experience: Experience, pass_threshold: float) -> jax.Array:
-    """Return, for each row, the fraction [R] f32 of its group's trainable rows that are correct."""
-    group = experience.rollout.group_id
-    same = ((group[:, None] == group[None, :]) & experience.trainable[None, :]).astype(jnp.float32)
-    correct = (experience.reward >= pass_threshold).astype(jnp.float32)
-    return (same @ correct) / jnp.maximum(jnp.sum(same, axis=1), 1.0)
 
 
 def _is_among(values: jax.Array, others: jax.Array, counts: jax.Array) -> jax.Array:

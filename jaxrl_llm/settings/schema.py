@@ -134,6 +134,12 @@ def build(cls: type[Group], mapping: Any, prefix: str = "") -> Group:
     for key, value in mapping.items():
         check_name(key, group)
         path = prefix + key
+        replaced = getattr(cls, "REPLACED_SETTINGS", {})
+        if key in replaced:
+            no_effect, replacement = replaced[key]
+            if value == no_effect:  # recorded by an earlier version
+                continue
+            raise ConfigError(f"{path}={value!r:.200} is a setting of earlier versions: set {replacement}")
         if key not in fields:
             raise ConfigError(f"unknown config key {path}={value!r:.200}; {near(key, fields, prefix)}")
         slot = fields[key].metadata.get("slot")

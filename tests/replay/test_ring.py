@@ -19,6 +19,7 @@ from jaxrl_llm.learner import faults
 from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.replay.choice import is_spent
 from jaxrl_llm.runtime import sharding
+from jaxrl_llm.settings.use import use
 from jaxrl_llm.types import Experience, Rollout, Sums
 
 WIDTH = 4
@@ -90,7 +91,7 @@ CONFIGS = [
     ReplayConfig(max_age_steps=1, positive_fraction=0.4),  # 3 slots and 2 for correct ones
     ReplayConfig(max_uses=1, fresh_fraction=0.34, positive_fraction=0.4),  # ceil(0.34 * 3) = 2 of each shard's 3
     ReplayConfig(max_age_steps=2, max_uses=2, fresh_fraction=1.0),
-    ReplayConfig(max_age_steps=2, fresh_fraction=0.5, fresh_batches=True),
+    replay_config(max_age_steps=2, draw=use("fresh_or_older", fresh_share=0.5)),
 ]
 FRESH_WANTED = [0, 0, 2, 3, None]  # None: all of a batch, or none
 # Rows per shard 1 and 3 into 5 or 3 slots: the cursor wraps at every offset, and one insert fills a lane.
@@ -130,7 +131,7 @@ def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
 
 
 def test_a_batch_is_wholly_fresh_or_wholly_not_with_the_chance_that_is_said():
-    config = ReplayConfig(fresh_fraction=0.6, fresh_batches=True)
+    config = replay_config(draw=use("fresh_or_older", fresh_share=0.6))
     ring, kinds = jit_init(24, SHARDS), []
 
     def ages(ring, seed, iteration):
@@ -263,7 +264,7 @@ def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_fi
         ({"draw": "priority"}, 1),
         ({"draw": {"name": "priority", "exponent": 0.0}}, 0),
         # From iteration 9 on only fresh rows are drawn, but not yet.
-        ({"fresh_from_iteration": 9}, 0),
+        ({"draw": use("uniform_then_fresh", fresh_from_iteration=9)}, 0),
     ],
 )
 def test_which_slot_a_new_row_takes(config, gone):
@@ -282,7 +283,7 @@ def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
     rng = np.random.default_rng(0)
     configs = [
         ReplayConfig(delay_iterations=1),
-        ReplayConfig(fresh_from_iteration=4, max_age_steps=2),
+        replay_config(draw=use("uniform_then_fresh", fresh_from_iteration=4), max_age_steps=2),
         replay_config(draw="priority", max_uses=1),
         ReplayConfig(max_age_steps=1, fresh_fraction=0.5),
     ]
@@ -384,7 +385,7 @@ def rows_of_questions(questions, states, first_id, advantage=None):
 
 
 def test_a_solved_group_and_the_earlier_visits_of_a_question_are_retired():
-    insert = functools.partial(jit_insert, config=ReplayConfig(latest_visit=True, solved_fraction=0.5))
+    insert = functools.partial(jit_insert, config=replay_config(latest_visit=True, retirement=use("solved", share=0.5)))
     ring = jit_init(12, 2)  # question 7: 1 of 2 right, 8: none right
     ring = insert(ring, rows_of_questions([7, 8], ["right", "wrong", "wrong", "wrong"], 2), np.int32(0))
     assert ring.is_retired[:, :2].tolist() == [[True, True], [False, False]]
@@ -400,7 +401,7 @@ def test_a_visit_that_cannot_be_drawn_leaves_the_earlier_one_and_a_solved_one_ta
     tied = rows_of_questions([7, 8], ["wrong", "wrong", "failed", "failed"], 6, advantage=[0, 0, 1, 1])
     ring = jit_insert(ring, tied, np.int32(1), tied_out)
     assert ring.is_retired[0, :8].tolist() == [False] * 4 + [True] * 4
-    solved_out = ReplayConfig(solved_fraction=1.0)
+    solved_out = replay_config(retirement="solved")
     insert = functools.partial(jit_insert, config=solved_out)
     ring = insert(jit_init(12, 1), rows_of_questions([7, 8], ["right", "wrong"] * 2, 2), np.int32(0))
     ring = insert(ring, rows_of_questions([8, 9], ["right", "right", "wrong", "wrong"], 6), np.int32(1))
@@ -428,7 +429,10 @@ def test_a_demonstration_stays_where_it_is_imitated_though_its_group_is_tied():
 
 def test_from_an_iteration_on_only_fresh_rows_are_drawn():
     for batches in (False, True):
-        config = ReplayConfig(fresh_from_iteration=2, fresh_fraction=0.5 if batches else 0.0, fresh_batches=batches)
+        draw = use("uniform_then_fresh", fresh_from_iteration=2)
+        if batches:
+            draw = use("fresh_or_older", fresh_share=0.5, fresh_from_iteration=2)
+        config = replay_config(draw=draw)
         ring, ages = jit_init(12, 1), []
         for iteration in range(4):
             rows = make_experience(np.arange(4) + 4 * iteration)

@@ -372,7 +372,7 @@ FAR = {
         "rollout.chunk_steps": MOST,
         "replay.max_age_steps": MOST,
         "replay.max_uses": MOST,
-        "replay.fresh_from_iteration": MOST,
+        "replay.draw": {"name": "uniform_then_fresh", "fresh_from_iteration": MOST},
         "optimizer.warmup_steps": MOST,
         "optimizer.reset_every_steps": MOST,
         "metrics.samples_per_iteration": MOST,
