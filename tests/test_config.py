@@ -133,7 +133,7 @@ def test_the_defaults_are_a_config():
         ),
         (
             {"algorithm": {"advantage": use("gdpo", gate=0.5)}},
-            "algorithm.advantage.gate=0.5 must be 0 but with several rewards.functions",
+            "algorithm.advantage.gate=0.5 must be 0",
         ),
         ({"algorithm": {"advantage": use("asymre", delta_v=float("nan"))}}, "algorithm.advantage.delta_v=nan must be"),
         (

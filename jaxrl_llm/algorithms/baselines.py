@@ -7,25 +7,28 @@ baseline is used (advantages), who keeps the sums. Letters: B rows, T row width,
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, Bool, Float
 
-ROW_FEATURES = 6  # and the hidden state's
+from jaxrl_llm.algorithms.inputs import AnyArray
+
+ROW_FEATURES = 6  # besides the D numbers of the hidden state
 RIDGE = 1.0
 
 
 def num_features(hidden_size: int) -> int:
-    """F of rows whose mean hidden state has so many numbers, as in ``row_features`` = 6 + D."""
+    """Return the number F of features of a row, F = 6 + D; see ``row_features``."""
     return ROW_FEATURES + hidden_size
 
 
-def gradient_square(logp: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"]) -> Float[Array, " B"]:
-    """Stand-in for the squared norm of the gradient of a row's log-probability.
+def gradient_square(logp: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Array, " B"]:
+    """Return a stand-in for the squared norm of the gradient of each row's log-probability.
 
         sum over the completion of (1 - p)^2,   p = exp(logp)
 
-    The gradient by the logits of one token is onehot - probabilities; (1 - p)^2 is the share of the taken token in
-    its squared norm, between a half and the whole of it. The other tokens' share, the Jacobian below the logits and the
-    products of different positions are left out: exact norms need a backward pass for every row. The form is ours.
+    The gradient with respect to the logits of one token is onehot - probabilities. (1 - p)^2 is the share of the taken
+    token in its squared norm, between a half and the whole of it. Left out are the other tokens' share, the Jacobian
+    below the logits, and the products of different positions: exact norms need a backward pass for every row. The form
+    is ours.
 
     Args:
         logp: [B, T] f32 nats of the taken tokens.
@@ -34,25 +37,26 @@ def gradient_square(logp: Float[ArrayLike, "B T"], mask: Bool[ArrayLike, "B T"])
     Returns:
         [B] f32, not negative.
     """
-    return jnp.sum(jnp.where(mask, jnp.square(jnp.expm1(jnp.where(mask, logp, 0.0))), 0.0), axis=1)
+    square = jnp.square(jnp.expm1(jnp.where(mask, logp, 0.0)))
+    return jnp.sum(jnp.where(mask, square, 0.0), axis=1)
 
 
 def row_features(
-    logp: Float[ArrayLike, "B T"],
-    entropy: Float[ArrayLike, "B T"],
-    hidden: Float[ArrayLike, "B D"],
-    mask: Bool[ArrayLike, "B T"],
+    logp: Float[AnyArray, "B T"],
+    entropy: Float[AnyArray, "B T"],
+    hidden: Float[AnyArray, "B D"],
+    mask: Bool[AnyArray, "B T"],
     *,
     max_length: int,
 ) -> Float[Array, "B F"]:
-    """What a rollout tells about how hard its question is.
+    """Return features of rollouts that predict how difficult their questions are.
 
         1, length / max_length, mean and standard deviation of -logp and of the entropy over the completion,
         mean hidden state / sqrt(D)
 
     Args:
         logp: [B, T] f32 nats of the taken tokens under the policy that took them.
-        entropy: [B, T] f32 nats of what they were drawn from.
+        entropy: [B, T] f32 nats of the distributions that the tokens were drawn from.
         hidden: [B, D] f32, the mean over the completion of the states that predict its tokens.
         mask: [B, T] bool, the completion.
         max_length: longest completion, tokens.
@@ -60,28 +64,30 @@ def row_features(
     Returns:
         [B, F] f32.
 
-    Source: arXiv:2605.07579 (hidden states and statistics of token entropies). Differs: which statistics is ours, as
-        are the length and the surprise beside them; hidden states are not reduced to principal components first, for
-        ridge regression shrinks the directions that hardly vary by itself.
+    Source: arXiv:2605.07579 (hidden states and statistics of token entropies). Differs: the choice of statistics is
+        ours, and so are the length and the surprise. Hidden states are not reduced to principal components first,
+        because ridge regression already shrinks directions with little variance.
     """
     length = jnp.sum(mask, axis=1).astype(jnp.float32)
     count = jnp.maximum(length, 1.0)
 
-    def moments(value: Float[ArrayLike, "B T"]) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    def moments(value: Float[AnyArray, "B T"]) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+        """Return mean and standard deviation over the completion."""
         mean = jnp.sum(jnp.where(mask, value, 0.0), axis=1) / count
         square = jnp.sum(jnp.where(mask, jnp.square(value - mean[:, None]), 0.0), axis=1) / count
         return mean, jnp.sqrt(square)
 
     columns = (jnp.ones_like(length), length / max_length, *moments(-logp), *moments(entropy))
-    return jnp.concatenate([jnp.stack(columns, axis=1), hidden * hidden.shape[1] ** -0.5], axis=1)
+    scaled_hidden = hidden * hidden.shape[1] ** -0.5
+    return jnp.concatenate([jnp.stack(columns, axis=1), scaled_hidden], axis=1)
 
 
 def regression_sums(
-    features: Float[ArrayLike, "B F"], target: Float[ArrayLike, " B"], valid: Bool[ArrayLike, " B"]
+    features: Float[AnyArray, "B F"], target: Float[AnyArray, " B"], valid: Bool[AnyArray, " B"]
 ) -> Float[Array, "F F+1"]:
-    """``sum_b x_b [x_b, y_b]`` over valid rows: all that least squares needs to know, [F, F + 1] f32.
+    """Return ``sum_b x_b [x_b, y_b]`` over valid rows, [F, F + 1] f32: the sums that least squares needs.
 
-    Sums of several batches add up, and old ones may be discounted.
+    Sums of several batches add up, and older sums may be discounted.
     """
     features = jnp.where(valid[:, None], features, 0.0)
     columns = jnp.concatenate([features, jnp.where(valid, target, 0.0)[:, None]], axis=1)
@@ -89,8 +95,12 @@ def regression_sums(
 
 
 def ridge_predict(
-    features: Float[ArrayLike, "B F"], sums: Float[ArrayLike, "F F+1"], *, ridge: float = RIDGE
+    features: Float[AnyArray, "B F"], sums: Float[AnyArray, "F F+1"], *, ridge: float = RIDGE
 ) -> Float[Array, " B"]:
-    """``x (X'X + ridge I)^-1 X'y`` of each row, [B] f32, with X'X and X'y from ``sums`` [F, F + 1]; 0 without data."""
+    """Return ``x (X'X + ridge I)^-1 X'y`` of each row, [B] f32; 0 without data.
+
+    Args:
+        sums: [F, F + 1] f32, X'X and X'y of ``regression_sums``.
+    """
     coefficients = jnp.linalg.solve(sums[:, :-1] + ridge * jnp.eye(sums.shape[0]), sums[:, -1])
     return jnp.sum(features * coefficients[None, :], axis=1)

@@ -1,10 +1,10 @@
-"""Anchors: what holds a policy back, as an estimate of its divergence from another at each token; and its entropy.
+"""Divergences for the KL penalty, and the weight of the entropy bonus.
 
-An anchor is a function of ``Tokens`` and of its settings to an estimate [B,T] nats of KL(policy || anchor), with its
-gradient.
+A divergence is a function of ``Tokens`` and its settings. It returns an estimate [B,T] in nats of
+KL(policy || other policy) at each token, with its gradient.
 
-Owns: those functions, estimators of a divergence, how the weight of an entropy bonus moves, the tables. Does not know:
-surrogates, models.
+Owns: these functions, estimators of a divergence, how the weight of an entropy bonus changes, the tables. Does not
+know: surrogates, models.
 Letters: B rows, T row width.
 """
 
@@ -14,10 +14,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.algorithms.facts import needs
-from jaxrl_llm.algorithms.inputs import Tokens
+from jaxrl_llm.algorithms.inputs import AnyArray, Tokens
 from jaxrl_llm.algorithms.surrogates import LOG_RATIO_LIMIT
 from jaxrl_llm.settings.schema import Decay, NotNegative, Positive
 
@@ -25,46 +25,49 @@ Estimator = Literal["k1", "k2", "k3"]
 
 
 @needs("ref_logp")
-def reference(x: Tokens, *, estimator: Estimator = "k3") -> Float[Array, "B T"]:
-    """The frozen reference: the starting model, or model.reference_path."""
-    return _to(x.ref_logp, x, estimator)
+def reference(x: Tokens, *, estimator: Estimator = "k3") -> Float[AnyArray, "B T"]:
+    """Return the divergence from the frozen reference: the starting model, or model.reference_path."""
+    return _divergence_from(x.ref_logp, x, estimator)
 
 
 @needs("ref_logp", "previous_logp")
-def convex(x: Tokens, *, estimator: Estimator = "k3") -> Float[Array, "B T"]:
-    """The reference and, by schedule, the weights that the iteration before began with.
+def convex(x: Tokens, *, estimator: Estimator = "k3") -> Float[AnyArray, "B T"]:
+    """Return a mixture of the divergences from the reference and from the policy that the last iteration began with.
 
         l KL(policy || reference) + (1 - l) KL(policy || previous),   l = ``reference_share`` of the iteration
 
     Source: ReMix, Liang et al. 2025, arXiv:2507.06892.
     """
+    assert x.iteration is not None
     share = reference_share(x.iteration)
-    return share * _to(x.ref_logp, x, estimator) + (1 - share) * _to(x.previous_logp, x, estimator)
+    from_reference = share * _divergence_from(x.ref_logp, x, estimator)
+    return from_reference + (1 - share) * _divergence_from(x.previous_logp, x, estimator)
 
 
 @needs("average_logp")
-def ewma(x: Tokens, *, decay: Decay = 0.9, estimator: Estimator = "k3") -> Float[Array, "B T"]:
-    """The moving average of the weights, which fade by ``decay`` an optimizer step.
+def ewma(x: Tokens, *, decay: Decay = 0.9, estimator: Estimator = "k3") -> Float[AnyArray, "B T"]:
+    """Return the divergence from the moving average of the weights, with ``decay`` per optimizer step.
 
     Source: T1, Hou et al. 2025, arXiv:2501.11651.
     """
-    return _to(x.average_logp, x, estimator)
+    return _divergence_from(x.average_logp, x, estimator)
 
 
-def _to(anchor_logp: Float[ArrayLike, "B T"], x: Tokens, estimator: str) -> Float[Array, "B T"]:
-    return kl_estimate(x.policy_logp, jnp.where(x.mask, anchor_logp, 0.0), kind=estimator)
+def _divergence_from(other_logp: Float[AnyArray, "B T"], x: Tokens, estimator: str) -> Float[AnyArray, "B T"]:
+    """Return the estimate of the divergence of the current policy from another policy."""
+    return kl_estimate(x.policy_logp, jnp.where(x.mask, other_logp, 0.0), kind=estimator)
 
 
 def kl_estimate(
-    policy_logp: Float[ArrayLike, "*any"], ref_logp: Float[ArrayLike, "*any"], *, kind: str
-) -> Float[Array, "*any"]:
-    """Estimate of KL(policy || reference) from each token drawn from the policy.
+    policy_logp: Float[AnyArray, "*any"], ref_logp: Float[AnyArray, "*any"], *, kind: str
+) -> Float[AnyArray, "*any"]:
+    """Return an estimate of KL(policy || reference) from each token drawn from the policy.
 
         d = policy_logp - ref_logp
         "k1" = d                 unbiased, may be negative; its gradient has mean 0 on fresh tokens
         "k2" = d^2 / 2           biased in value; its gradient is that of the KL on fresh tokens
         "k3" = exp(-d) - 1 + d   unbiased, never negative; its gradient is that of KL(reference || policy). Below -20
-                                 nats exp(-d) and the slope are those at -20: of some 89 no float32 has it.
+                                 nats exp(-d) and the slope keep their values at -20, because float32 overflows near 89.
 
     Args:
         policy_logp, ref_logp: [B, T] f32 nats of the taken tokens, finite.
@@ -81,14 +84,14 @@ def kl_estimate(
     if kind == "k2":
         return 0.5 * jnp.square(difference)
     if kind == "k3":
-        # Cut in value alone: without the slope of exp(-d) descent would push the token further away.
+        # Cut the value alone: without the slope of exp(-d) descent would push the token further away.
         cut = difference - jax.lax.stop_gradient(jnp.minimum(difference + LOG_RATIO_LIMIT, 0.0))
         return jnp.expm1(-cut) + difference
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
-def reference_share(iteration: Int[ArrayLike, ""]) -> Float[Array, ""]:
-    """Share [] f32 of the reference in a divergence to reference and previous policy, by iteration.
+def reference_share(iteration: Int[AnyArray, ""]) -> Float[Array, ""]:
+    """Return the share [] f32 of the reference in the divergence ``convex``, by iteration.
 
         share = max(1 - 0.1 ceil(max(iteration - 50, 0) / 10), 0.5)
 
@@ -98,34 +101,35 @@ def reference_share(iteration: Int[ArrayLike, ""]) -> Float[Array, ""]:
 
 
 @needs(moves=False)
-def constant(coefficient: Float[ArrayLike, ""], entropy: Float[ArrayLike, ""]) -> Float[Array, ""]:
-    """Weight [] f32 of the entropy bonus after a step: what it was."""
+def constant(coefficient: Float[AnyArray, ""], entropy: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
+    """Return the same weight [] f32 of the entropy bonus after every step."""
     return coefficient
 
 
 def adaptive(
-    coefficient: Float[ArrayLike, ""],
-    entropy: Float[ArrayLike, ""],
+    coefficient: Float[AnyArray, ""],
+    entropy: Float[AnyArray, ""],
     *,
     target: Positive = 0.2,
     rate: NotNegative = 1e-4,
 ) -> Float[Array, ""]:
-    """Weight [] f32 of the entropy bonus after a step whose tokens had this entropy on average.
+    """Return the weight [] f32 of the entropy bonus after a step, by the mean entropy of the step's tokens.
 
         c' = max(c + rate * sign(target - entropy), 0)
 
     Args:
         coefficient: [] f32, the weight of that step.
         entropy: [] f32 nats per token.
-        target: nats per token below which the weight rises, above which it falls.
-        rate: how far the weight moves.
+        target: nats per token. The weight rises if the entropy is below the target, and falls if it is above.
+        rate: change of the weight per step.
 
-    Source: Skywork-OR1, He et al. 2025, arXiv:2505.22312, "adaptive entropy control". Differs: there the bonus is left
-        out of a step whose rollouts have more entropy than the target, while c falls; here its weight is c always, for
-        a step's own entropy is known only after its forward pass. The released code bounds c above too, at 0.005.
+    Source: Skywork-OR1, He et al. 2025, arXiv:2505.22312, "adaptive entropy control". Differs: the source leaves the
+        bonus out of a step whose rollouts have more entropy than the target, while c falls. Here the weight is always
+        c, because a step's own entropy is known only after its forward pass. The released code also bounds c above,
+        at 0.005.
 
     Example:
-        A step with 0.5 nats where the target is 0.2 lowers a weight of 0.005 by the rate, one with 0.1 raises it.
+        The target is 0.2 nats. A step with 0.5 nats lowers a weight of 0.005 by the rate; a step with 0.1 raises it.
     """
     return jnp.maximum(coefficient + rate * jnp.sign(target - entropy), 0.0)
 

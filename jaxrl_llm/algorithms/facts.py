@@ -65,7 +65,7 @@ class MethodMemory(Protocol):
     columns: tuple[str, ...]
     whole: dict[str, tuple[int, ...]]
 
-    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]: ...
+    def values(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]: ...
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None: ...
 
@@ -283,7 +283,7 @@ def _requires(fact: str, field: str, reasons: Mapping[str, str], path: str, conf
     """Return the rule that the function in ``algorithm.FIELD`` declares a fact; "" requires nothing."""
     if not fact:
         return True, ""
-    slots = {item.name: item.metadata.get("slot") for item in dataclasses.fields(config.algorithm)}
+    slots = {item.name: item.metadata["slot"] for item in dataclasses.fields(config.algorithm) if item.name == field}
     fitting = []
     for name, function in slots[field].table.items():
         if getattr(function, "declared_facts", {}).get(fact):

@@ -1,20 +1,26 @@
-"""What the functions of a method see: rows of an iteration, tokens of a micro-batch, ratios, slots of the ring.
+"""Inputs of a method's functions: rows of an iteration, tokens of a micro-batch, ratios, slots of the ring.
 
-Letters: B rows, S row width, T width of what a loss sees, D model width.
-Owns: these records, the columns that a method may ask for. Does not know: who fills them, any function.
+Letters: B rows, S row width, T width of the tokens that a loss reads, D model width.
+Owns: these records, the columns that a method may need. Does not know: who fills them, any function.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import ArrayLike, Bool, Float, Int
+import numpy as np
+from jaxtyping import Bool, Float, Int
 
-# Classes of questions by how many answers are right: easy, middling, hard.
+from jaxrl_llm.ops.groups import Groups
+
+# An array on the device, or on the host.
+AnyArray = jax.Array | np.ndarray
+
+# Classes of questions by the share of correct answers: easy, medium, hard.
 NUM_DIFFICULTIES = 3
 
 
@@ -41,23 +47,25 @@ class Column(NamedTuple):
     from_rewards: str = ""
 
 
-# Names of Rollout.columns, Experience.columns and Rows.columns. Log-probabilities in nats.
+# Names of Rollout.columns, Experience.columns and Rows.columns. Log-probabilities are in nats.
 COLUMNS = {
-    # Noted by the sampler.
+    # Recorded by the sampler.
     "support": Column(True, True, "[B, S, N] i32 ids that each token was drawn among (ops.filters)"),
     "entropy": Column(True, False, "f32 nats, of the distribution that each token was drawn from"),
     "earlier_logp": Column(True, False, "f32, of the learner's older weights that drew the token, 0.0 elsewhere"),
     "experts": Column(True, True, "[B, S, layers*k] experts that the token before each chose, in prompts too"),
-    # Said by the learner of fresh rows (learner.annotation).
-    "generation_logp": Column(True, True, "f32, of the weights that drew each token, as the learner computes them"),
+    # Computed by the learner for new rows (learner.annotation).
+    "generation_logp": Column(True, True, "f32, of the weights that drew each token, with the learner's numerics"),
     "ref_logp": Column(True, True, "f32, of the frozen reference"),
     "value": Column(True, True, "f32 reward that the critic expected at each token"),
     "hidden": Column(False, False, "[B, D] f32, mean hidden state of the completion"),
-    # Made by credit.
+    # Computed by credit.
     "returns": Column(True, True, "f32 reward that the critic should expect at each token"),
-    "group_mean": Column(False, True, "f32, mean of the group's rewards at that time, 0.0 where not trainable"),
-    "tied": Column(False, False, "bool: of a group without an advantage, and of equal rewards where siblings compare"),
-    "question_id": Column(False, False, "i32; the ring keeps it beside the rows (RingState.question)"),
+    "group_mean": Column(False, True, "f32, mean of the group's rewards at that time, 0.0 if not trainable"),
+    "tied": Column(
+        False, False, "bool: the group has no advantage and, if the advantage compares siblings, equal rewards"
+    ),
+    "question_id": Column(False, False, "i32; the ring stores it beside the rows (RingState.question)"),
     # Made with the rewards (Rewards.columns); 0.0 for rows that are not trainable.
     "turn_reward": Column(False, False, "[B, K] f32, share of the reward that each turn received", TURN),
     "turn_seconds": Column(
@@ -73,27 +81,31 @@ def reward_columns(needed: Iterable[str], *, max_turns: int, max_length: int) ->
     """Return the shapes per row of the columns in ``needed`` that are made with the rewards, as the host has them.
 
     Args:
+        needed: names of columns.
         max_turns: largest number of turns of the policy in a completion.
         max_length: longest completion, in tokens. A column with TOKEN has a value for each of these positions.
     """
-    shapes = {ROW: (), TURN: (max_turns,), TOKEN: (max_length,)}
-    kinds = {name: COLUMNS[name].from_rewards for name in sorted(needed) if name in COLUMNS}
-    return {name: shapes[kind] for name, kind in kinds.items() if kind}
+    shape_of_kind: dict[str, tuple[int, ...]] = {ROW: (), TURN: (max_turns,), TOKEN: (max_length,)}
+    shapes = {}
+    for name in sorted(needed):
+        if name in COLUMNS and COLUMNS[name].from_rewards:
+            shapes[name] = shape_of_kind[COLUMNS[name].from_rewards]
+    return shapes
 
 
-# Those that the learner says of fresh rows.
+# Columns that the learner computes for new rows.
 COMPUTED_BY_LEARNER = ("generation_logp", "ref_logp", "value", "hidden")
-# That which every slot of the ring has, so that a loss can take an advantage anew at replay.
+# Column that every slot of the ring has. A loss can compute an advantage anew from it when a row is replayed.
 GROUP_MEAN = "group_mean"
-# Fields of rows that are per token too.
+# Fields of rows that have a token dimension, besides columns.
 PER_TOKEN = ("tokens", "behaviour_logp", "policy_version", "advantage")
 
-# Log-probabilities [B, T] nats of policies whose weights the learner keeps where a loss asks for them.
+# Log-probabilities [B, T] in nats of other policies. The learner keeps their weights if a loss needs them.
 START = "start"
 OTHER_POLICIES = {
     "start_logp": "the weights before the iteration's updates",
-    "average_logp": "the moving average of the weights, whose setting `decay` the function has",
-    "previous_logp": "the weights before the updates of the iteration before",
+    "average_logp": "the moving average of the weights; the function has a setting `decay`",
+    "previous_logp": "the weights before the updates of the previous iteration",
 }
 
 
@@ -107,68 +119,77 @@ class Sizes(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """An iteration's rollouts as advantages, reward terms and reshapings see them; [B] but where it says so."""
+    """The rollouts of an iteration, the input of advantages, reward terms and reshapings; [B] unless stated."""
 
-    reward: jax.Array  # f32, what was scored and what reward terms have added; 0.0 where not valid
-    added: jax.Array | None  # f32, what reward terms have added; None where there are none
-    parts: tuple[tuple[jax.Array, float], ...]  # values by reward function, and its weight; () where their sum counts
+    reward: jax.Array  # f32, the score plus reward terms; 0.0 if not valid
+    added: jax.Array | None  # f32, the sum of the reward terms; None without reward terms
+    parts: tuple[tuple[jax.Array, float], ...]  # values and weight of each reward function; () if unread
     correct: jax.Array  # bool
-    groups: Any  # ops.groups.Groups; its valid rows are those that are trained on
+    groups: Groups  # its valid rows are the rows that are trained on
     group_id: jax.Array  # i32, the same for rows of a group
     length: jax.Array  # i32, of the completion
-    mask: jax.Array  # [B, S] bool, what the policy drew: between its turns stands what an environment answered
+    mask: jax.Array  # [B, S] bool, tokens that the policy drew; an environment's answers between its turns are False
     tokens: jax.Array  # [B, S] i32
     behaviour_logp: jax.Array  # [B, S] f32
-    columns: Mapping[str, jax.Array]  # what the function ``needs``
+    columns: Mapping[str, jax.Array]  # columns that the function needs
     memory: Mapping[str, jax.Array]
-    max_length: int  # longest completion there may be, tokens
+    max_length: int  # longest possible completion, tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Rows [B, T] as the functions of a loss see them; 0.0 off the mask.
+    """Rows [B, T], the input of the functions of a loss; 0.0 off the mask.
 
-    What a function ``needs`` is an attribute too: ``x.ref_logp`` [B, T], ``x.group_mean`` [B].
+    The columns that a function ``needs`` are attributes too: ``x.ref_logp`` [B, T], ``x.group_mean`` [B].
     """
 
-    policy_logp: Float[ArrayLike, "B T"]  # current policy, differentiated
-    old_logp: Float[ArrayLike, "B T"]  # old policy
-    behaviour_logp: Float[ArrayLike, "B T"]  # policy that drew the tokens
-    advantage: Float[ArrayLike, "B T"]
-    reward: Float[ArrayLike, " B"]
-    mask: Bool[ArrayLike, "B T"]  # tokens with a loss; a row without any is no sibling of its group
-    age: Int[ArrayLike, "B T"] | None = None  # iterations since the token was drawn, by the optimizer steps taken
-    iteration: Int[ArrayLike, ""] | None = None
+    policy_logp: Float[AnyArray, "B T"]  # current policy, differentiated
+    old_logp: Float[AnyArray, "B T"]  # old policy
+    behaviour_logp: Float[AnyArray, "B T"]  # policy that drew the tokens
+    advantage: Float[AnyArray, "B T"]
+    reward: Float[AnyArray, " B"]
+    mask: Bool[AnyArray, "B T"]  # tokens with a loss; a row without any is no sibling of its group
+    age: Int[AnyArray, "B T"] | None = None  # iterations since the token was drawn, by the optimizer steps taken
+    iteration: Int[AnyArray, ""] | None = None
     group_size: int = 1  # neighbouring rows that are siblings
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # [B, T], or [B] where not per token
+    columns: Mapping[str, AnyArray] = dataclasses.field(default_factory=dict)  # [B, T], or [B] if not per token
 
     def __getattr__(self, name: str) -> jax.Array:
         columns = self.__dict__.get("columns", {})
         if name in columns:
             return columns[name]
-        raise AttributeError(f"{name!r} is not there: a function that reads it says so, @needs({name!r})")
+        raise AttributeError(f"the column {name!r} is missing: declare it with @needs({name!r}) at the function")
 
-    def only(self, mask: jax.Array) -> Tokens:
-        """Those of a mask alone, with constants elsewhere: 0 * nan is nan."""
+    def only(self, mask: AnyArray) -> Tokens:
+        """Return the tokens with another mask, and with 0 off that mask, because 0 * nan is nan."""
         is_row = jnp.any(mask, axis=1)
-        keep = lambda x: jnp.where(mask if x.ndim == 2 else is_row, x, 0.0)
-        names = ("policy_logp", "old_logp", "behaviour_logp", "advantage", "reward")
-        kept = {name: keep(getattr(self, name)) for name in names}
-        columns = {name: keep(x) for name, x in self.columns.items()}
-        return dataclasses.replace(self, **kept, columns=columns, mask=mask)
+
+        def keep(x: AnyArray) -> jax.Array:
+            return jnp.where(mask if x.ndim == 2 else is_row, x, 0.0)
+
+        return dataclasses.replace(
+            self,
+            policy_logp=keep(self.policy_logp),
+            old_logp=keep(self.old_logp),
+            behaviour_logp=keep(self.behaviour_logp),
+            advantage=keep(self.advantage),
+            reward=keep(self.reward),
+            columns={name: keep(x) for name, x in self.columns.items()},
+            mask=mask,
+        )
 
 
 class Ratios(NamedTuple):
-    """What a correction judges, [B, T]; constants to differentiation, 0.0 off the mask."""
+    """Ratios of probabilities, the input of a correction, [B, T]; constants to differentiation, 0.0 off the mask."""
 
-    log_ratio: jax.Array  # f32 nats: old / behaviour, or current / behaviour where the term has no ratio to an old one
+    log_ratio: jax.Array  # f32 nats: old / behaviour, or current / behaviour if the term has no ratio to an old policy
     policy_log_ratio: jax.Array  # f32 nats: current / behaviour
     mask: jax.Array  # bool, tokens with a loss
-    over_batch: jax.Array | None = None  # [] f32 of the whole batch, for corrections that ask for it
+    over_batch: jax.Array | None = None  # [] f32 of the whole batch, for corrections that declare ``over_batch``
 
 
 class Batch(NamedTuple):
-    """Rows of a whole batch as aggregations see them; [B] but where it says so."""
+    """Rows of a whole batch, the input of aggregations; [B] unless stated."""
 
     trainable: jax.Array  # bool
     group_id: jax.Array  # i32
@@ -176,13 +197,13 @@ class Batch(NamedTuple):
     prompt_length: jax.Array  # i32
     length: jax.Array  # i32
     width: int  # S
-    max_length: int  # longest completion there may be, tokens
+    max_length: int  # longest possible completion, tokens
     sampled: jax.Array | None = None  # [B, S] bool, tokens that the policy drew
 
 
 class Stored(NamedTuple):
-    """Slots of the ring as draws see them, all of one shape."""
+    """Slots of the ring, the input of draws. All fields have one shape."""
 
-    priority: jax.Array  # f32 in [0, 1], over the largest of the shard
+    priority: jax.Array  # f32 in [0, 1], divided by the largest of the shard
     age: jax.Array  # i32 iterations since insertion
     uses: jax.Array  # i32 times drawn

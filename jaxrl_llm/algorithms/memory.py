@@ -1,15 +1,17 @@
-"""Memories of methods: what an advantage or a reward term compares with that came before this iteration, on the host.
+"""Memories of a method: what its advantage and its reward terms remember of earlier iterations, on the host.
 
-Each is a class with
+Each memory is a class (``facts.MethodMemory``) with
 
-    columns, whole                      names of what rows are given, [B] f32, and of arrays beside them: name -> shape
-    known(rewards, questions)           these for an iteration, numpy
-    observe(rewards, questions, sums)   learn from the iteration: its rewards, what functions and the update returned
+    columns, whole                      names of columns [B] f32 of rows, and shapes of other arrays by name
+    values(rewards, questions)          these columns and arrays for an iteration, numpy
+    observe(rewards, questions, sums)   learn from an iteration: its rewards, and the sums that functions and the update
+                                        returned
     state(), restore(state)             its form in a checkpoint: plain JSON, or one array of float32 if it is large
 
-What an iteration is compared with never knows its own rewards. What is remembered of a question lies in the ledger.
+An iteration is compared with earlier iterations only, never with its own rewards. The ledger stores what is remembered
+of a question.
 
-Owns: what is remembered of earlier iterations. Does not know: how an advantage is made of it.
+Owns: what is remembered of earlier iterations. Does not know: how an advantage uses it.
 """
 
 from __future__ import annotations
@@ -20,27 +22,32 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.algorithms.baselines import num_features
-from jaxrl_llm.algorithms.facts import CreditFacts
+from jaxrl_llm.algorithms.facts import CreditFacts, MethodMemory
 from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes, reward_columns
+from jaxrl_llm.settings.use import Chosen
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Scores
 
-# Of the decay of "mssr" (arXiv:2512.18215): iterations, and nats a token.
-KL_WINDOW, KL_TARGET = 20, 0.01
+# For the decay of "mssr" (arXiv:2512.18215): iterations, and nats per token.
+KL_WINDOW = 20
+KL_TARGET = 0.01
+
+# The ledger of questions, ``questions.ledger.Ledger``, which stands above this folder.
+Ledger = Any
 
 
 class Moments:
-    """Count, mean and squared deviations of the advantages of iterations, the earlier ones faded: for ``norm_decay``.
+    """Count, mean and squared deviations of the advantages of earlier iterations, with decay: for ``norm_decay``.
 
     Source: arXiv:2110.00641.
     """
 
-    columns = ()
+    columns: tuple[str, ...] = ()
 
-    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
-        self.whole = {"moments": (3,)} if settings["norm_decay"] else {}
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Ledger):
+        self.whole: dict[str, tuple[int, ...]] = {"moments": (3,)} if settings["norm_decay"] else {}
         self._moments = np.zeros(3)
 
-    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+    def values(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
         return {"moments": self._moments.astype(np.float32)} if self.whole else {}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
@@ -59,18 +66,18 @@ class Regression:
 
     The sums are float32, like the sums that each iteration adds. A checkpoint stores the same bits.
 
-    Source: arXiv:2605.07579. Differs: a fixed decay, where it keeps a window of recent rollouts.
+    Source: arXiv:2605.07579. Differs: a fixed decay; the source keeps a window of recent rollouts.
     """
 
-    columns = ()
+    columns: tuple[str, ...] = ()
 
-    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Ledger):
         features = num_features(sizes.width)
-        self.whole = {"regression": (features, features + 1)}
+        self.whole: dict[str, tuple[int, ...]] = {"regression": (features, features + 1)}
         self._decay = np.float32(settings["decay"])
         self._sums = np.zeros((features, features + 1), np.float32)
 
-    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+    def values(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
         return {"regression": self._sums}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
@@ -84,49 +91,60 @@ class Regression:
 
 
 class QuestionMean(Moments):
-    """Of each question, Beta counts of its rewards, and the mean they give its next visit; for "mssr".
+    """Beta counts of the rewards of each question, and their mean for the question's next visit; for "mssr".
 
         a <- decay a + r,   b <- decay b + 1 - r   from a = b = 1,   mean = a / (a + b)
 
-    It is a running mean, so rewards need not lie in [0, 1]. The reward r has what reward terms add: the advantage
+    The mean is a running mean, so rewards may lie outside [0, 1]. The reward r includes reward terms: the advantage
     returns it as "shaped_reward" [B]. With ``decay_moving`` above 0 the decay is still + (moving - still) min(1, KL /
-    (2 KL_TARGET)), KL the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
+    (2 KL_TARGET)), where KL is the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
 
-    Source: arXiv:2512.18215. Differs: how the decay follows the KL is ours, and so is the start of the counts.
+    Source: arXiv:2512.18215. Differs: how the decay follows the KL, and the start of the counts, are ours.
     """
 
     columns = ("question_mean",)
 
-    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Ledger):
         super().__init__(settings, sizes, ledger)
-        self._still, self._moving = settings["decay"], settings["decay_moving"]
-        self._drifts: list[float] = []  # KL of the last iterations, nats a token
+        self._still = settings["decay"]
+        self._moving = settings["decay_moving"]
+        self._drifts: list[float] = []  # KL of the last iterations, nats per token
         self._counts = ledger.numbers("mssr")
 
     def _count(self, question: int) -> tuple[float, ...]:
         return self._counts.get(question, (1.0, 1.0))
 
-    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
-        mean = [a / (a + b) for a, b in map(self._count, questions)]
-        repeated = np.repeat(np.float32(mean), len(rewards.outcome) // len(questions))
-        return super().known(rewards, questions) | {"question_mean": repeated}
+    def values(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+        means = []
+        for question in questions:
+            a, b = self._count(question)
+            means.append(a / (a + b))
+        repeated = np.repeat(np.array(means, np.float32), len(rewards.outcome) // len(questions))
+        return super().values(rewards, questions) | {"question_mean": repeated}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
         super().observe(rewards, questions, sums)
-        decay = self._still
-        if self._moving:
-            tokens = float(sums["token_count"])
-            if tokens and np.isfinite(drift := float(sums["kl_behaviour_sum"]) / tokens):  # else it would decide alone
-                self._drifts = [*self._drifts, drift][-KL_WINDOW:]
-            share = min(1.0, sum(self._drifts) / max(1, len(self._drifts)) / (2 * KL_TARGET))
-            decay = self._still + (self._moving - self._still) * share
+        decay = self._next_decay(sums)
         shaped = np.asarray(sums.get("shaped_reward", rewards.total))
         shaped = np.where(np.isfinite(rewards.total), shaped, np.nan)
         for question, group in zip(questions, shaped.reshape(len(questions), -1), strict=True):
             a, b = self._count(question)
             for reward in group[np.isfinite(group)].tolist():
-                a, b = decay * a + reward, decay * b + 1 - reward
+                a = decay * a + reward
+                b = decay * b + 1 - reward
             self._counts[question] = a, b
+
+    def _next_decay(self, sums: Mapping[str, Any]) -> float:
+        """Record the KL of an iteration, and return the decay of its rewards."""
+        if not self._moving:
+            return self._still
+        tokens = float(sums["token_count"])
+        if tokens:
+            drift = float(sums["kl_behaviour_sum"]) / tokens
+            if np.isfinite(drift):  # one infinite KL would dominate the mean of the window
+                self._drifts = [*self._drifts, drift][-KL_WINDOW:]
+        share = min(1.0, sum(self._drifts) / max(1, len(self._drifts)) / (2 * KL_TARGET))
+        return self._still + (self._moving - self._still) * share
 
     def state(self) -> Any:
         return [super().state(), self._drifts]
@@ -137,31 +155,33 @@ class QuestionMean(Moments):
 
 
 def length_grid(step: int, longest: int) -> tuple[int, ...]:
-    """Lengths among which a short answer's is chosen; the last is any length."""
+    """Return the lengths among which the length of a short answer is chosen. The last one allows every length."""
     return (*range(step, longest, step), longest)
 
 
 class ShortAnswers:
-    """Of each difficulty, how many answers were within each length of the grid, and the length chosen by it.
+    """Counts of answers within each length of the grid, and the chosen length, for each class of difficulty.
 
-    See ``shaping.short_answer``; chosen anew every so many iterations, where a difficulty that nobody met keeps what it
-    has.
+    See ``shaping.short_answer``. The lengths are chosen anew at fixed intervals. A difficulty without answers keeps its
+    length.
 
-    Source: LASER-D, arXiv:2505.15612 (released code). Differs: it counts on a set kept for it; here the run's own
-        rollouts since the last choice serve, and until the first any length is short.
+    Source: LASER-D, arXiv:2505.15612 (released code). Differs: the source counts on a separate set of questions. Here
+        the run's own rollouts since the last choice are counted, and every length is short until the first choice.
     """
 
-    columns = ()
+    columns: tuple[str, ...] = ()
 
-    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Any):
+    def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Ledger):
         self._every = settings["every_iterations"]
-        self.whole = {"short_answer": (NUM_DIFFICULTIES,)} if self._every else {}
+        self.whole: dict[str, tuple[int, ...]] = {"short_answer": (NUM_DIFFICULTIES,)} if self._every else {}
         self._grid = length_grid(settings["tokens"], sizes.max_length)
-        self._at_least_right = 2 * sizes.group_size // 3, sizes.group_size // 3, 1  # easy, middling, hard
+        # Smallest number of correct answers to a question: easy, medium, hard.
+        self._min_correct = (2 * sizes.group_size // 3, sizes.group_size // 3, 1)
         self._within = np.zeros((NUM_DIFFICULTIES, 1))
-        self._chosen, self._iterations = [sizes.max_length] * NUM_DIFFICULTIES, 0
+        self._chosen = [sizes.max_length] * NUM_DIFFICULTIES
+        self._iterations = 0
 
-    def known(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
+    def values(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
         return {"short_answer": np.array(self._chosen, np.float32)} if self._every else {}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
@@ -171,43 +191,61 @@ class ShortAnswers:
         self._iterations += 1
         if self._iterations % self._every:
             return
-        for i, (*within, answers) in enumerate(self._within.tolist()):
-            if answers > 0:
-                right, grid = self._at_least_right[i], zip(self._grid, within, strict=True)
-                self._chosen[i] = next((n for n, count in grid if count * right >= answers), self._grid[-1])
+        for difficulty, counts in enumerate(self._within.tolist()):
+            *within, num_answers = counts
+            if num_answers > 0:
+                self._chosen[difficulty] = self._choose(within, num_answers, self._min_correct[difficulty])
         self._within = 0.0 * self._within
+
+    def _choose(self, within: Sequence[float], num_answers: float, min_correct: int) -> int:
+        """Return the smallest length of the grid that enough answers are within, or the largest length."""
+        for length, count in zip(self._grid, within, strict=True):
+            if count * min_correct >= num_answers:
+                return length
+        return self._grid[-1]
 
     def state(self) -> Any:
         return [self._grid, self._within.tolist(), self._chosen, self._iterations]
 
     def restore(self, state: Any) -> None:
         grid, within, chosen, iterations = state
-        if tuple(grid) == self._grid:  # else another's, where a change was allowed
-            self._within, self._chosen, self._iterations = np.array(within), chosen, iterations
+        if tuple(grid) != self._grid:  # a run that was allowed to change its settings begins anew
+            return
+        self._within = np.array(within)
+        self._chosen = chosen
+        self._iterations = iterations
 
 
 class Memory:
-    """What the functions of a method remember, together. On the host.
+    """The memories of all functions of a method, on the host.
 
     Args:
         functions: the method's functions (``AlgorithmConfig.of_credit`` and ``of_loss``), for their memories and
             the columns that they need.
-        part_names: reward functions whose scores are looked at one by one; () where their sum counts.
-        ledger: keeps what is remembered of a question (``questions.ledger.Ledger``).
+        part_names: reward functions whose scores the advantage compares separately; () if only their sum counts.
+        ledger: stores what is remembered of a question (``questions.ledger.Ledger``).
     """
 
-    def __init__(self, functions: Sequence[Any], part_names: Sequence[str], sizes: Sizes, ledger: Any):
-        self.ledger, self.part_names = ledger, part_names
-        remembering = [one for one in functions if isinstance(one.facts, CreditFacts) and one.facts.memory]
-        self._memories = {one.name: one.facts.memory(one.settings, sizes, ledger) for one in remembering}
-        needed = frozenset().union(*(one.facts.columns for one in functions))
+    def __init__(self, functions: Sequence[Chosen[Any]], part_names: Sequence[str], sizes: Sizes, ledger: Ledger):
+        self.ledger = ledger
+        self.part_names = part_names
+        self._memories: dict[str, MethodMemory] = {}
+        needed: set[str] = set()
+        for chosen in functions:
+            facts = chosen.facts
+            if isinstance(facts, CreditFacts) and facts.memory is not None:
+                self._memories[chosen.name] = facts.memory(chosen.settings, sizes, ledger)
+            needed |= facts.columns
         self._reward_columns = reward_columns(needed, max_turns=sizes.max_turns, max_length=sizes.max_length)
 
     @property
     def columns(self) -> dict[str, tuple[int, ...]]:
-        """Names of ``Scores.columns``, and what shape each has of a row."""
-        known = {name: () for memory in self._memories.values() for name in memory.columns}
-        return known | self._reward_columns
+        """Names of ``Scores.columns``, and the shape of each for one row."""
+        columns: dict[str, tuple[int, ...]] = {}
+        for memory in self._memories.values():
+            for name in memory.columns:
+                columns[name] = ()
+        return columns | self._reward_columns
 
     @property
     def whole(self) -> dict[str, tuple[int, ...]]:
@@ -215,25 +253,42 @@ class Memory:
         return {name: shape for memory in self._memories.values() for name, shape in memory.whole.items()}
 
     def scores(self, rewards: Rewards, questions: Sequence[int]) -> Scores:
-        """The iteration's rewards as ``credit.assign`` takes them, numpy.
+        """Return the iteration's rewards as ``credit.assign`` receives them, in numpy.
 
         Args:
-            rewards: of B rows, those of a question beside each other.
+            rewards: of B rows. The rows of a question are neighbours.
             questions: the question_id of each of the P groups of rows.
         """
         scored = rewards.outcome == OUTCOME_SCORE
-        known = lambda x: np.where(scored.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0).astype(np.float32)
-        said = {name: x for memory in self._memories.values() for name, x in memory.known(rewards, questions).items()}
-        given = {"turn_reward": rewards.total[:, None], **rewards.columns}  # a completion of one turn has it all there
+
+        def scored_only(values: np.ndarray) -> np.ndarray:
+            """Return the values as float32, 0.0 for rows without a score."""
+            is_scored = scored.reshape(-1, *(1,) * (values.ndim - 1))
+            return np.where(is_scored, values, 0.0).astype(np.float32)
+
+        values: dict[str, np.ndarray] = {}
+        for memory in self._memories.values():
+            values |= memory.values(rewards, questions)
+        # The only turn of a completion receives the whole reward.
+        reward_values = {"turn_reward": rewards.total[:, None], **rewards.columns}
         for name, shape in self._reward_columns.items():
-            said[name] = known(given[name] if name in given else np.zeros((len(scored), *shape)))
+            if name in reward_values:
+                values[name] = scored_only(reward_values[name])
+            else:
+                values[name] = np.zeros((len(scored), *shape), np.float32)
+        # The fields of ``Scores`` are arrays of the device once the caller has put them there.
+        parts: Any = tuple(scored_only(rewards.parts[name]) for name in self.part_names)
+        reward: Any = scored_only(rewards.total)
+        question_id: Any = np.repeat(np.array(questions, np.int32), len(scored) // len(questions))
+        columns: Any = {name: values[name] for name in self.columns}
+        memory_arrays: Any = {name: values[name] for name in self.whole}
         return Scores(
-            known(rewards.total),
+            reward,
             scored,
-            np.repeat(np.int32(questions), len(scored) // len(questions)),
-            parts=tuple(known(rewards.parts[name]) for name in self.part_names),
-            columns={name: said[name] for name in self.columns},
-            memory={name: said[name] for name in self.whole},
+            question_id,
+            parts=parts,
+            columns=columns,
+            memory=memory_arrays,
         )
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:

@@ -1,60 +1,59 @@
-"""Surrogates: what the policy's log-probabilities are asked to do, one loss term per token.
+"""Surrogates: the objective of the policy's log-probabilities, one loss term per token.
 
-A surrogate is a function of ``Tokens`` and of its settings. It returns terms [B,T], or terms and which tokens have no
-gradient because of a bound, [B,T] bool. A sequence-level objective gives every token of a row the row's term, so that
-the aggregation "sequence_mean" is the mean over sequences. Terms off the mask are finite and mean nothing; the gradient
-of a token off the mask is exactly 0.
+A surrogate is a function of ``Tokens`` and its settings. It returns terms [B,T], or terms and the tokens that a bound
+leaves without gradient, [B,T] bool. A sequence-level objective gives every token of a row the row's term, so that the
+aggregation "sequence_mean" is the mean over sequences. Terms off the mask are finite and mean nothing; the gradient of
+a token off the mask is exactly 0.
 
-Three policies are kept apart: the behaviour policy drew the tokens, the old (proximal) policy is the one that ratios
-and trust regions are against (old_policies), the current policy has the gradient.
+There are three policies. The behaviour policy drew the tokens. The old (proximal) policy is the denominator of ratios
+and the centre of trust regions (old_policies). The current policy has the gradient.
 
-A surrogate says whose samples its term takes the tokens for, hence which importance weight it leaves to a correction:
-``base="old"`` (old / behaviour), ``base="policy"`` (current / behaviour), or none (the term holds on any data).
+A surrogate declares whose samples its term assumes, because this decides which importance weight is left to a
+correction: ``base="old"`` (old / behaviour), ``base="policy"`` (current / behaviour), or none (the term holds on any
+data).
 
-A surrogate also says what it asks of the functions in other places, by a fact that these declare (``algorithms.use``):
+A surrogate also declares which facts (``algorithms.facts``) the advantage and the aggregation must have:
 
-- ``advantage="is_centred_reward"``: the term is a regression of log-ratios on the reward less its group's mean. Any
+- ``advantage="is_centred_reward"``: the term is a regression of log-ratios on the reward minus the group's mean. Any
   other scale or centre of the advantage has another optimum.
 - ``aggregation="counts_rows_alike"``: the term of a token is the term of its whole row, so that a mean over tokens
   would weigh rows by their length.
 - ``aggregation="sums_tokens"``: the loss of a row is the sum of its tokens' terms.
 
-Owns: the terms, the table of them. Does not know: how terms are added up, corrections of the behaviour policy.
+Owns: the terms, their table. Does not know: how terms are added up, corrections of the behaviour policy.
 Letters: B rows, T row width, P groups, G rows of a group (neighbours).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.baselines import gradient_square
-from jaxrl_llm.algorithms.facts import needs
-from jaxrl_llm.algorithms.inputs import Tokens
+from jaxrl_llm.algorithms.facts import SurrogateFacts, needs
+from jaxrl_llm.algorithms.inputs import AnyArray, Tokens
 from jaxrl_llm.settings.schema import ConfigError, NotNegative, OverOneOrZero, Positive, Share
+from jaxrl_llm.settings.use import Chosen
 
-# A log-ratio is cut here before its exponential where nothing else bounds it: nats.
+# Limit of a log-ratio before its exponential if nothing else bounds it, in nats.
 LOG_RATIO_LIMIT = 20.0
-# Where the log-probability of success of "spo_cross_entropy" goes on as a straight line.
+# Log-probability of success of "spo_cross_entropy" above which its loss continues as a straight line.
 CROSS_ENTROPY_EDGE = -1e-2
 # INPO's tau / eta.
 INPO_REFERENCE_SHARE = 1 / 3
 
-# What regressions of log-ratios on rewards ask of the advantage and of the aggregation.
-OF_REGRESSION = {"advantage": "is_centred_reward", "aggregation": "counts_rows_alike"}
-
-# Terms, and which tokens a bound leaves without gradient.
-Terms = tuple[Float[Array, "B T"], Bool[Array, "B T"]]
+# Terms, and the tokens that a bound leaves without gradient.
+Terms = tuple[Float[AnyArray, "B T"], Bool[AnyArray, "B T"]]
 
 
 @needs(base="old", of_token=True)
 def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
-    """Negated clipped surrogate objective of each token.
+    """Return the negated clipped surrogate objective of each token.
 
         u = exp(policy_logp - old_logp)
         loss = -min(u A, clip(u, 1 - low, 1 + high) A),   and where A < 0 at most -dual A (0 = off)
@@ -72,9 +71,9 @@ def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverO
 
 @needs(base="old", aggregation="counts_rows_alike")
 def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
-    """The clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)); its form is that of ``gspo``.
+    """Return the clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)), in the form of ``gspo``.
 
-    The log-ratio is cut to 20 nats from above, as that of every clipped surrogate.
+    The log-ratio is cut to 20 nats from above, as in every clipped surrogate.
 
     Source: the loss of Arnal et al. 2026, arXiv:2604.08706.
     """
@@ -83,7 +82,7 @@ def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, du
 
 @needs(base="old", aggregation="counts_rows_alike")
 def gspo(x: Tokens, *, low: Share = 3e-4, high: NotNegative = 4e-4, dual: OverOneOrZero = 0.0) -> Terms:
-    """The clipped surrogate of the row's ratio, length-normalised; in the form that keeps an advantage per token.
+    """Return the clipped surrogate of the row's length-normalised ratio, in the form with an advantage per token.
 
         u_t = exp(sg(mean_t(policy_logp - old_logp)) + policy_logp_t - sg(policy_logp_t))
 
@@ -95,18 +94,18 @@ def gspo(x: Tokens, *, low: Share = 3e-4, high: NotNegative = 4e-4, dual: OverOn
     return _of_row_ratio(x, 1.0, low, high, dual)
 
 
-def _of_row_ratio(x: Tokens, power: Float[ArrayLike, " B"] | float, low: float, high: float, dual: float) -> Terms:
-    """``gspo`` with its ratio to a power, [B] f32 or a number."""
+def _of_row_ratio(x: Tokens, power: Float[AnyArray, " B"] | float, low: float, high: float, dual: float) -> Terms:
+    """Return the term of ``gspo`` with its ratio raised to a power, [B] f32 or a number."""
     mean = _row_sum(x.policy_logp - x.old_logp, x) / _length(x)
-    own = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
-    log_ratio = (own + jax.lax.stop_gradient(mean)[:, None]) * jnp.reshape(power, (-1, 1))
+    only_gradient = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
+    log_ratio = (only_gradient + jax.lax.stop_gradient(mean)[:, None]) * jnp.reshape(power, (-1, 1))
     log_ratio = jnp.where(x.mask, log_ratio, 0.0)
     return _clip(log_ratio, x.advantage, 1 - low, 1 + high, dual)
 
 
 @needs(base="old", of_token=True)
 def cispo(x: Tokens, *, low: NotNegative = 0.0, high: Positive = 5.0) -> Terms:
-    """REINFORCE under a clipped weight: every token keeps a gradient.
+    """Return the REINFORCE term with a clipped weight: every token keeps a gradient.
 
         loss = -sg(clip(u, low, high)) A policy_logp,   u = exp(policy_logp - old_logp)
 
@@ -120,8 +119,8 @@ def cispo(x: Tokens, *, low: NotNegative = 0.0, high: Positive = 5.0) -> Terms:
 
 
 @needs(base="policy")
-def reinforce(x: Tokens) -> Float[Array, "B T"]:
-    """loss = -A policy_logp: no ratio, no clip. AsymRE is this with its own advantage.
+def reinforce(x: Tokens) -> Float[AnyArray, "B T"]:
+    """Return loss = -A policy_logp, without ratio or clip. AsymRE is this term with its own advantage.
 
     Source: Williams 1992; off-policy with a lowered baseline, Arnal et al. 2025, arXiv:2506.20520.
     """
@@ -129,18 +128,18 @@ def reinforce(x: Tokens) -> Float[Array, "B T"]:
 
 
 @needs(base="policy")
-def opmd(x: Tokens, *, tau: NotNegative = 0.1) -> Float[Array, "B T"]:
-    """loss = -A policy_logp / (1 + tau): mirror descent with the pull to the old policy as a smaller step.
+def opmd(x: Tokens, *, tau: NotNegative = 0.1) -> Float[AnyArray, "B T"]:
+    """Return loss = -A policy_logp / (1 + tau): mirror descent, in which the old policy's pull is a smaller step.
 
     The pairwise form of the same method, the mean of (R_i - R_j)^2 over a group, is ``agro``.
 
     Source: R3L 2026, arXiv:2601.03715 (released code); the family, Tomar et al. 2020, arXiv:2005.09814. R3L's other
-        half, retries from a step after a reflection with the shared prefix masked, wants an environment: not there yet.
+        half is missing here: retries from a step after a reflection, with the shared prefix masked.
     """
     return -x.advantage * x.policy_logp / (1 + tau)
 
 
-def _old_policy_moves(path: str, settings: Any, config: Any) -> str:
+def _old_policy_moves(path: str, settings: Mapping[str, Any], config: Any) -> str:
     """Return an error message if the old policy is the behaviour policy, whose ratio is always 1."""
     if config.algorithm.old_policy.facts.is_behaviour:
         return f"[algorithm.old_policy] must be another policy for [{path}]: its window would lie about a ratio of 1"
@@ -149,7 +148,7 @@ def _old_policy_moves(path: str, settings: Any, config: Any) -> str:
 
 @needs(reads_old=True, rule=_old_policy_moves)
 def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Terms:
-    """The clipped surrogate against the behaviour policy, its window about the old policy's ratio.
+    """Return the clipped surrogate against the behaviour policy, with its window around the old policy's ratio.
 
         u = exp(policy_logp - behaviour_logp),   c = exp(old_logp - behaviour_logp)
         loss = -min(u A, clip(u, c - low, c + high) A)
@@ -163,12 +162,13 @@ def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Te
     return _clip(log_ratio, x.advantage, centre - low, centre + high, 0.0)
 
 
-@needs("ref_logp", siblings=True, **OF_REGRESSION)
+@needs("ref_logp", siblings=True, advantage="is_centred_reward", aggregation="counts_rows_alike")
 def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
-    """Half the variance over the group of R = r - beta log(policy / reference), over beta: its optimum on any data.
+    """Return half the variance over the group of R = r - beta log(policy / reference), divided by beta.
 
-    ``_regression`` against the reference, centred. At the optimum of E[r] - beta KL(policy || reference), R is the
-    same for every completion of a prompt. The advantage is r - mean of the group ("dr_grpo").
+    It is ``_regression`` against the reference, centred, and has the same optimum on any data. At the optimum of
+    E[r] - beta KL(policy || reference), R is the same for every completion of a prompt. The advantage is r - mean of
+    the group ("dr_grpo").
 
     Source: Tang et al. 2025, arXiv:2503.19612 (theorem 1). Differs: their loss is not in our sources; this one
         follows from the theorem, and the form is ours.
@@ -176,9 +176,9 @@ def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     return _regression(x, x.ref_logp, beta, centred=True)
 
 
-@needs(siblings=True, reads_old=True, **OF_REGRESSION)
+@needs(siblings=True, reads_old=True, advantage="is_centred_reward", aggregation="counts_rows_alike")
 def gvpo(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
-    """``_regression`` against the old policy, centred.
+    """Return ``_regression`` against the old policy, centred.
 
         weight of a row = (r - mean r) - beta (log-ratio - its mean)
 
@@ -187,9 +187,9 @@ def gvpo(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     return _regression(x, x.old_logp, beta, centred=True)
 
 
-@needs(reads_old=True, **OF_REGRESSION)
+@needs(reads_old=True, advantage="is_centred_reward", aggregation="counts_rows_alike")
 def kimi_k15(x: Tokens, *, tau: Positive = 0.1) -> Float[Array, "B T"]:
-    """``_regression`` against the old policy, not centred.
+    """Return ``_regression`` against the old policy, not centred.
 
         weight of a row = (r - mean r) - tau log-ratio
 
@@ -198,17 +198,17 @@ def kimi_k15(x: Tokens, *, tau: Positive = 0.1) -> Float[Array, "B T"]:
     return _regression(x, x.old_logp, tau, centred=False)
 
 
-def _regression(x: Tokens, anchor_logp: Float[ArrayLike, "B T"], beta: float, *, centred: bool) -> Float[Array, "B T"]:
-    """The term of each row whose gradient is that of a regression of log-ratios on rewards; no ratio, any data.
+def _regression(x: Tokens, other_logp: Float[AnyArray, "B T"], beta: float, *, centred: bool) -> Float[Array, "B T"]:
+    """Return the term of each row whose gradient is that of a regression of log-ratios on rewards, valid on any data.
 
-        l = sum_t(policy_logp - anchor_logp),   m = sg(mean of l over the group), or 0 where not centred
-        loss = -sum_t A (policy_logp - anchor_logp) + beta / 2 (l - m)^2
+        l = sum_t(policy_logp - other_logp),   m = sg(mean of l over the group), or 0 if not centred
+        loss = -sum_t A (policy_logp - other_logp) + beta / 2 (l - m)^2
         d loss / d policy_logp_t = -(A_t - beta (l - m))
 
     With one advantage per row this is ((A - beta (l - m))^2 - A^2) / (2 beta): least squares. The mean is a constant,
     so that a row's gradient does not depend on how rows are weighted; with equal weights the gradient through it is 0.
     """
-    difference = x.policy_logp - anchor_logp
+    difference = x.policy_logp - other_logp
     log_ratio = _row_sum(difference, x)
     middle = _group_mean(jax.lax.stop_gradient(log_ratio), x) if centred else 0.0
     row = 0.5 * beta * jnp.square(log_ratio - middle) - _row_sum(x.advantage * difference, x)
@@ -217,7 +217,7 @@ def _regression(x: Tokens, anchor_logp: Float[ArrayLike, "B T"], beta: float, *,
 
 @needs("ref_logp", siblings=True, aggregation="counts_rows_alike")
 def spo(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
-    """Regress the last soft value of a row on its reward.
+    """Return the squared error of the last soft value of a row against its reward.
 
         loss = (Q - r)^2,   Q = Q0 + beta sum_t(policy_logp - ref_logp)
 
@@ -236,15 +236,15 @@ def spo(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
 
 @needs("ref_logp", siblings=True, aggregation="counts_rows_alike")
 def spo_cross_entropy(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
-    """Cross-entropy of the Q of ``spo``; the reward is a log-probability, at most 0.
+    """Return the cross-entropy of the Q of ``spo``. The reward is a log-probability, at most 0.
 
         loss = -(e^r Q + (1 - e^r) log(1 - e^Q))
 
     The loss is not a square, so an error of the estimated Q0 moves the optimum on the policy's own samples too: with
     rewards of -2 and -1 and a beta of 1 groups of 8 settle at a rate of 0.459 instead of 0.475.
 
-    Source: as ``spo``. Differs: e^r is cut at 1, and above Q = -0.01 the second logarithm goes on as its tangent, so
-        that a Q above 0 is pulled back with a finite gradient; both are ours.
+    Source: as ``spo``. Differs: e^r is cut at 1, and above Q = -0.01 the second logarithm continues as its tangent, so
+        that a finite gradient pulls a Q above 0 back; both are ours.
     """
     start, is_known = soft_value(x, beta)
     value = start + beta * _row_sum(x.policy_logp - x.ref_logp, x)
@@ -271,7 +271,7 @@ def soft_value(x: Tokens, beta: float) -> tuple[Float[Array, " B"], Bool[Array, 
     is_row_PG = _is_row(x).reshape(-1, x.group_size)
     is_itself_GG = jnp.eye(x.group_size, dtype=bool)
 
-    def log_sum_of_others(exponent: Float[ArrayLike, " B"]) -> Float[Array, "P G"]:
+    def log_sum_of_others(exponent: Float[AnyArray, " B"]) -> Float[Array, "P G"]:
         exponent_PG = jnp.where(is_row_PG, exponent.reshape(-1, x.group_size), -jnp.inf)
         of_others_PGG = jnp.where(is_itself_GG, -jnp.inf, exponent_PG[:, None, :])
         return jax.nn.logsumexp(of_others_PGG, axis=2)
@@ -283,7 +283,9 @@ def soft_value(x: Tokens, beta: float) -> tuple[Float[Array, " B"], Bool[Array, 
 
 @needs("ref_logp", siblings=True, reads_old=True, aggregation="counts_rows_alike")
 def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
-    """Pairwise regression to the Nash policy of a preference; the row of higher reward wins, ties are no pairs.
+    """Return the pairwise regression to the Nash policy of a preference.
+
+    The row of higher reward wins. Rows of equal reward are no pair.
 
         h = D log policy - (tau / eta) D log reference - (1 - tau / eta) D log old,   D = winner - loser
         loss of a pair = (h - 1 / (2 eta))^2,   tau = eta / 3
@@ -295,11 +297,12 @@ def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
     """
     share = INPO_REFERENCE_SHARE
     score = _row_sum(x.policy_logp - share * x.ref_logp - (1 - share) * x.old_logp, x)
-    score_PG, reward_PG, valid_PG = (v.reshape(-1, x.group_size) for v in (score, x.reward, _is_row(x)))
-    pair = lambda v: (v[:, :, None], v[:, None, :])
-    (score_i, score_j), (reward_i, reward_j), (valid_i, valid_j) = map(pair, (score_PG, reward_PG, valid_PG))
-    wins_PGG = (reward_i > reward_j) & valid_i & valid_j
-    loss_PGG = jnp.where(wins_PGG, jnp.square(score_i - score_j - 1 / (2 * eta)), 0.0)
+    score_PG = score.reshape(-1, x.group_size)
+    reward_PG = x.reward.reshape(-1, x.group_size)
+    valid_PG = _is_row(x).reshape(-1, x.group_size)
+    wins_PGG = (reward_PG[:, :, None] > reward_PG[:, None, :]) & valid_PG[:, :, None] & valid_PG[:, None, :]
+    margin_PGG = score_PG[:, :, None] - score_PG[:, None, :]
+    loss_PGG = jnp.where(wins_PGG, jnp.square(margin_PGG - 1 / (2 * eta)), 0.0)
     others_P1 = jnp.maximum(jnp.sum(valid_PG, axis=1, keepdims=True) - 1, 1).astype(jnp.float32)
     row = (jnp.sum(loss_PGG, axis=1) + jnp.sum(loss_PGG, axis=2)) / others_P1
     return _on_tokens(row.reshape(-1), x)
@@ -307,7 +310,7 @@ def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
 
 @needs(siblings=True, aggregation="sums_tokens")
 def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
-    """REINFORCE of whole sequences under truncated weights, less the baseline of the group that leaves least variance.
+    """Return REINFORCE of whole sequences with truncated weights and the group's baseline of least variance.
 
         W = min(exp(sum_t(policy_logp - behaviour_logp)), cap)
         b = sum W^2 q r / sum W^2 q,   q = ``gradient_square``, for |grad log policy|^2 of the row
@@ -322,12 +325,13 @@ def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
     """
     log_ratio = jax.lax.stop_gradient(_row_sum(x.policy_logp - x.behaviour_logp, x))
     weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, math.log(cap)))
-    # In units of the group's largest: squares of small weights would be 0 in float32.
+    # Divide by the group's largest weight: squares of small weights would be 0 in float32.
     is_row_PG = _is_row(x).reshape(-1, x.group_size)
     relative_PG = jnp.where(is_row_PG, weight.reshape(-1, x.group_size), 0.0)
     relative_PG /= jnp.maximum(jnp.max(relative_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     square_PG = gradient_square(jax.lax.stop_gradient(x.policy_logp), x.mask).reshape(-1, x.group_size)
-    share_PG, reward_PG = jnp.square(relative_PG) * square_PG, x.reward.reshape(-1, x.group_size)
+    share_PG = jnp.square(relative_PG) * square_PG
+    reward_PG = x.reward.reshape(-1, x.group_size)
     total_P1 = jnp.maximum(jnp.sum(share_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
     gain_PG = reward_PG - jnp.sum(share_PG * reward_PG, axis=1, keepdims=True) / total_P1
     highest = jnp.max(jnp.where(is_row_PG, reward_PG, -jnp.inf), axis=1, keepdims=True)
@@ -355,60 +359,74 @@ SURROGATES = {
 }
 
 
-def surrogate_terms(surrogate: Callable[[Tokens], Terms | Float[Array, "B T"]], x: Tokens) -> Terms:
-    """What a surrogate gives, with the tokens that a bound leaves without gradient: none where it names none.
+def surrogate_terms(surrogate: Chosen[SurrogateFacts], x: Tokens) -> Terms:
+    """Return the terms of a surrogate, and the tokens that a bound leaves without gradient: by default none.
 
     Raises:
-        ConfigError: a function of the user's own gives something else.
+        ConfigError: a user's function returns something else.
     """
-    given = surrogate(x)
-    terms, is_clipped = given if isinstance(given, tuple) and len(given) == 2 else (given, jnp.zeros_like(x.mask))
+    value = surrogate(x)
+    if isinstance(value, tuple) and len(value) == 2:
+        terms, is_clipped = value
+    else:
+        terms = value
+        is_clipped = jnp.zeros_like(x.mask)
     for array in (terms, is_clipped):
         if getattr(array, "shape", None) != x.mask.shape:
-            raise ConfigError(f"algorithm.surrogate={surrogate.name!r} must return a number for each token, [B, T]")
+            raise ConfigError(
+                f"algorithm.surrogate={surrogate.name!r} must return a number for each token, [B, T]: "
+                f"not {getattr(array, 'shape', array)!r:.200}. Change the function, or choose another "
+                "algorithm.surrogate"
+            )
     return terms, is_clipped
 
 
 def _clip(
-    log_ratio: Float[ArrayLike, "B T"],
-    advantage: Float[ArrayLike, "B T"],
-    low: Float[ArrayLike, "B T"] | float,
-    high: Float[ArrayLike, "B T"] | float,
+    log_ratio: Float[AnyArray, "B T"],
+    advantage: Float[AnyArray, "B T"],
+    low: Float[AnyArray, "B T"] | float,
+    high: Float[AnyArray, "B T"] | float,
     dual_clip: float,
 ) -> Terms:
-    # Of a row the sum: a long one would be inf, and inf times an advantage of 0 NaN. Its gradient stays, as large.
+    """Return -min(u A, clip(u, low, high) A) of log-ratios log u, with an optional dual clip, and which are clipped."""
+    # The log-ratio may be a sum over a row: for a long row exp would be inf, and inf times an advantage of 0 is NaN.
+    # The cut keeps the gradient.
     log_ratio = log_ratio - jax.lax.stop_gradient(jnp.maximum(log_ratio - LOG_RATIO_LIMIT, 0.0))
     ratio = jnp.exp(log_ratio)
     is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
     bound = jnp.where(advantage > 0, high, low)
     if dual_clip:
         is_far = (advantage < 0) & (ratio > dual_clip)
-        is_clipped, bound = is_clipped | is_far, jnp.where(is_far, dual_clip, bound)
-    # where before exp, not after: a clipped ratio may be as large as float32 allows and has no gradient.
+        is_clipped = is_clipped | is_far
+        bound = jnp.where(is_far, dual_clip, bound)
+    # Select before exp, not after: a clipped ratio may be as large as float32 allows and has no gradient.
     ratio = jnp.where(is_clipped, bound, jnp.exp(jnp.where(is_clipped, 0.0, log_ratio)))
     return -ratio * advantage, is_clipped
 
 
-def _row_sum(value_BT: Float[ArrayLike, "B T"], x: Tokens) -> Float[Array, " B"]:
+def _row_sum(value_BT: Float[AnyArray, "B T"], x: Tokens) -> Float[Array, " B"]:
+    """Return the sum over each row's tokens, [B]."""
     return jnp.sum(jnp.where(x.mask, value_BT, 0.0), axis=1)
 
 
 def _length(x: Tokens) -> Float[Array, " B"]:
+    """Return the number of tokens of each row, at least 1, [B] f32."""
     return jnp.maximum(jnp.sum(x.mask, axis=1), 1).astype(jnp.float32)
 
 
 def _is_row(x: Tokens) -> Bool[Array, " B"]:
+    """Return whether a row has a token, [B]."""
     return jnp.any(x.mask, axis=1)
 
 
-def _group_mean(value_B: Float[ArrayLike, " B"], x: Tokens) -> Float[Array, " B"]:
-    """Mean over the group's rows that have a token, at each of its rows: [B]."""
+def _group_mean(value_B: Float[AnyArray, " B"], x: Tokens) -> Float[Array, " B"]:
+    """Return the mean over the group's rows that have a token, at each of its rows, [B]."""
     valid_PG = _is_row(x).reshape(-1, x.group_size)
     total_P1 = jnp.sum(jnp.where(valid_PG, value_B.reshape(-1, x.group_size), 0.0), axis=1, keepdims=True)
     mean_P1 = total_P1 / jnp.maximum(jnp.sum(valid_PG, axis=1, keepdims=True), 1).astype(jnp.float32)
     return jnp.broadcast_to(mean_P1, valid_PG.shape).reshape(-1)
 
 
-def _on_tokens(row_B: Float[ArrayLike, " B"], x: Tokens) -> Float[Array, "B T"]:
-    """The row's term on each of its tokens."""
+def _on_tokens(row_B: Float[AnyArray, " B"], x: Tokens) -> Float[Array, "B T"]:
+    """Return the row's term at each of its tokens, [B, T]."""
     return jnp.where(x.mask, row_B[:, None], 0.0)

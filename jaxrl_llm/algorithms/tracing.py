@@ -1,6 +1,6 @@
-"""Which of its inputs a method's function reads, found by tracing it, so that no function has to declare it.
+"""Inputs that a method's function reads, found by tracing the function. No function has to declare them.
 
-Owns: the trace of surrogates and of draws. Does not know: which settings depend on what is read (config).
+Owns: the trace of surrogates and of draws. Does not know: which settings depend on the inputs that are read (config).
 """
 
 from __future__ import annotations
@@ -15,56 +15,70 @@ from jax.interpreters import partial_eval
 from jaxrl_llm.algorithms.inputs import COLUMNS, Stored, Tokens
 from jaxrl_llm.settings.use import Chosen
 
-# Rows, tokens of a row, rows of a group.
-SHAPE, GROUP_SIZE = (2, 3), 2
+# Rows and tokens of a row, and rows of a group.
+SHAPE = (2, 3)
+GROUP_SIZE = 2
+
+_SHAPE_OF_FLOATS = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+_SHAPE_OF_INTEGERS = jax.ShapeDtypeStruct(SHAPE, jnp.int32)
+_SHAPE_OF_ROWS = jax.ShapeDtypeStruct(SHAPE[:1], jnp.float32)
 
 
-def reads_of_surrogate(surrogate: Chosen) -> frozenset[str]:
+def reads_of_surrogate(surrogate: Chosen[Any]) -> frozenset[str]:
     """Return the names of the arrays of ``Tokens`` that the terms of a surrogate depend on."""
-    number, whole = jax.ShapeDtypeStruct(SHAPE, jnp.float32), jax.ShapeDtypeStruct(SHAPE, jnp.int32)
-    of_rows = jax.ShapeDtypeStruct(SHAPE[:1], jnp.float32)
-    arrays = {name: number for name in ("policy_logp", "old_logp", "behaviour_logp", "advantage")}
-    arrays |= {
-        "reward": of_rows,
+    fields = {
+        "policy_logp": _SHAPE_OF_FLOATS,
+        "old_logp": _SHAPE_OF_FLOATS,
+        "behaviour_logp": _SHAPE_OF_FLOATS,
+        "advantage": _SHAPE_OF_FLOATS,
+        "reward": _SHAPE_OF_ROWS,
         "mask": jax.ShapeDtypeStruct(SHAPE, jnp.bool_),
-        "age": whole,
+        "age": _SHAPE_OF_INTEGERS,
         "iteration": jax.ShapeDtypeStruct((), jnp.int32),
     }
-    is_of_rows = lambda name: name in COLUMNS and not COLUMNS[name].per_token
-    columns = {name: of_rows if is_of_rows(name) else number for name in sorted(surrogate.facts.columns)}
+    columns = {}
+    for name in sorted(surrogate.facts.columns):
+        is_of_rows = name in COLUMNS and not COLUMNS[name].per_token
+        columns[name] = _SHAPE_OF_ROWS if is_of_rows else _SHAPE_OF_FLOATS
 
     def call(arrays: Mapping[str, jax.Array]) -> Any:
-        fields = {name: value for name, value in arrays.items() if name not in columns}
-        own = {name: arrays[name] for name in columns}
-        return surrogate(Tokens(**fields, group_size=GROUP_SIZE, columns=own))
+        of_fields = {name: arrays[name] for name in fields}
+        of_columns = {name: arrays[name] for name in columns}
+        return surrogate(Tokens(**of_fields, group_size=GROUP_SIZE, columns=of_columns))
 
-    return _read(surrogate.function, str(surrogate), call, arrays | columns)
+    return _read(surrogate, call, fields | columns)
 
 
-def reads_of_draw(draw: Chosen) -> frozenset[str]:
+def reads_of_draw(draw: Chosen[Any]) -> frozenset[str]:
     """Return the names of the arrays of ``Stored`` that the weights of a draw depend on."""
-    whole = jax.ShapeDtypeStruct(SHAPE, jnp.int32)
-    arrays = {"priority": jax.ShapeDtypeStruct(SHAPE, jnp.float32), "age": whole, "uses": whole}
-    return _read(draw.function, str(draw), lambda arrays: draw(Stored(**arrays)), arrays)
+    arrays = {"priority": _SHAPE_OF_FLOATS, "age": _SHAPE_OF_INTEGERS, "uses": _SHAPE_OF_INTEGERS}
+
+    def call(arrays: Mapping[str, jax.Array]) -> Any:
+        return draw(Stored(**arrays))
+
+    return _read(draw, call, arrays)
 
 
-_KNOWN: dict[Any, frozenset[str]] = {}
+_READ_BY_FUNCTION: dict[tuple[Callable[..., Any] | None, str], frozenset[str]] = {}
 
 
 def _read(
-    function: Callable | None, settings: str, call: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]
+    chosen: Chosen[Any],
+    call: Callable[[Mapping[str, jax.Array]], Any],
+    arrays: dict[str, jax.ShapeDtypeStruct],
 ) -> frozenset[str]:
     """Return the names of the arrays that ``call`` depends on; all names if it cannot be traced.
 
-    A function that cannot be traced is refused when the run is assembled, with a message of its own.
+    A function that cannot be traced is refused later, when the run is assembled, with a message of its own.
     """
-    key = function, settings
-    if key not in _KNOWN:
-        _KNOWN[key] = _traced(call, arrays)
-    return _KNOWN[key]
+    key = chosen.function, str(chosen)
+    if key not in _READ_BY_FUNCTION:
+        _READ_BY_FUNCTION[key] = _trace(call, arrays)
+    return _READ_BY_FUNCTION[key]
 
 
-def _traced(call: Callable[[dict[str, Any]], Any], arrays: dict[str, Any]) -> frozenset[str]:
+def _trace(call: Callable[[Mapping[str, jax.Array]], Any], arrays: dict[str, jax.ShapeDtypeStruct]) -> frozenset[str]:
+    """Return the names of the arrays that the traced ``call`` depends on."""
     names = sorted(arrays)  # the order in which jax flattens a dictionary
     try:
         jaxpr = jax.make_jaxpr(call)(arrays).jaxpr

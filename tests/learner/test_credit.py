@@ -771,7 +771,7 @@ def targets(length, correct, group, valid, *, group_size, tokens, longest):
     sizes, rewards = Sizes(width=0, max_length=longest, group_size=group_size), rewards_of(correct)
     memory = ShortAnswers({"tokens": tokens, "every_iterations": 1}, sizes, Ledger())
     memory.observe(rewards, [0], {"answers_within": counted})
-    return memory.known(rewards, [0])["short_answer"], np.asarray(row_class)
+    return memory.values(rewards, [0])["short_answer"], np.asarray(row_class)
 
 
 @pytest.mark.parametrize(
