@@ -25,54 +25,55 @@ from jaxrl_llm.settings.use import Chosen, slot
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 # Conditions under which a run reads a setting.
-WITH_ADAPTERS = ReadWhen(lambda c: c.model.lora.rank > 0, "with model.lora.rank=0")
-WITH_MODULES = ReadWhen(lambda c: c.model.lora.modules > 1, "with model.lora.modules=1")
-WITH_TURNS = ReadWhen(lambda c: c.environments.factory != "", "without environments.factory")
-WITH_CRITIC = ReadWhen(lambda c: c.has_critic, "without a critic (algorithm.advantage='gae' has one)")
-WITH_BINS = ReadWhen(lambda c: c.algorithm.critic.bins > 0, "with algorithm.critic.bins=0")
-WITH_SECOND_RING = ReadWhen(lambda c: c.replay.positive_fraction > 0, "with replay.positive_fraction=0")
-WITH_PRIORITIES = ReadWhen(lambda c: c.replay.reads_priority, "with a replay.draw that reads no priority")
+WITH_ADAPTERS = ReadWhen(lambda config: config.model.lora.rank > 0, "with model.lora.rank=0")
+WITH_MODULES = ReadWhen(lambda config: config.model.lora.modules > 1, "with model.lora.modules=1")
+WITH_TURNS = ReadWhen(lambda config: config.environments.factory != "", "without environments.factory")
+WITH_CRITIC = ReadWhen(lambda config: config.has_critic, "without a critic (algorithm.advantage='gae' has one)")
+WITH_BINS = ReadWhen(lambda config: config.algorithm.critic.bins > 0, "with algorithm.critic.bins=0")
+WITH_SECOND_RING = ReadWhen(lambda config: config.replay.positive_fraction > 0, "with replay.positive_fraction=0")
+WITH_PRIORITIES = ReadWhen(lambda config: config.replay.reads_priority, "with a replay.draw that reads no priority")
 NO_ADVANTAGE = "with an algorithm.surrogate that reads no advantage"
-WITH_ADVANTAGES = ReadWhen(lambda c: c.reads_advantage, NO_ADVANTAGE)
-WITH_ADVANTAGES_OR_TIES = ReadWhen(lambda c: c.reads_function_of_advantage, NO_ADVANTAGE)
+WITH_ADVANTAGES = ReadWhen(lambda config: config.reads_advantage, NO_ADVANTAGE)
+WITH_ADVANTAGES_OR_TIES = ReadWhen(lambda config: config.reads_function_of_advantage, NO_ADVANTAGE)
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    # Rank of the adapters (LoRA): they learn, in float32, and the weights of model.path do not; 0 = no adapters.
+    # Rank of the adapters (LoRA). The adapters learn, in float32, and the weights of model.path stay; 0 = no adapters.
     rank: Annotated[int, Bounds(0, 1024)] = 0
-    # What adapters add is multiplied by alpha / rank.
+    # Scale: the output of the adapters is multiplied by alpha / rank.
     alpha: Annotated[Positive, WITH_ADAPTERS] = 32.0
-    # Rank-stabilised: by alpha / sqrt(rank) instead.
+    # Rank-stabilised: multiply by alpha / sqrt(rank) instead.
     rank_stabilised: Annotated[bool, WITH_ADAPTERS] = False
-    # Weight-decomposed (DoRA): the length of each row of weights, an output's, is learned too.
+    # Weight-decomposed (DoRA): also learn the norm of each row of a weight matrix.
     dora: Annotated[bool, WITH_ADAPTERS] = False
-    # Matrices of each layer that have one.
+    # Matrices of each layer that have an adapter.
     targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], WITH_ADAPTERS] = LORA_TARGETS
-    # Folder of adapters (PEFT) to start from, of this rank, scale and targets; "" = new ones, which add nothing yet.
+    # Folder of adapters (PEFT) to start from, with this rank, scale and targets; "" = new adapters, which add nothing
+    # at first.
     path: Annotated[str, WITH_ADAPTERS] = ""
-    # Modules: equal parts of the rank of which one learns at a time (DPS-LoRA): the next begins where rewards stall.
+    # Modules: equal parts of the rank (DPS-LoRA). One part learns at a time. The next part begins when rewards stall.
     modules: Annotated[Count, WITH_ADAPTERS] = 1
-    # Stall: when the batches' mean rewards of the last so many optimizer steps of a module have no slope above 0.
+    # Stall: number of optimizer steps of a module over which the mean rewards of the batches must not rise.
     module_steps: Annotated[int, Bounds(2, 10_000), WITH_MODULES] = 20
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentsConfig:
-    # Environment that answers the policy's turns, so that a completion has several: "package.module:name" or
+    # Environment that answers the policy's turns, so that a completion has several turns. "package.module:name" or
     # "path/to/file.py:name" of a class with TRL's interface, a function or an agent
-    # (docs/reference/environments.md); "" = none.
+    # (docs/reference/environments.md); "" = no environment.
     factory: str = ""
-    # Turns of the policy in a completion, at most.
+    # Largest number of turns of the policy in a completion.
     max_turns: Annotated[Count, WITH_TURNS] = 4
-    # Longest turn of the policy in tokens: one that has not ended by then ends the completion, as cut; 0 = no limit but
-    # sampling.max_completion_tokens, which is that of all turns and answers together.
+    # Longest turn of the policy in tokens. A longer turn is cut and ends the completion; 0 = no limit for single turns.
+    # sampling.max_completion_tokens limits all turns and answers together.
     max_turn_tokens: Annotated[CountOrZero, WITH_TURNS] = 0
-    # Longest answer in tokens, with what the chat template puts around it. It counts in max_completion_tokens.
+    # Longest answer in tokens, with the text that the chat template adds. It counts in max_completion_tokens.
     max_answer_tokens: Annotated[Count, WITH_TURNS] = 64
-    # Workers: processes that answer. An episode stays with one.
+    # Workers: processes that run environments. An episode stays in one process.
     num_workers: Annotated[int, Bounds(1, 1024), WITH_TURNS] = 2
-    # Timeout: seconds an answer may take before its process is replaced.
+    # Timeout: seconds that an answer may take before its process is replaced.
     timeout_s: Annotated[float, Bounds(0.01, 86400.0), WITH_TURNS] = 10.0
 
 
@@ -80,13 +81,13 @@ class EnvironmentsConfig:
 class CriticConfig:
     """The value head, which a run has if a function of its method needs "value"."""
 
-    # Gradient share: what of the value loss's gradient the critic's head passes on into the policy's hidden states,
-    # which it reads; 0 = none. The head itself always has all of it.
+    # Gradient share: share of the value loss's gradient that the critic's head passes into the policy's hidden states;
+    # 0 = none. The head itself receives all of the gradient.
     gradient_share: Annotated[NotNegative, WITH_CRITIC] = 0.1
-    # Learning rate of the head; else as the policy's (schedule, clip, decay).
+    # Learning rate of the head. Schedule, clip and decay are those of the policy.
     learning_rate: Annotated[Rate, WITH_CRITIC] = 1e-3
-    # Value clip: how far from its value at rollout time a prediction gains from moving, in units of reward; 0 = any
-    # distance.
+    # Value clip: distance from the value at rollout time up to which a prediction improves the loss, in units of
+    # reward; 0 = no limit.
     clip: Annotated[NotNegative, WITH_CRITIC] = 0.0
     # Bins: values are the mean of a distribution over this many equal bins (HL-Gauss); 0 = one number, squared error.
     bins: Annotated[int, Bounds(0, 10_000), WITH_CRITIC] = 0
@@ -211,13 +212,15 @@ class AlgorithmConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ReplayConfig:
-    # Capacity: rollouts the device ring holds; 0 = one iteration's worth (on-policy).
+    # Capacity: number of rollouts in the ring; 0 = the rollouts of one iteration (on-policy).
     capacity: int = 0
-    # Capacity in tokens, without padding: the oldest go where there are more; 0 = every rollout at full length.
+    # Capacity in tokens, without padding. The oldest rollouts are overwritten first; 0 = every rollout at full length.
     capacity_tokens: int = 0
-    # Positive bias: share of the capacity for the newest evicted rollouts that were correct (rewards.pass_threshold).
+    # Positive bias: share of the capacity for the newest overwritten rollouts that were correct
+    # (rewards.pass_threshold).
     positive_fraction: Share = 0.0
-    # Admitted to that share: "correct" rollouts, or those as "likely" in mean log-prob a token as their successors.
+    # Admission to that share: "correct" rollouts, or "likely" rollouts, whose mean log-probability per token is at
+    # least that of the rollouts that overwrite them.
     admission: Annotated[Chosen[facts.AdmissionFacts], WITH_SECOND_RING] = slot(
         ADMISSIONS, "evicted, rows, pass_threshold", "correct", facts=facts.AdmissionFacts
     )
@@ -225,39 +228,41 @@ class ReplayConfig:
     # (exp(-age / scale_iterations)), "fresh_or_older" (each batch has either fresh or older rollouts), or
     # "uniform_then_fresh" (from some iteration on only fresh rollouts).
     draw: Chosen[facts.DrawFacts] = slot(DRAWS, "stored", "uniform", facts=facts.DrawFacts)
-    # Priority, what draw="priority" looks at: "advantage" (its absolute value), "reward" (0 where negative), "length"
-    # (tokens of the completion) or "surprise" (minus the mean log-prob of its tokens when they were drawn).
+    # Priority of a rollout for draw="priority": "advantage" (absolute value), "reward" (0 if negative), "length"
+    # (tokens of the completion) or "surprise" (minus the mean log-probability of its tokens when they were drawn).
     priority: Annotated[Chosen[facts.PriorityFacts], WITH_PRIORITIES] = slot(
         PRIORITIES, "rows", "advantage", facts=facts.PriorityFacts
     )
-    # Staleness limit: oldest rollout that may be drawn, in iterations since insertion; 0 = no limit.
+    # Staleness limit: largest age of a rollout that may be drawn, in iterations since insertion; 0 = no limit.
     max_age_steps: int = 0
-    # Delay: draw only rollouts exactly this old, in iterations, staleness without reuse; 0 = no delay.
+    # Delay: draw only rollouts of exactly this age in iterations (staleness without reuse); 0 = no delay.
     delay_iterations: int = 0
-    # Reuse: times a rollout may be drawn; 0 = no limit.
+    # Reuse: number of times that a rollout may be drawn; 0 = no limit.
     max_uses: int = 0
-    # Fresh share of each update batch: rollouts inserted in this iteration; the others are older ones while there are
-    # any. The draw "fresh_or_older" chooses for each batch as a whole.
+    # Fresh share: share of each update batch from rollouts inserted in this iteration. The rest comes from older
+    # rollouts, if there are enough. The draw "fresh_or_older" chooses for each batch as a whole.
     fresh_fraction: Share = 0.0
-    # Unit of a draw: "group" (all samples of a prompt, side by side; where a micro-batch holds whole groups the learner
-    # computes their prompt once), or "rollout" (each by itself).
+    # Unit of a draw: "group" (all samples of a prompt, as neighbours) or "rollout" (each by itself). If a micro-batch
+    # holds whole groups, the learner computes their prompt once.
     unit: Literal["group", "rollout"] = "group"
-    # Tied groups: draw none of their rollouts. Where siblings are compared, a group is tied whose rewards as scored are
-    # all equal (unless "amplify_positive" gives it an advantage), elsewhere one without an advantage.
+    # Tied groups: draw none of their rollouts. If the advantage compares siblings, a group is tied if all its scores
+    # are equal (unless "amplify_positive" gives it an advantage). Otherwise a group without an advantage is tied.
     skip_tied: bool = False
-    # Latest visit: draw of each question only the rollouts of its latest visit that left any to draw.
+    # Latest visit: draw only the rollouts of each question's latest visit. Visits without a rollout to draw do not
+    # count.
     latest_visit: bool = False
-    # Effective sample size: give up rollouts of an age whose effective sample size (update/ess_frac_age_...) fell below
-    # this; 0 = draw all.
+    # Effective sample size: retire the rollouts of an age if their effective sample size (update/ess_frac_age_...)
+    # falls below this number; 0 = draw all.
     min_ess: Share = 0.0
-    # Retirement: new rollouts that are never drawn, nor earlier rollouts of their prompts: "solved" (groups of which at
-    # least a ``share`` is correct).
+    # Retirement: which new rollouts are never drawn. Earlier rollouts of their questions are retired too. "solved":
+    # groups of which at least a share is correct.
     retirement: Chosen[facts.RetirementFacts] = slot(RETIREMENTS, "rows, pass_threshold", facts=facts.RetirementFacts)
-    # Cost ratio: seconds to generate a rollout over seconds to train on one, for the curves' compute; 0 = as measured.
+    # Cost ratio: seconds to generate a rollout divided by seconds to train on one, for the compute in curves; 0 = as
+    # measured.
     cost_ratio: float = 0.0
-    # Shards of the ring; 0 = the mesh's data-parallel size. Fix it to get the same draws on another mesh.
+    # Number of shards of the ring; 0 = the mesh's data-parallel size. Set it to get the same draws on another mesh.
     shards: int = 0
-    # Memory, where the rows lie: "device", or for a large capacity "host" (pinned; rows inserted or drawn alone move).
+    # Memory of the rows: "device", or "host" for a large capacity (pinned; only inserted and drawn rows are copied).
     memory: Literal["device", "host"] = "device"
 
     # Settings of earlier versions: the value without effect, and what to set instead.

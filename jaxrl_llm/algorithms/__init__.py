@@ -1,1 +1,1 @@
-"""What a method is: pure functions with their settings, on arrays."""
+"""The functions of methods: pure functions of arrays, with their settings as keywords."""
