@@ -51,7 +51,8 @@ def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax
     if config.draw.facts.never_draws(config.draw.settings):
         spent |= ring.priority <= 0
     if ring.pages:
-        spent |= ~paged_log.is_held(ring.pages["first"], ring.pages["oldest"])
+        is_held = jnp.asarray(paged_log.is_held(ring.pages["first"], ring.pages["oldest"]))
+        spent |= ~is_held
     return spent
 
 
@@ -108,7 +109,7 @@ class _Columns:
         def is_held(group: jax.Array) -> jax.Array:
             # The first row's pages are overwritten before the pages of the group's other rows.
             first_page = ring_buffer.take(self.ring.pages["first"], group * self.group_size)
-            return paged_log.is_held(first_page, self.ring.pages["oldest"])
+            return jnp.asarray(paged_log.is_held(first_page, self.ring.pages["oldest"]))
 
         return [lane.count_newest(is_held) for lane in self.lanes]
 
@@ -199,7 +200,9 @@ def choose(
     if 0 < num_preferred < num:  # prefer older groups for the rest of the batch
         older = draw_of_ages(2, 1, oldest_or_no_limit, num - num_preferred, taken)
         earlier.append(older)
-        taken = tuple(jnp.concatenate(pair, axis=1) for pair in zip(earlier[0], older, strict=True))
+        slots = jnp.concatenate([earlier[0][0], older[0]], axis=1)
+        was_drawn = jnp.concatenate([earlier[0][1], older[1]], axis=1)
+        taken = (slots, was_drawn)
     drawn = draw_of_ages(1, config.delay_iterations or None, oldest, num, taken)
     for preferred in reversed(earlier):
         drawn = draws.chain(preferred, drawn)

@@ -26,6 +26,7 @@ ring then holds only the rows whose pages are all in the log.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import flax.struct
@@ -73,13 +74,17 @@ def init(
         page_tokens: T.
     """
     num_slots = _per_shard(capacity, num_shards)
-    in_pages, log = capacity_tokens > 0, (capacity_tokens // num_shards // page_tokens, page_tokens)
+    in_pages = capacity_tokens > 0
+    num_pages = capacity_tokens // num_shards // page_tokens
 
     def shape(path: tuple[Any, ...], x: jax.Array) -> jax.ShapeDtypeStruct:
-        places = (*log, *x.shape[2:]) if in_pages and _is_per_token(path) else (num_slots, *x.shape[1:])
-        return jax.ShapeDtypeStruct((num_shards, *places), x.dtype)
+        if in_pages and _is_per_token(path):
+            return jax.ShapeDtypeStruct((num_shards, num_pages, page_tokens, *x.shape[2:]), x.dtype)
+        return jax.ShapeDtypeStruct((num_shards, num_slots, *x.shape[1:]), x.dtype)
 
-    column = lambda value, dtype: jnp.full((num_shards, num_slots), value, dtype)
+    def column(value: Any, dtype: Any) -> jax.Array:
+        return jnp.full((num_shards, num_slots), value, dtype)
+
     return RingState(
         slots=ring_buffer.zeros(jax.tree_util.tree_map_with_path(shape, _stored(experience_shape)), on_host=on_host),
         order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
@@ -126,26 +131,18 @@ def insert(
     main, kept = lanes(ring, config)
     assert num_rows <= main.size and not (kept.size and ring.pages)
     question = experience.columns["question_id"]
-    retired = ~experience.trainable
-    if config.skip_tied:
-        tied = experience.columns["tied"]
-        if imitates:
-            tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
-        retired |= tied
-    supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)  # retire earlier rows of the question
-    if config.retirement:
-        retired_by_function = config.retirement(experience, pass_threshold)
-        supersedes = supersedes | retired_by_function
-        retired = retired | retired_by_function
+    retired, supersedes = _retirement(experience, config, pass_threshold=pass_threshold, imitates=imitates)
     if config.latest_visit or config.retirement:
-        ring = ring.replace(is_retired=ring.is_retired | _is_among(ring.question, question, supersedes))
+        is_superseded = _is_among(ring.question, question, supersedes)
+        ring = dataclasses.replace(ring, is_retired=ring.is_retired | is_superseded)
     priority = jnp.where(retired, 0.0, jnp.nan_to_num(config.priority(experience), posinf=0.0, neginf=0.0))
-    experience = _stored(experience)
-    rows, question, retired, priority = jax.tree.map(
-        lambda x: x.reshape(num_shards, num_rows, *x.shape[1:]), (experience, question, retired, priority)
-    )
+
+    def by_shard(x: jax.Array) -> jax.Array:
+        return x.reshape(num_shards, num_rows, *x.shape[1:])
+
+    rows, question, retired, priority = jax.tree.map(by_shard, (_stored(experience), question, retired, priority))
     blank = jnp.zeros((num_shards, num_rows), jnp.int32)
-    written = {
+    written: dict[str, Any] = {
         "slots": rows,
         "uses": blank,
         "last_use": blank,
@@ -154,20 +151,25 @@ def insert(
         "question": question,
         "is_retired": retired,
     }
-    stored, log = {name: getattr(ring, name) for name in written}, None
+    stored: dict[str, Any] = {name: getattr(ring, name) for name in written}
+    log = None
     if ring.pages:
         # Per-token fields go to the log. The code below handles only the other fields.
-        (stored["slots"], log), (written["slots"], tokens) = _apart(ring.slots), _apart(rows)
-        (num_pages, page), width = log.rollout.tokens.shape[1:], tokens.rollout.tokens.shape[2]
+        stored["slots"], log = _apart(ring.slots)
+        written["slots"], tokens = _apart(rows)
+        num_pages, page = log.rollout.tokens.shape[1:]
+        width = tokens.rollout.tokens.shape[2]
         assert num_rows * -(-width // page) <= num_pages
         length = rows.rollout.length
         first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
         log = paged_log.write(log, first, length, tokens)
-        stored["first"], written["first"] = ring.pages["first"], first
-        ring = ring.replace(pages={**ring.pages, "oldest": oldest})
+        stored["first"] = ring.pages["first"]
+        written["first"] = first
+        ring = dataclasses.replace(ring, pages={**ring.pages, "oldest": oldest})
     spent = choice.is_spent(ring, iteration, config)
     order = ring_buffer.renew(main, spent, num_rows, group_size=group_size)
-    target, kept_order = order[:, main.size - num_rows :], kept.order
+    target = order[:, main.size - num_rows :]
+    kept_order = kept.order
     if kept.size:
         evicted = ring_buffer.take(stored, target)
         is_kept = config.admission(evicted["slots"], rows, pass_threshold)
@@ -177,7 +179,25 @@ def insert(
     stored["slots"] = _together(stored["slots"], log)
     if ring.pages:
         stored["pages"] = {**ring.pages, "first": stored.pop("first")}
-    return ring.replace(order=jnp.concatenate([order, kept_order], axis=1), **stored)
+    return dataclasses.replace(ring, order=jnp.concatenate([order, kept_order], axis=1), **stored)
+
+
+def _retirement(
+    experience: Experience, config: ReplayConfig, *, pass_threshold: float, imitates: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Return which new rows are never drawn, and which new rows retire the earlier rows of their question, [R] bool."""
+    retired = ~experience.trainable
+    if config.skip_tied:
+        tied = experience.columns["tied"]
+        if imitates:
+            tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
+        retired |= tied
+    supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)
+    if config.retirement:
+        retired_by_function = config.retirement(experience, pass_threshold)
+        supersedes = supersedes | retired_by_function
+        retired = retired | retired_by_function
+    return retired, supersedes
 
 
 def draw(
@@ -226,11 +246,15 @@ def draw(
     # One random number for all shards.
     uniform_number = jax.random.uniform(jax.random.fold_in(key, num_shards))
 
-    def choose(keys, ring, *others):
-        return choice.choose(keys, ring, *others, config, num=num_rows // group_size, group_size=group_size)
+    def choose(
+        keys: jax.Array, ring: RingState, iteration: jax.Array, uniform_number: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        num_groups = num_rows // group_size
+        return choice.choose(keys, ring, iteration, uniform_number, config, num=num_groups, group_size=group_size)
 
     # The choice needs no rows, only the columns. Each device reads the columns of its own shards.
-    columns = dataclasses.replace(ring, slots=None)
+    no_rows: Any = None
+    columns = dataclasses.replace(ring, slots=no_rows)
     axes = (("batch",), ("batch",), (), ())
     slot_index, is_real = sharding.by_device(choose, keys, columns, iteration, uniform_number, axes=axes)
 
@@ -238,8 +262,13 @@ def draw(
     drawn_columns = (ring.inserted_step, ring.uses, ring.last_use, ring.question)
     inserted, uses, last_use, question = ring_buffer.take(drawn_columns, slot_index)
     draw_number = ring.num_draws + 1
-    real = lambda x: jnp.where(is_real, x, jnp.zeros_like(x))
-    age, is_first = iteration - inserted, uses == 0
+
+    def real(values: jax.Array) -> jax.Array:
+        """Return the values of real rows, 0 for filler rows."""
+        return jnp.where(is_real, values, jnp.zeros_like(values))
+
+    age = iteration - inserted
+    is_first = uses == 0
     info = DrawInfo(
         is_real=is_real,
         age=real(age),
@@ -249,11 +278,11 @@ def draw(
         question=real(question),
     )
     used = jnp.where(is_real, slot_index, num_slots)  # an index out of range is dropped
-    new = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
-    counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new)
-    ring = ring.replace(uses=counted, last_use=last_use, num_draws=draw_number)
+    new_counts = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
+    counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new_counts)
+    ring = dataclasses.replace(ring, uses=counted, last_use=last_use, num_draws=draw_number)
     bucket = real(_age_bucket(age))
-    rows = experience.replace(trainable=experience.trainable & is_real).with_columns(age_bucket=bucket)
+    rows = dataclasses.replace(experience, trainable=experience.trainable & is_real).with_columns(age_bucket=bucket)
     return ring, rows, info
 
 
@@ -263,8 +292,8 @@ def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experien
         return ring_buffer.take(ring.slots, slot_index)
     slots, log = _apart(ring.slots)
     experience, first_page = ring_buffer.take((slots, ring.pages["first"]), slot_index)
-    how = {"width": row_tokens, "padding": _padding(log)}
-    return _together(experience, paged_log.take(log, first_page, experience.rollout.length, **how))
+    tokens = paged_log.take(log, first_page, experience.rollout.length, width=row_tokens, padding=_padding(log))
+    return _together(experience, tokens)
 
 
 def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
@@ -282,7 +311,8 @@ def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, co
     This rule is our own.
     """
     bucket = _age_bucket(iteration - ring.inserted_step)
-    return ring.replace(is_retired=ring.is_retired | (effective < config.min_ess)[bucket])
+    is_stale = (effective < config.min_ess)[bucket]
+    return dataclasses.replace(ring, is_retired=ring.is_retired | is_stale)
 
 
 def _age_bucket(age: jax.Array) -> jax.Array:
@@ -316,8 +346,9 @@ def ended(before: tuple[jax.Array, jax.Array], ring: RingState, *, num_new: int)
         before: ``usage`` before the insertion.
         ring: the ring after the insertion.
     """
+    rows_before, uses_before = before
     rows, uses = usage(ring)
-    return {"ended_rows": before[0] + num_new - rows, "ended_uses": before[1] - uses}
+    return {"ended_rows": rows_before + num_new - rows, "ended_uses": uses_before - uses}
 
 
 def num_filled(ring: RingState) -> jax.Array:
@@ -333,19 +364,24 @@ def wasted_share(ring: RingState) -> jax.Array:
 
 
 def _is_filled(ring: RingState) -> jax.Array:
+    """Return which slots hold a whole row, [M, C] bool."""
     if ring.pages:
-        return paged_log.is_held(ring.pages["first"], ring.pages["oldest"])
+        return jnp.asarray(paged_log.is_held(ring.pages["first"], ring.pages["oldest"]))
     return ring.inserted_step >= 0
 
 
 def _apart(rows: Experience) -> tuple[Experience, Experience]:
     """Split rows [M, n, ...] into fields without and with a token dimension. None replaces the other fields."""
 
-    def those(per_token: bool) -> Experience:
-        keep = lambda path, x: x if _is_per_token(path) == per_token else None
-        return jax.tree_util.tree_map_with_path(keep, rows)
+    def keep_once(path: tuple[Any, ...], x: jax.Array) -> jax.Array | None:
+        return None if _is_per_token(path) else x
 
-    return those(False), those(True)
+    def keep_per_token(path: tuple[Any, ...], x: jax.Array) -> jax.Array | None:
+        return x if _is_per_token(path) else None
+
+    once = jax.tree_util.tree_map_with_path(keep_once, rows)
+    per_token = jax.tree_util.tree_map_with_path(keep_per_token, rows)
+    return once, per_token
 
 
 def _together(once: Experience, per_token: Experience | None) -> Experience:
@@ -358,7 +394,7 @@ def _together(once: Experience, per_token: Experience | None) -> Experience:
 def _padding(log: Experience) -> Experience:
     """Return the padding value of each field past a row's length."""
     zero = jax.tree.map(lambda _: 0, log)
-    return zero.replace(rollout=zero.rollout.replace(policy_version=-1))
+    return dataclasses.replace(zero, rollout=dataclasses.replace(zero.rollout, policy_version=-1))
 
 
 def _is_per_token(path: tuple[Any, ...]) -> bool:
@@ -369,16 +405,19 @@ def _is_per_token(path: tuple[Any, ...]) -> bool:
 
 def _stored(rows: Experience) -> Experience:
     """Return rows with only the columns that the ring stores."""
-    stored = lambda columns: {name: x for name, x in columns.items() if COLUMNS[name].is_stored}
-    return rows.replace(
-        columns=stored(rows.columns), rollout=rows.rollout.replace(columns=stored(rows.rollout.columns))
-    )
+
+    def stored(columns: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return {name: x for name, x in columns.items() if COLUMNS[name].is_stored}
+
+    rollout = dataclasses.replace(rows.rollout, columns=stored(rows.rollout.columns))
+    return dataclasses.replace(rows, columns=stored(rows.columns), rollout=rollout)
 
 
 def _is_among(values: jax.Array, others: jax.Array, counts: jax.Array) -> jax.Array:
     """Return which ``values`` equal an entry of ``others`` [R] with ``counts`` [R] True, bool of the same shape."""
     # Shapes are static, so entries that do not count are replaced by the largest entry that counts.
-    others = jnp.where(counts, others, jnp.max(jnp.where(counts, others, jnp.iinfo(others.dtype).min)))
+    largest = jnp.max(jnp.where(counts, others, jnp.iinfo(others.dtype).min))
+    others = jnp.where(counts, others, largest)
     return jnp.isin(values, others, method="binary_search") & jnp.any(counts)
 
 
@@ -390,5 +429,6 @@ def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def _per_shard(total: int, num_shards: int) -> int:
+    """Return the number of rows of each shard."""
     assert total % num_shards == 0
     return total // num_shards
