@@ -31,245 +31,327 @@ def complaint(config: Any, flat: dict[str, Any]) -> str | None:
     """
     for path, value in flatten(config, whole=True).items():  # functions check their own settings
         for item in value if isinstance(value, tuple) else (value,):
-            if wrong := _wrong(path, item):
-                return f"{path}={value!r:.200} {wrong}"
-    for path, one in chosen_functions(config).items():
-        if moved := one.moved():
-            return f"{path}={one.name!r:.200} {moved}"
+            broken_rule = _rule_of_value(path, item)
+            if broken_rule is not None:
+                return f"{path}={value!r:.200} {broken_rule}"
+    for path, chosen in chosen_functions(config).items():
+        changed = chosen.moved()
+        if changed:
+            return f"{path}={chosen.name!r:.200} {changed}"
     values = flat | {"replay.capacity": config.ring_capacity}
-    broken = (message for is_kept, message in _combinations(config, flat) if not is_kept)
-    if message := next(broken, ""):
-        return re.sub(r"\[([\w.]+)\]", lambda name: f"{name[1]}={values.get(name[1])!r:.200}", message)
+    for is_kept, message in _rules(config, flat):
+        if not is_kept:
+            return _with_values(message, values)
     for path, value, default, condition in unread(config):
-        said, usual = plain_text(value), plain_text(default)
-        return f"{path}={said:.200} must be {usual:.200}, its default, {condition}: nothing reads it then"
+        return (
+            f"{path}={plain_text(value):.200} must be {plain_text(default):.200}, its default, {condition}: nothing "
+            "reads it then"
+        )
     return None
 
 
-def _wrong(path: str, item: Any) -> str | None:
+def _with_values(message: str, values: dict[str, Any]) -> str:
+    """Return a message in which every setting's name in square brackets is replaced by its name and value."""
+
+    def name_and_value(match: re.Match[str]) -> str:
+        return f"{match[1]}={values.get(match[1])!r:.200}"
+
+    return re.sub(r"\[([\w.]+)\]", name_and_value, message)
+
+
+# Whether a rule is kept, and the error message if it is broken. A setting's name in square brackets, as in
+# [update.batch_size], stands for its name and value.
+Rule = tuple[bool, str]
+
+
+def _rule_of_value(path: str, item: Any) -> str | None:
     """Return the rule that a value, or one entry of a tuple, breaks; None if it breaks none."""
     if isinstance(item, str):
         is_text = path in TEXTS and not re.search("[\ud800-\udfff]", item)
-        return None if is_text or (item.isprintable() and len(item) < 4096) else "must be printable text, and not long"
+        is_name = item.isprintable() and len(item) < 4096
+        return None if is_text or is_name else "must be printable text, and not long"
     if isinstance(item, dict) and not (_is_json(item) and all(map(str.isidentifier, item))):
         return "has keys that are no names, or is not JSON serializable"
     return None
 
 
 def _is_json(value: Any) -> bool:
+    """Return whether JSON can represent a value exactly."""
     if isinstance(value, dict):
-        return all(isinstance(key, str) and _is_json(x) for key, x in value.items())
+        return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
         return all(map(_is_json, value))
-    return math.isfinite(value) if isinstance(value, float) else value is None or isinstance(value, (bool, int, str))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, (bool, int, str))
 
 
-def _combinations(c: Any, flat: dict[str, Any]):
-    """Yield (is kept, error message) of every rule over several settings.
+def _rules(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
+    """Yield every rule over several settings.
 
-    A setting's name in square brackets, as in [update.batch_size], is replaced by its name and value.
+    Args:
+        config: a ``jaxrl_llm.config.Config``, whose module imports this one.
+        flat: the leaves of ``config`` by dotted name.
     """
-    asked = c.num_iterations * c.rollout.prompts_per_iteration * (1 + c.rollout.max_resample_rounds)
-    rows = c.rows_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
-    for count, *names in (
-        (c.num_updates, "num_iterations", "update.updates_per_iteration"),
-        (asked, "num_iterations", "rollout.prompts_per_iteration", "rollout.max_resample_rounds"),
-        (rows, "rollout.group_size", "rollout.prompts_per_iteration", "rollout.lookahead_prompts"),
+    yield from _rules_of_counts(config)
+    yield from _rules_of_ring(config)
+    yield from _rules_of_sampling(config)
+    yield from _rules_of_methods(config, flat)
+    yield from _rules_of_learning(config)
+    yield from _rules_of_rewards(config)
+    yield from _rules_of_questions(config)
+    yield from _rules_of_batches(config)
+    for name in ("stop_strings", "stop_tokens"):
+        yield all(getattr(config.sampling, name)), f"sampling.{name} must not contain the empty string"
+
+
+def _rules_of_counts(config: Any) -> Iterator[Rule]:
+    """Yield the rules that numbers of steps, questions and rollouts fit in int32."""
+    rollout = config.rollout
+    num_questions = config.num_iterations * rollout.prompts_per_iteration * (1 + rollout.max_resample_rounds)
+    num_rows = config.rows_per_iteration + rollout.lookahead_prompts * rollout.group_size
+    for count, names in (
+        (config.num_updates, ("num_iterations", "update.updates_per_iteration")),
+        (num_questions, ("num_iterations", "rollout.prompts_per_iteration", "rollout.max_resample_rounds")),
+        (num_rows, ("rollout.group_size", "rollout.prompts_per_iteration", "rollout.lookahead_prompts")),
     ):
-        given = " x ".join(f"[{name}]" for name in names)
-        yield count <= MOST, f"{given} make {count} steps, questions or rollouts, and int32 counts to {MOST}"
-    u, r, functions = c.update, c.replay, c.rewards.functions
-    yield u.batch_size % u.micro_batch_size == 0, "[update.micro_batch_size] must divide [update.batch_size]"
+        product = " x ".join(f"[{name}]" for name in names)
+        yield count <= MOST, f"{product} make {count} steps, questions or rollouts, and int32 counts to {MOST}"
+
+
+def _rules_of_ring(config: Any) -> Iterator[Rule]:
+    """Yield the rules of the sizes of the ring."""
+    update = config.update
+    replay = config.replay
+    capacity = config.ring_capacity
+    rows_per_iteration = config.rows_per_iteration
+    yield update.batch_size % update.micro_batch_size == 0, "[update.micro_batch_size] must divide [update.batch_size]"
     yield (
-        c.ring_capacity >= u.batch_size,
+        capacity >= update.batch_size,
         "[replay.capacity] must be at least [update.batch_size]: a batch does not repeat a rollout",
     )
     yield (
-        c.ring_capacity % c.rows_per_iteration == 0,
-        f"[replay.capacity] must be a multiple of the {c.rows_per_iteration} rollouts of an iteration "
+        capacity % rows_per_iteration == 0,
+        f"[replay.capacity] must be a multiple of the {rows_per_iteration} rollouts of an iteration "
         "((rollout.prompts_per_iteration + external.groups_per_iteration) x rollout.group_size)",
     )
-    kept = round(r.positive_fraction * c.ring_capacity)
+    second_ring = round(replay.positive_fraction * capacity)
     yield (
-        c.ring_capacity - kept >= c.rows_per_iteration,
-        f"[replay.positive_fraction] of [replay.capacity] must leave room for the {c.rows_per_iteration} rollouts of "
+        capacity - second_ring >= rows_per_iteration,
+        f"[replay.positive_fraction] of [replay.capacity] must leave room for the {rows_per_iteration} rollouts of "
         "an iteration",
     )
-    rows = max((r.delay_iterations + 1) * c.rows_per_iteration, u.batch_size)
-    full = -(-c.row_tokens // c.page_tokens) * c.page_tokens
+    min_rows = max((replay.delay_iterations + 1) * rows_per_iteration, update.batch_size)
+    pages_per_row = -(-config.row_tokens // config.page_tokens)
+    min_tokens = min_rows * pages_per_row * config.page_tokens
     yield (
-        r.capacity_tokens == 0 or r.capacity_tokens >= rows * full,
-        f"[replay.capacity_tokens] must be 0 or at least {rows * full}: the {rows} rollouts of an update or of the "
-        f"iterations that wait, at their full length in pages of {c.page_tokens} tokens",
+        replay.capacity_tokens == 0 or replay.capacity_tokens >= min_tokens,
+        f"[replay.capacity_tokens] must be 0 or at least {min_tokens}: the {min_rows} rollouts of an update or of the "
+        f"iterations that wait, at their full length in pages of {config.page_tokens} tokens",
     )
     yield (
-        r.delay_iterations == 0 or c.ring_capacity - kept > r.delay_iterations * c.rows_per_iteration,
-        f"[replay.delay_iterations] must be less than the {c.ring_capacity // c.rows_per_iteration} iterations that "
+        replay.delay_iterations == 0 or capacity - second_ring > replay.delay_iterations * rows_per_iteration,
+        f"[replay.delay_iterations] must be less than the {capacity // rows_per_iteration} iterations that "
         "[replay.capacity] holds",
     )
     yield (
-        r.delay_iterations == 0 or not (r.fresh_fraction or r.positive_fraction),
+        replay.delay_iterations == 0 or not (replay.fresh_fraction or replay.positive_fraction),
         "[replay.delay_iterations] must be 0 with [replay.fresh_fraction] or [replay.positive_fraction]: all rollouts "
         "of a delayed batch have the same age",
     )
-    e, s = c.external, c.sampling
-    ids = ": the ids that a token is drawn among are kept with it"
-    for name, most, is_bound, why in (
-        ("replay.delay_iterations", "replay.max_age_steps", r.max_age_steps > 0, ""),
-        ("sampling.top_k", "sampling.support_tokens", s.support_tokens > 0, ids),
-    ):
-        yield not is_bound or flat[name] <= flat[most], f"[{name}] must be at most [{most}]{why}"
     yield (
-        (e.groups_per_iteration > 0) == bool(e.paths),
+        replay.max_age_steps == 0 or replay.delay_iterations <= replay.max_age_steps,
+        "[replay.delay_iterations] must be at most [replay.max_age_steps]",
+    )
+
+
+def _rules_of_sampling(config: Any) -> Iterator[Rule]:
+    """Yield the rules of filters and of external rollouts."""
+    sampling = config.sampling
+    external = config.external
+    yield (
+        sampling.support_tokens == 0 or sampling.top_k <= sampling.support_tokens,
+        "[sampling.top_k] must be at most [sampling.support_tokens]: the ids that a token is drawn among are stored "
+        "with it",
+    )
+    yield (
+        (external.groups_per_iteration > 0) == bool(external.paths),
         "[external.groups_per_iteration] and [external.paths] need each other: both or neither",
     )
+    is_unfiltered = (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
     yield (
-        e.groups_per_iteration == 0 or (s.top_k, s.top_p, s.min_p) == (0, 1.0, 0.0),
+        external.groups_per_iteration == 0 or is_unfiltered,
         "[sampling.top_k], [sampling.top_p] and [sampling.min_p] must be 0, 1 and 0 with "
-        "external.groups_per_iteration above 0: what others wrote may be what a filter never draws",
+        "external.groups_per_iteration above 0: a filter may never draw tokens that others wrote",
     )
-    yield from _rules_of_methods(c, flat)
+
+
+def _rules_of_learning(config: Any) -> Iterator[Rule]:
+    """Yield the rules that a run learns something."""
     yield (
-        c.optimizer.learning_rate > 0,
+        config.optimizer.learning_rate > 0,
         "[optimizer.learning_rate] must be more than 0: nothing would learn. `python -m jaxrl_llm.evaluate` measures a "
         "model as it is",
     )
     yield (
-        c.algorithm.critic.learning_rate > 0 or not c.has_critic,
+        config.algorithm.critic.learning_rate > 0 or not config.has_critic,
         "[algorithm.critic.learning_rate] must be more than 0 with a critic: it would learn nothing",
     )
     yield (
-        any(c.rewards.weights) or c.learns_without_rewards,
+        any(config.rewards.weights) or config.learns_without_rewards,
         "[rewards.weights] must not all be 0: no other term of the loss would teach anything. Set a weight, a "
         "teacher (model.reference_path with algorithm.divergence), algorithm.cross_entropies, algorithm.reward_terms "
         "or algorithm.entropy_bonus",
     )
-    most_open = c.rollouts_per_iteration + c.rollout.lookahead_prompts * c.rollout.group_size
     yield (
-        c.num_slots <= most_open,
+        config.model.param_dtype == "float32" or not config.keeps_average,
+        "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small for other "
+        "types",
+    )
+    targets = config.model.lora.targets
+    yield len({*targets}) == len(targets) > 0, "[model.lora.targets] must name a matrix, and none twice"
+    yield (
+        config.optimizer.name != "adafactor" or config.optimizer.moment_dtype != "int8",
+        "[optimizer.moment_dtype] is of AdamW's moments, and must be 'float32' or 'bfloat16' with [optimizer.name]",
+    )
+
+
+def _rules_of_rewards(config: Any) -> Iterator[Rule]:
+    """Yield the rules of decode slots and of reward functions."""
+    rollout = config.rollout
+    most_open = config.rollouts_per_iteration + rollout.lookahead_prompts * rollout.group_size
+    yield (
+        config.num_slots <= most_open,
         f"[rollout.slots] must be at most the {most_open} rollouts that can be open ((rollout.prompts_per_iteration + "
         "rollout.lookahead_prompts) x rollout.group_size)",
     )
+    functions = config.rewards.functions
     yield (
-        len(functions) == len(c.rewards.weights) > 0,
+        len(functions) == len(config.rewards.weights) > 0,
         "[rewards.weights] must have one weight for each of [rewards.functions]",
     )
     yield len(set(functions)) == len(functions), "[rewards.functions] must not name a function twice"
-    makes_all = c.prompts.source in ("letters", "maze", "kolmogorov", "grids")
+
+
+def _rules_of_questions(config: Any) -> Iterator[Rule]:
+    """Yield the rules of the sources of questions."""
+    prompts = config.prompts
+    makes_all = prompts.source in ("letters", "maze", "kolmogorov", "grids")
     yield (
-        not makes_all or c.eval.name == "",
-        "[eval.name] must be '' for [prompts.source]: what it held out would be trained on",
+        not makes_all or config.eval.name == "",
+        "[eval.name] must be '' for [prompts.source]: the run would train on the held-out questions",
     )
-    yield c.eval.name == "" or c.eval.num_prompts > 0, "[eval.name], but [eval.num_prompts]: set both or none"
-    if makes_all:
-        yield c.prompts.name == "", "[prompts.name] must be '' for [prompts.source], which makes all of its questions"
-    elif c.prompts.source != "arithmetic":
-        what = "dataset" if c.prompts.source == "reasoning_gym" else "file"
-        yield c.prompts.name != "", f"[prompts.name] must name the {what} for [prompts.source]"
     yield (
-        c.prompts.source in FILE_SOURCES or 0 < c.prompts.size <= MOST_MADE,
+        config.eval.name == "" or config.eval.num_prompts > 0,
+        "[eval.name], but [eval.num_prompts]: set both or none",
+    )
+    if makes_all:
+        yield prompts.name == "", "[prompts.name] must be '' for [prompts.source], which makes all of its questions"
+    elif prompts.source != "arithmetic":
+        kind = "dataset" if prompts.source == "reasoning_gym" else "file"
+        yield prompts.name != "", f"[prompts.name] must name the {kind} for [prompts.source]"
+    yield (
+        prompts.source in FILE_SOURCES or 0 < prompts.size <= MOST_MADE,
         f"[prompts.size] must be at least 1 and at most {MOST_MADE} for [prompts.source]",
     )
-    num_draws = u.batch_size // c.rows_per_draw
+
+
+def _rules_of_batches(config: Any) -> Iterator[Rule]:
+    """Yield the rules of packed update batches, and of the rollouts that a batch may have."""
+    update = config.update
+    replay = config.replay
+    num_draws = update.batch_size // config.rows_per_draw
+    is_width_allowed = config.draw_tokens <= update.pack_width <= num_draws * config.draw_tokens
     yield (
-        u.pack_width == 0 or (u.micro_batch_tokens > 0 and c.draw_tokens <= u.pack_width <= num_draws * c.draw_tokens),
-        f"[update.pack_width] must be 0, or with update.micro_batch_tokens at least the {c.draw_tokens} tokens that "
-        f"one draw of [replay.unit] takes at full length, and at most those of the {num_draws} draws of a batch",
+        update.pack_width == 0 or (update.micro_batch_tokens > 0 and is_width_allowed),
+        f"[update.pack_width] must be 0, or with update.micro_batch_tokens at least the {config.draw_tokens} tokens "
+        f"that one draw of [replay.unit] takes at full length, and at most those of the {num_draws} draws of a batch",
     )
+    line_tokens = config.line_tokens
     yield (
-        u.micro_batch_tokens in range(0, num_draws * c.line_tokens + 1, max(c.line_tokens, 1)),
-        f"[update.micro_batch_tokens] must be a multiple of the {c.line_tokens} tokens of a line (update.pack_width), "
+        update.micro_batch_tokens in range(0, num_draws * line_tokens + 1, max(line_tokens, 1)),
+        f"[update.micro_batch_tokens] must be a multiple of the {line_tokens} tokens of a line (update.pack_width), "
         f"and of no more lines than the {num_draws} draws of a batch",
     )
-    yield (
-        c.model.param_dtype == "float32" or not c.keeps_average,
-        "[model.param_dtype] must be 'float32' with a moving average of the policy: its steps are too small to be kept",
-    )
-    lora = c.model.lora
-    yield len({*lora.targets}) == len(lora.targets) > 0, "[model.lora.targets] must name a matrix, and none twice"
-    o = c.optimizer
-    yield (
-        o.name != "adafactor" or o.moment_dtype != "int8",
-        "[optimizer.moment_dtype] is of AdamW's moments, and must be 'float32' or 'bfloat16' with [optimizer.name]",
-    )
-    limited = (
-        ("delay_iterations", r.delay_iterations > 0, 1),
-        ("max_age_steps", r.max_age_steps > 0, r.max_age_steps + 1),
-    )
-    for name, is_on, ages in limited:
-        most = ages * c.rows_per_iteration
-        words = f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw"
-        yield not is_on or u.batch_size <= most, words
-    for name in ("stop_strings", "stop_tokens"):
-        yield all(getattr(c.sampling, name)), f"sampling.{name} must not contain the empty string"
+    for name, is_on, num_ages in (
+        ("delay_iterations", replay.delay_iterations > 0, 1),
+        ("max_age_steps", replay.max_age_steps > 0, replay.max_age_steps + 1),
+    ):
+        most = num_ages * config.rows_per_iteration
+        yield (
+            not is_on or update.batch_size <= most,
+            f"[update.batch_size] must be at most the {most} rollouts that [replay.{name}] leaves to draw",
+        )
 
 
-def _rules_of_methods(c: Any, flat: dict[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield (is kept, error message) of the rules between a method's functions and other settings."""
-    a, r = c.algorithm, c.replay
-    iterations_held = (c.ring_capacity - round(r.positive_fraction * c.ring_capacity)) // c.rows_per_iteration
+def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules between a method's functions and other settings."""
+    algorithm = config.algorithm
+    replay = config.replay
+    main_ring = config.ring_capacity - round(replay.positive_fraction * config.ring_capacity)
+    iterations_held = main_ring // config.rows_per_iteration
     for name, must_be_0, reason in (
-        ("replay.positive_fraction", r.unit == "group", "unless replay.unit='rollout': rows are kept one by one"),
-        ("replay.positive_fraction", r.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
+        ("replay.positive_fraction", replay.unit == "group", "unless replay.unit='rollout': rows are kept one by one"),
+        ("replay.positive_fraction", replay.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
         (
             "replay.positive_fraction",
-            0 < r.max_age_steps < iterations_held,
+            0 < replay.max_age_steps < iterations_held,
             f"with [replay.max_age_steps] below {iterations_held}",
         ),
         (
             "rollout.max_resample_rounds",
-            c.rollout.group_size == 1,
+            config.rollout.group_size == 1,
             "for rollout.group_size=1, because a group of one row is always tied",
         ),
-        ("rollout.max_resample_rounds", a.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
-        ("rollout.max_lag_iterations", not c.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),
-        ("algorithm.critic.clip", a.critic.bins > 0, "for [algorithm.critic.bins]: a clip needs one number"),
+        ("rollout.max_resample_rounds", algorithm.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
+        ("rollout.max_lag_iterations", not config.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),
+        ("algorithm.critic.clip", algorithm.critic.bins > 0, "for [algorithm.critic.bins]: a clip needs one number"),
     ):
         yield not must_be_0 or flat[name] == 0, f"[{name}] must be 0 {reason}"
     yield (
-        c.rollout.lookahead_prompts > 0 or c.rollout.stale_cache == "recompute",
+        config.rollout.lookahead_prompts > 0 or config.rollout.stale_cache == "recompute",
         "[rollout.stale_cache] must be 'recompute' without rollout.lookahead_prompts: then every completion ends under "
         "the weights that it began with",
     )
-    yield from _rules_of_environments(c, flat)
-    resets = a.reference_reset_iterations
+    yield from _rules_of_environments(config, flat)
+    resets = algorithm.reference_reset_iterations
     yield (
-        not resets or (c.keeps_reference and c.model.reference_path == "" and min(resets) > 0),
+        not resets or (config.keeps_reference and config.model.reference_path == "" and min(resets) > 0),
         "[algorithm.reference_reset_iterations] must be () or numbers from 1 on, with a method that reads the "
         "reference (algorithm.divergence), which must be the run's own ([model.reference_path])",
     )
     yield (
-        a.critic.bins != 1 and a.critic.low < a.critic.high,
+        algorithm.critic.bins != 1 and algorithm.critic.low < algorithm.critic.high,
         "[algorithm.critic.bins] must be 0 or at least 2, and [algorithm.critic.low] below [algorithm.critic.high]",
     )
     decays = set()
-    for chosen in a.of_loss:
+    for chosen in algorithm.of_loss:
         if "average_logp" in chosen.facts.columns and "decay" in chosen.settings:
             decays.add(chosen["decay"])
     yield (
         len(decays) < 2,
         "[algorithm.old_policy.decay] and [algorithm.divergence.decay] must be equal: a run keeps one moving average",
     )
-    for path, chosen in chosen_functions(c).items():
-        yield from chosen.facts.rules(path, chosen, c)
+    for path, chosen in chosen_functions(config).items():
+        yield from chosen.facts.rules(path, chosen, config)
 
 
-def _rules_of_environments(c: Any, flat: dict[str, Any]) -> Iterator[tuple[bool, str]]:
-    """Yield (is kept, error message) of the rules of environments."""
-    n = c.environments
+def _rules_of_environments(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules of environments."""
+    environments = config.environments
     reason = "with environments.factory: only the policy's own end tokens end its turns"
     for name, empty in (("sampling.stop_strings", ()), ("external.groups_per_iteration", 0)):
-        yield n.factory == "" or flat[name] == empty, f"[{name}] must be {empty!r} {reason}"
+        yield environments.factory == "" or flat[name] == empty, f"[{name}] must be {empty!r} {reason}"
     yield (
-        n.factory == "" or not c.metrics.share_rollouts,
+        environments.factory == "" or not config.metrics.share_rollouts,
         "[metrics.share_rollouts] must be False with environments.factory: shared rollouts have one turn",
     )
     yield (
-        n.factory == "" or n.max_answer_tokens + 2 <= c.sampling.max_completion_tokens,
+        environments.factory == "" or environments.max_answer_tokens + 2 <= config.sampling.max_completion_tokens,
         "[environments.max_answer_tokens] must leave room in [sampling.max_completion_tokens] for two turns, which "
         "[environments.factory] asks for",
     )
     yield (
-        n.factory != "" or "environment" not in c.rewards.functions,
+        environments.factory != "" or "environment" not in config.rewards.functions,
         "[rewards.functions] has 'environment', which needs environments.factory",
     )

@@ -125,7 +125,7 @@ def test_the_defaults_are_a_config():
         ),
         (
             {"algorithm": {"advantage": "mssr", "overlong_filter": True}},
-            "algorithm.overlong_filter=True must be False with algorithm.advantage, whose running means",
+            "algorithm.overlong_filter=True must be False",
         ),
         (
             {"algorithm": {"reward_terms": [use("overlong_penalty", buffer=17)]}},
