@@ -98,9 +98,7 @@ def assign(
         advantage_BS = _call(reshaping, "reshaping", (advantage_BS, rows), (mask_BS.shape,), learned)
 
     teaches_Q = _groups_with_advantage(advantage_BS, groups)
-    is_own_Q = jnp.any(groups.member & (rollout.group_id >= 0)[None, :], axis=1)
-    num_teaching = jnp.sum(teaches_Q & is_own_Q, dtype=jnp.int32)
-    learned["degenerate_groups"] = config.rollout.prompts_per_iteration - num_teaching
+    learned["degenerate_groups"] = _num_degenerate(rollout, teaches_Q, groups, config)
     tied = ~teaches_Q[groups.index]
     if not algorithm.tied_teaches:
         tied &= ~mixed
@@ -171,8 +169,15 @@ def _groups_with_advantage(advantage_BS: jax.Array, groups: Groups) -> jax.Array
     return jnp.any(groups.member & teaches_B[None, :], axis=1)
 
 
+def _num_degenerate(rollout: Rollout, teaches_Q: jax.Array, groups: Groups, config: Config) -> jax.Array:
+    """Return the number [] i32 of the run's own groups without an advantage other than 0."""
+    is_own_Q = jnp.any(groups.member & (rollout.group_id >= 0)[None, :], axis=1)
+    num_teaching = jnp.sum(teaches_Q & is_own_Q, dtype=jnp.int32)
+    return config.rollout.prompts_per_iteration - num_teaching
+
+
 def _call(
-    function: Chosen,
+    function: Chosen[Any],
     field: str,
     arguments: tuple[Any, ...],
     shapes: tuple[tuple[int, ...], ...],

@@ -155,16 +155,10 @@ def insert(
     log = None
     if ring.pages:
         # Per-token fields go to the log. The code below handles only the other fields.
-        stored["slots"], log = _apart(ring.slots)
-        written["slots"], tokens = _apart(rows)
-        num_pages, page = log.rollout.tokens.shape[1:]
-        width = tokens.rollout.tokens.shape[2]
-        assert num_rows * -(-width // page) <= num_pages
-        length = rows.rollout.length
-        first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
-        log = paged_log.write(log, first, length, tokens)
+        stored["slots"], _ = _apart(ring.slots)
+        written["slots"], _ = _apart(rows)
         stored["first"] = ring.pages["first"]
-        written["first"] = first
+        log, written["first"], oldest = _write_tokens(ring, rows)
         ring = dataclasses.replace(ring, pages={**ring.pages, "oldest": oldest})
     spent = choice.is_spent(ring, iteration, config)
     order = ring_buffer.renew(main, spent, num_rows, group_size=group_size)
@@ -180,6 +174,18 @@ def insert(
     if ring.pages:
         stored["pages"] = {**ring.pages, "first": stored.pop("first")}
     return dataclasses.replace(ring, order=jnp.concatenate([order, kept_order], axis=1), **stored)
+
+
+def _write_tokens(ring: RingState, rows: Experience) -> tuple[Experience, jax.Array, jax.Array]:
+    """Return the log with the tokens of new rows [M, n, ...], their first pages, and the new oldest page."""
+    _, log = _apart(ring.slots)
+    _, tokens = _apart(rows)
+    num_pages, page = log.rollout.tokens.shape[1:]
+    num_rows, width = tokens.rollout.tokens.shape[1:]
+    assert num_rows * -(-width // page) <= num_pages
+    length = rows.rollout.length
+    first, oldest = paged_log.next_pages(ring.pages["oldest"], length, num_pages=num_pages, page=page)
+    return paged_log.write(log, first, length, tokens), first, oldest
 
 
 def _retirement(
