@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,11 @@ from jaxtyping import Bool, Float, Int
 
 from jaxrl_llm.ops.groups import Groups
 
-# An array on the device, or on the host.
-AnyArray = jax.Array | np.ndarray
+# Functions receive arrays on the device. Tests may also pass numpy arrays, and the check at run time accepts them.
+if TYPE_CHECKING:
+    AnyArray = jax.Array
+else:
+    AnyArray = jax.Array | np.ndarray
 
 # Classes of questions by the share of correct answers: easy, medium, hard.
 NUM_DIFFICULTIES = 3
