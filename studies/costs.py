@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.algorithms.inputs import OTHER_POLICIES, COMPUTED_BY_LEARNER
+from jaxrl_llm.algorithms.inputs import COMPUTED_BY_LEARNER, OTHER_POLICIES
 from jaxrl_llm.commands.replay_plan import Costs, Seconds
 from jaxrl_llm.config import Config
 from jaxrl_llm.sweeps.table import Run
