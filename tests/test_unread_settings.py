@@ -340,8 +340,8 @@ def test_equal_rows_count_alike_however_long_they_are():
     )
     for name, function in AGGREGATIONS.items():
         weight = np.asarray(function(mask, batch))
-        of_rows, facts = weight.sum(axis=1), getattr(function, "needs", None)
-        facts = facts.facts if facts else {}
+        of_rows = weight.sum(axis=1)
+        facts = getattr(function, "declared_facts", {})
         assert facts.get("counts_rows_alike", False) == bool(np.allclose(of_rows, of_rows[0])), name
         fewer = batch._replace(trainable=np.array([True, True, True, False]))
         constant = np.allclose(np.asarray(function(mask, fewer))[0, 0] * 3, weight[0, 0] * 4)

@@ -90,7 +90,7 @@ def kl_estimate(
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
-def reference_share(iteration: Int[AnyArray, ""]) -> Float[Array, ""]:
+def reference_share(iteration: int | Int[AnyArray, ""]) -> Float[Array, ""]:
     """Return the share [] f32 of the reference in the divergence ``convex``, by iteration.
 
         share = max(1 - 0.1 ceil(max(iteration - 50, 0) / 10), 0.5)
