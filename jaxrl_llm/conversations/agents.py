@@ -233,10 +233,13 @@ class Episode:
                 request.answer.put(None)
 
 
-def _same(one: list[dict[str, str]], other: list[dict[str, str]]) -> bool:
+def _same(left: list[dict[str, str]], right: list[dict[str, str]]) -> bool:
     """Return whether two lists of messages are equal up to whitespace around the texts, which agents often strip."""
-    plain = lambda messages: [(message["role"], message["content"].strip()) for message in messages]
-    return plain(one) == plain(other)
+    return _stripped(left) == _stripped(right)
+
+
+def _stripped(messages: list[dict[str, str]]) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"].strip()) for message in messages]
 
 
 class _Server(Server):
@@ -260,7 +263,7 @@ class _Server(Server):
         if exchange.method == "GET":
             model = {"id": "policy", "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
             return {"object": "list", "data": [model]}
-        _, name, route = exchange.path.split("/", 2) if exchange.path.count("/") > 1 else ("", "", "")
+        name, _, route = exchange.path.removeprefix("/").partition("/")
         if exchange.method != "POST" or route not in ROUTES:
             raise Refused(404, f"no route {exchange.method} {exchange.path}")
         try:
@@ -268,12 +271,14 @@ class _Server(Server):
         except (ValueError, TypeError, AttributeError) as error:
             raise Refused(400, str(error)) from None
         events = self.episodes.get(name)
-        if events is not None:
-            events.put(request)
-        answered = request.answer.get() if events is not None else None
-        if answered is None:
+        if events is None:
             raise Refused(410, "the episode is over")
-        return _answer_to(request, *answered)
+        events.put(request)
+        answer = request.answer.get()
+        if answer is None:
+            raise Refused(410, "the episode is over")
+        message, usage = answer
+        return _answer_to(request, message, usage)
 
 
 @functools.cache
@@ -285,23 +290,27 @@ def _server() -> _Server:
 
 def _answer_to(request: _Request, message: dict[str, Any], usage: dict[str, int] | None) -> dict[str, Any] | Events:
     """Return a turn of the policy in the form that the agent requested: one object, token ids, or streamed events."""
-    why = "tool_calls" if message.get("tool_calls") else "stop"
-    base = {"id": f"chatcmpl-{secrets.token_hex(8)}", "created": int(time.time()), "model": "policy"}
-    choice = {"index": 0, "finish_reason": why, "logprobs": None}
-    counts = {"usage": usage} if usage else {}
+    finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
+    identifier = f"chatcmpl-{secrets.token_hex(8)}"
     if request.is_tokens:
-        choice = openai_api.token_choice(message["token_ids"], message["logps"], why)
-        return {"request_id": base["id"], "model": "policy", "choices": [choice]}
-    if not request.is_streamed:
-        return base | {"object": "chat.completion", "choices": [choice | {"message": message}]} | counts
-    return _events_of(request, base | {"object": "chat.completion.chunk"}, choice, message, counts)
+        token_choice = openai_api.token_choice(message["token_ids"], message["logps"], finish_reason)
+        return {"request_id": identifier, "model": "policy", "choices": [token_choice]}
+    base = {"id": identifier, "created": int(time.time()), "model": "policy"}
+    choice = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
+    counts = {"usage": usage} if usage else {}
+    if request.is_streamed:
+        return _events_of(request, base | {"object": "chat.completion.chunk"}, choice, message, counts)
+    return base | {"object": "chat.completion", "choices": [choice | {"message": message}]} | counts
 
 
 def _events_of(
     request: _Request, base: dict[str, Any], choice: dict[str, Any], message: dict[str, Any], counts: dict[str, Any]
 ) -> Events:
+    """Yield the events of a streamed turn: the whole message as one delta, and the counts of tokens."""
+    delta = dict(message)
     calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls", []))]
-    delta = message | ({"tool_calls": calls} if calls else {})
+    if calls:
+        delta["tool_calls"] = calls
     yield base | {"choices": [choice | {"delta": delta}]}
     if request.wants_usage and counts:
         yield base | {"choices": []} | counts

@@ -42,8 +42,10 @@ class Ledger:
 
     def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:
         """Count answers, [B] bool each. The rows of one question's group must be adjacent."""
-        num_passed = np.sum((passed & scored).reshape(len(questions), -1), axis=1).tolist()
-        num_scored = np.sum(scored.reshape(len(questions), -1), axis=1).tolist()
+        passed_by_question = (passed & scored).reshape(len(questions), -1)
+        scored_by_question = scored.reshape(len(questions), -1)
+        num_passed = np.sum(passed_by_question, axis=1).tolist()
+        num_scored = np.sum(scored_by_question, axis=1).tolist()
         for question, new_passed, new_scored in zip(questions, num_passed, num_scored, strict=True):
             old_passed, old_scored = self.answers(question)
             self._answers[question] = (old_passed + new_passed, old_scored + new_scored)
