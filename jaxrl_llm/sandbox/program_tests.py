@@ -1,17 +1,17 @@
-"""The tests of a program, in a process of their own, and the program's part in them.
+"""Tests of a program. The tests and the program run in two processes that exchange messages.
 
     process of the tests                              process of the program
     --------------------                              ----------------------
     wait                                              run the program's text to its end or its exception
-    "names": which of them are there?      --->
-                                           <---       values, and what the text raised
-    run the tests with these names         <-->       calls (sandbox_calls.py)
+    ask for the names under test           --->
+                                           <---       their values, and the exception of the text
+    run the tests with these values        <-->       calls (calls.py)
     write the report
 
-Tests have the real built-ins and modules of a fresh interpreter. From the program they take the names under test alone.
-A program whose text raises, exits or waits for input at its end is judged by what it has defined until then.
+Tests have the real built-ins and modules of a fresh interpreter. They use only the names under test from the program.
+If the program's text raises, exits or waits for input, the tests use the names that it defined before.
 
-Owns: one run of tests, what is reported of it. Does not know: processes, limits. It imports the standard library alone.
+Owns: one run of tests and its report. Does not know: processes, limits. This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from typing import Any
 
 from jaxrl_llm.sandbox.calls import TESTS, Peer, PeerError
 
-MAX_LINES = 10**5  # numbers of lines that a report may have
+MAX_LINES = 10**5  # largest number of line numbers in a report
 LIMITS = ("time", "cpu", "memory", "processes", "output", "disk", "open_files")
 
 
 def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
-    """Run the tests of ``job`` and return the report. In the process of the tests.
+    """Run the tests of ``job`` and return the report. The process of the tests calls this function.
 
-    A report has ``finished`` (no test raised, and the program's process answered to the end), ``exception`` (type and
-    text of what the first failing test raised), ``limit``, ``value`` (the repr of ``job["expression"]``) and ``lines``
-    (lines of the program that ran, if ``job["traced"]``).
+    Returns:
+        "finished": True if no test raised and the program's process answered until the end.
+        "exception": type and text of the exception of the first failing test; "" without an exception.
+        "limit": the resource limit that caused the exception; "" if no limit did.
+        "value": the repr of the value of ``job["expression"]``; None without an expression.
+        "lines": numbers of the program's lines that ran, if ``job["traced"]`` is set.
     """
     report: dict[str, Any] = {"finished": False, "exception": "", "limit": "", "value": None, "lines": []}
     module = types.ModuleType(TESTS)
@@ -64,10 +67,16 @@ def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
 
 
 def _given(names: list[str], loading: Any, peer: Peer) -> dict[str, Any]:
-    """Return what stands for the names under test.
+    """Return the values of the names under test, by name.
+
+    A class of exceptions becomes a new class with the same name and built-in base. A name that the program does not
+    define but that is a built-in becomes a function that raises NameError.
+
+    Args:
+        loading: the answer of the program's process to the question "names".
 
     Raises:
-        PeerError: the program's process answered with something else.
+        PeerError: the answer does not have the form of ``attend``.
     """
     match loading:
         case {"values": dict(values), "exceptions": dict(exceptions), "raised": str(), "limit": str(limit)}:
@@ -86,12 +95,13 @@ def _given(names: list[str], loading: Any, peer: Peer) -> dict[str, Any]:
 
 
 def _exception(name: Any) -> type | None:
+    """Return the built-in exception class of this name, or None."""
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 
 
 def _missing(name: str) -> Any:
-    """Return a function that raises NameError, for a tested name that a built-in has too."""
+    """Return a function that raises NameError. It hides the built-in of the same name from the tests."""
 
     def missing(*_, **__) -> None:
         raise NameError(f"name {name!r} is not defined", name=name)
@@ -100,6 +110,12 @@ def _missing(name: str) -> Any:
 
 
 def _run_test(test: str, names: dict[str, Any], *, goes_on: bool) -> None:
+    """Run one test.
+
+    Args:
+        names: global names of the test.
+        goes_on: suppress the exception of a failing test, so that the next test runs.
+    """
     try:
         exec(compile(test, "<test>", "exec", dont_inherit=True), names)
     except PeerError:
@@ -110,6 +126,7 @@ def _run_test(test: str, names: dict[str, Any], *, goes_on: bool) -> None:
 
 
 def _lines(peer: Peer) -> list[int]:
+    """Return the numbers of the program's lines that ran, or [] if the answer is not a list of numbers."""
     lines = peer.ask("lines")
     if type(lines) is list and len(lines) <= MAX_LINES and all(type(line) is int for line in lines):
         return lines
@@ -117,7 +134,7 @@ def _lines(peer: Peer) -> list[int]:
 
 
 def described(error: BaseException) -> str:
-    """Return type and text of an exception, or its type alone if the text cannot be had."""
+    """Return the type and the text of an exception, or only the type if the text raises an exception."""
     try:
         return f"{type(error).__name__}: {str(error)[:300]}".removesuffix(": ")
     except BaseException:
@@ -125,7 +142,7 @@ def described(error: BaseException) -> str:
 
 
 def limit_behind(error: BaseException) -> str:
-    """Return the limit of which an exception is the effect, "" for none."""
+    """Return the resource limit that caused an exception, or "" if no limit did."""
     if isinstance(error, MemoryError):
         return "memory"
     if isinstance(error, OSError):
@@ -135,7 +152,12 @@ def limit_behind(error: BaseException) -> str:
 
 
 def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str) -> None:
-    """Run the program's text and answer what its tests ask. In the process of the program."""
+    """Run the program's text, then answer the questions of its tests. The process of the program calls this function.
+
+    Args:
+        names: global names of the program.
+        filename: file name of the program's text in tracebacks and line counts.
+    """
     ran: set[int] = set()
 
     def note(frame: types.FrameType, event: str, _: Any) -> Any:
@@ -145,7 +167,8 @@ def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str
             ran.add(frame.f_lineno)
         return note
 
-    with contextlib.suppress(Exception):  # it may need names of the program; the tests' process runs it too
+    # The setup can fail here because it needs names of the program. The process of the tests runs the setup again.
+    with contextlib.suppress(Exception):
         exec(compile(job["setup"], "<setup>", "exec", dont_inherit=True), names)
     raised: BaseException | None = None
     if job["traced"]:
