@@ -1,4 +1,4 @@
-"""Calls between two processes: the objects of each stay there, and only plain values travel.
+"""Calls between two processes. Each process keeps its own objects, and only plain values are sent.
 
     process of the tests                            process of the program
     --------------------                            ----------------------
@@ -7,17 +7,21 @@
     Stack()               -- ["ask", "call", ...] -->   Stack()
     Remote                <-- ["give", ["mine", 7, ...], []] --
 
-One line of JSON each way. Plain values (numbers, text, containers, dates) arrive as copies of exactly that built-in
-type, and containers that a call changes in place are changed on the caller's side too. Any other object is a ``Remote``
-on the other side, which asks for each thing that is done with it.
+Each message is one line of JSON. Plain values (numbers, text, containers, dates) arrive as copies of exactly the same
+built-in type. If a call changes a container in place, the container of the caller changes too. Any other object becomes
+a ``Remote`` in the other process. Each operation on a ``Remote`` sends a message.
 
-The two sides do not trust each other equally. A ``Peer`` with ``guarded=True`` (the tests) serves only calls of the
-functions that it passed itself and public attributes of objects of its own classes. It never sends the value that a
-test compares with, except where the question has classes of its own, whose operators are part of the answer. Then
-equality with a plain value must hold for that value and for no other (``_decoys``).
+The tests do not trust the program. A ``Peer`` with ``guarded=True`` (the tests) serves two kinds of requests:
 
-Owns: the encoding, what may be asked. Does not know: processes, limits, how tests are judged. It imports the standard
-library alone.
+    - calls of the functions that the tests have passed to the program
+    - public attributes of objects of the tests' own classes
+
+The tests never send the value that a test compares with. There is one exception: if the question asks for classes,
+their operators are part of the answer. Then equality with a plain value must hold for the value and for no other
+(``_decoys``).
+
+Owns: the encoding, the permitted requests. Does not know: processes, limits, how tests are judged. This module imports
+only the standard library.
 """
 
 from __future__ import annotations
@@ -77,10 +81,10 @@ ARITHMETIC = {
 ARITHMETIC |= {"__lshift__": operator.lshift, "__rshift__": operator.rshift, "__divmod__": divmod}
 CONTAINS = {"__contains__": operator.contains}
 OPERATIONS = UNARY | COMPARISONS | ARITHMETIC | CONTAINS
-# What a plain value can do with an argument: an object that stands in for a plain value could answer as a test wants.
+# Methods of plain values that take an argument. An object in place of a plain value could give the answer of the test.
 PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind)}
 NUMBERS = (int, float, complex, decimal.Decimal, fractions.Fraction)
-# Built-ins that travel by name. None of them reaches into an object or runs text.
+# Built-ins that are sent by name. None of them reads the inside of an object or runs text.
 BUILTINS = {
     name: getattr(builtins, name)
     for name in (
@@ -99,7 +103,10 @@ MAX_RAW_BITS = 4096  # a longer integer travels in base 16, because Python bound
 
 
 class PeerError(BaseException):
-    """The other process has ended or sent what is no message. Not an Exception, so that no test catches it."""
+    """Error if the other process has ended or has sent an invalid message.
+
+    It is not an ``Exception``, so that no test catches it.
+    """
 
 
 class Remote:
@@ -151,7 +158,7 @@ def _may_see(remote: Remote, operand: Any) -> bool:
 
 
 def _add_operators() -> None:
-    """Give ``Remote`` the special methods, each of which asks the other process."""
+    """Add the special methods to ``Remote``. Each special method sends a request to the other process."""
 
     def unary(name: str) -> Callable:
         return lambda self, *args: _peer(self).ask(name, self, *args)
@@ -159,7 +166,7 @@ def _add_operators() -> None:
     def comparison(name: str) -> Callable:
         def compare(self: Remote, other: Any) -> Any:
             if not _may_see(self, other):
-                return NotImplemented  # Python then compares identities, or raises for an order
+                return NotImplemented  # then Python compares identities, or raises if the comparison is an order
             return _peer(self).holds(name, self, other)
 
         return compare
@@ -191,17 +198,17 @@ class Peer:
 
     Args:
         receive, send: descriptors.
-        guarded: this side is the tests', which answers few questions and hides what it compares with.
-        has_classes: the question asks for classes, so that their operators may see what they are applied to.
+        guarded: this is the side of the tests. It answers few requests, and it hides the values of comparisons.
+        has_classes: the question asks for classes. Their operators may receive the other operand.
     """
 
     def __init__(self, receive: int, send: int, *, guarded: bool, has_classes: bool = False):
         self.guarded = guarded
         self.has_classes = has_classes
-        self.broken = ""  # why nothing can be asked any more
-        self.exceptions: dict[str, type] = {}  # classes of the tests' side by the name of the program's class
-        self.operations: dict[str, Callable] = {}  # further questions that this side answers, by name
-        self.program = ""  # name of the module that the program runs as
+        self.broken = ""  # reason why the connection cannot be used; "" if it can
+        self.exceptions: dict[str, type] = {}  # exception classes of the tests, by the name of the program's class
+        self.operations: dict[str, Callable] = {}  # further requests that this side answers, by name
+        self.program = ""  # name of the module of the program
         self._receive, self._send = receive, send
         self._buffer = b""
         self._objects: list[Any] = []
@@ -211,10 +218,10 @@ class Peer:
         self._random = random.Random(os.urandom(16))
 
     def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
-        """Ask the other process and return its answer, or raise the exception that it raised.
+        """Send a request to the other process. Return its answer, or raise the exception that it raised.
 
         Raises:
-            PeerError: the other process has ended, or its answer is no message.
+            PeerError: the other process has ended, or its answer is not a valid message.
         """
         with self._lock:
             encoding = _Encoding(self)
@@ -234,9 +241,9 @@ class Peer:
                         self._break("an answer is no message")
 
     def holds(self, name: str, left: Remote, right: Any) -> Any:
-        """Ask for a comparison. Equality with a plain value holds if it holds for that value and for no decoy.
+        """Request a comparison. Equality with a plain value holds if it holds for the value and for no decoy.
 
-        The program's process does not know which of the values is asked about in earnest.
+        The program's process cannot tell the value from the decoys.
         """
         decoys = _decoys(right, self._random) if self.guarded and name == "__eq__" else []
         if not decoys:
@@ -249,7 +256,7 @@ class Peer:
     def _is_equal(self, left: Remote, right: Any) -> bool:
         try:
             return bool(self.ask("__eq__", left, right))
-        except Exception:  # as of a class that compares with its own kind alone
+        except Exception:  # for example, a class that compares only with objects of the same class
             return False
 
     def serve(self) -> None:
@@ -297,7 +304,7 @@ class Peer:
         return OPERATIONS[operation](*args)
 
     def _allows(self, operation: str, args: list) -> bool:
-        """Return whether the program may ask this of the tests: see the module's docstring."""
+        """Return whether the program may send this request to the tests. The module's docstring has the rules."""
         target = args[0] if args else None
         if isinstance(target, Remote) or self._handles.get(id(target)) is None:
             return False
@@ -341,7 +348,7 @@ class Peer:
     def _exception(
         self, encoding: _Encoding, names: list, values: list, attributes: dict, changes: list
     ) -> BaseException:
-        """Return the exception that stands on this side for one of the other."""
+        """Return an exception of this process that represents an exception of the other process."""
         decoding = _Decoding(self, encoding)
         try:
             error = decoding.exception(names, values)
@@ -354,7 +361,7 @@ class Peer:
         return error
 
     def exception_class(self, names: list) -> type:
-        """Return the first class of these names that this side has: of a class under test, or Python's."""
+        """Return the class of the first name that is an exception class under test or a built-in exception."""
         found = (self.exceptions.get(name) or _builtin_exception(name) for name in names)
         return next(kind for kind in found if kind)
 
@@ -389,9 +396,10 @@ class Peer:
         raise PeerError(self.broken)
 
     def stays(self, value: Any) -> bool:
-        """Return whether the value is an object of a class that the program defines and the question asks for.
+        """Return whether the value stays in the program's process.
 
-        It may derive from a built-in type, as ``class Stack(list)`` does.
+        This is so if the question asks for classes and the program defines the class of the value. The class may derive
+        from a built-in type, for example ``class Stack(list)``.
         """
         kind = type(value)
         if self.guarded or not self.has_classes or hasattr(kind, "_fields"):
@@ -399,29 +407,29 @@ class Peer:
         return getattr(kind, "__module__", "") == self.program
 
     def handle(self, value: Any) -> int:
-        """Return the number by which the other process asks for an object of this one."""
+        """Return the number by which the other process refers to an object of this process."""
         number = self._handles.get(id(value))
         if number is None:
             number = len(self._objects)
-            self._objects.append(value)  # kept, so that its id stays its own
+            self._objects.append(value)  # keep the object, so that no other object gets its id
             self._handles[id(value)] = number
         return number
 
     def own(self, number: int) -> Any:
-        """Return the object of this process with that number."""
+        """Return the object of this process that has this number."""
         if number < 0:
             raise IndexError(number)
         return self._objects[number]
 
     def remote(self, number: int, is_callable: bool) -> Remote:
-        """Return the object that stands for one of the other process: always the same one."""
+        """Return the ``Remote`` of an object of the other process. A number always has the same ``Remote``."""
         if number not in self._remotes:
             self._remotes[number] = (RemoteCallable if is_callable else Remote)(self, number)
         return self._remotes[number]
 
 
 def _builtin_name(value: Any) -> str:
-    """Return the name under which both processes have this very built-in, "" for none."""
+    """Return the name of a built-in that both processes have. Return "" for any other value."""
     if value is Ellipsis or value is NotImplemented:
         return str(value)
     if not isinstance(value, type | types.BuiltinFunctionType):
@@ -439,14 +447,14 @@ def _builtin_exception(name: Any) -> type | None:
 
 
 def _decoys(value: Any, source: random.Random) -> list[Any]:
-    """Return three values near a plain ``value`` and unequal to it; none for a value that is not plain."""
+    """Return three values that are near a plain ``value`` but not equal to it. Return [] if the value is not plain."""
     if not isinstance(value, (*NUMBERS, str, bytes, list, tuple, dict, set, frozenset, type(None))):
         return []
     return [_decoy(value, step) for step in source.sample([*range(-9, 0), *range(1, 10)], 3)]
 
 
 def _decoy(value: Any, step: int) -> Any:
-    """Return another value than ``value``, of the same kind and size if possible."""
+    """Return a value that differs from ``value``, of the same type and size if possible."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, NUMBERS) and value + step != value:
@@ -473,7 +481,7 @@ def _other_letter(letter: str, step: int) -> str:
 
 
 class _Encoding:
-    """Turns values into JSON for one message.
+    """Encoder of the values of one message as JSON.
 
     Each mutable container gets a number at its first place; at others the number stands for it.
     """
@@ -543,7 +551,7 @@ class _Encoding:
         return []
 
     def changes(self, decoding: _Decoding) -> list:
-        """Return [number, content] of each container of ``decoding`` that has changed since."""
+        """Return [number, content] of each container of ``decoding`` that has changed since it was decoded."""
         changed = []
         for number, (value, before) in enumerate(zip(decoding.containers, decoding.before, strict=True)):
             if before is not None and not _is_same(value, before):
@@ -568,7 +576,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 class _Decoding:
-    """Turns the JSON of one message into values. Whatever is no value of an ``_Encoding`` raises an Exception."""
+    """Decoder of the JSON of one message. JSON that no ``_Encoding`` can make raises an ``Exception``."""
 
     def __init__(self, peer: Peer, encoding: _Encoding | None = None):
         self._peer = peer
@@ -602,7 +610,7 @@ class _Decoding:
         return value
 
     def fill(self, value: Any, content: Any) -> None:
-        """Replace what an empty or changed container holds."""
+        """Replace the content of an empty or changed container."""
         if isinstance(value, bytearray):
             value[:] = bytes.fromhex(content)
         elif isinstance(value, dict):
@@ -616,7 +624,7 @@ class _Decoding:
             (value.update if isinstance(value, set) else value.extend)(items)
 
     def apply(self, changes: list) -> None:
-        """Change the containers that this side sent as the other side changed them."""
+        """Apply the other side's changes to the containers that this side has sent."""
         for number, content in changes:
             if not 0 <= number < len(self.containers):
                 raise IndexError(number)
