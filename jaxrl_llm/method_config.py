@@ -100,7 +100,7 @@ class CriticConfig:
 class AlgorithmConfig:
     """A method: a function in each place, with its keywords as settings (``settings.use``)."""
 
-    # Advantage of a rollout: what its reward is compared with, and the scale.
+    # Advantage of a rollout: the baseline of its reward, and the scale.
     advantage: Annotated[Chosen[facts.AdvantageFacts], WITH_ADVANTAGES_OR_TIES] = slot(
         advantages.ADVANTAGES | turns.ADVANTAGES, "rows", "grpo", facts=facts.AdvantageFacts
     )
@@ -137,7 +137,7 @@ class AlgorithmConfig:
     # Reference reset: after these iterations the current policy becomes the reference, and the ring is emptied (ReMix:
     # 50 and 100).
     reference_reset_iterations: tuple[int, ...] = ()
-    # Entropy bonus: how its weight changes. The coefficient is the first weight.
+    # Entropy bonus: the schedule of its weight. The coefficient is the first weight.
     entropy_bonus: Chosen[facts.EntropyBonusFacts] = slot(
         ENTROPY_BONUSES,
         "coefficient, entropy",
@@ -224,7 +224,7 @@ class ReplayConfig:
     admission: Annotated[Chosen[facts.AdmissionFacts], WITH_SECOND_RING] = slot(
         ADMISSIONS, "evicted, rows, pass_threshold", "correct", facts=facts.AdmissionFacts
     )
-    # Draw weights, how likely a rollout is drawn: "uniform", "priority" (priority ** exponent), "age"
+    # Draw weights, in proportion to which rollouts are drawn: "uniform", "priority" (priority ** exponent), "age"
     # (exp(-age / scale_iterations)), "fresh_or_older" (each batch has either fresh or older rollouts), or
     # "uniform_then_fresh" (from some iteration on only fresh rollouts).
     draw: Chosen[facts.DrawFacts] = slot(DRAWS, "stored", "uniform", facts=facts.DrawFacts)

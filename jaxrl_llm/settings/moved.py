@@ -34,6 +34,7 @@ MODULES = {
     "actor.environment": "conversations.environment",
     "actor.tool_calls": "conversations.tool_calls",
     "algorithms.anchors": "algorithms.divergences",
+    "algorithms.credit": "learner.credit",
     "algorithms.draws": "algorithms.draw_weights",
     "algorithms.views": "algorithms.inputs",
     "environments.calculator": "examples.calculator",
