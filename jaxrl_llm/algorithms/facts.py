@@ -125,7 +125,7 @@ class CreditFacts(FunctionFacts):
     """Facts of functions that see the rollouts of an iteration.
 
     Attributes:
-        memory: what the function remembers of earlier iterations.
+        memory: class of the memory of earlier iterations.
     """
 
     memory: MemoryClass | None = None
@@ -377,7 +377,7 @@ class CrossEntropyFacts(FunctionFacts):
     """Facts of a cross-entropy.
 
     Attributes:
-        reads: log-probabilities that it weighs: those of the completions or those of the prompts.
+        reads: log-probabilities that it weighs: of the completions ("policy_logp") or of the prompts ("prompt_logp").
         others: it trains on the answers of others (external.paths) as they are.
     """
 

@@ -1,4 +1,4 @@
-"""Memories of a method: what its advantage and its reward terms remember of earlier iterations, on the host.
+"""Memories of a method: statistics of earlier iterations for its advantage and its reward terms, on the host.
 
 Each memory is a class (``facts.MethodMemory``) with
 
@@ -8,10 +8,10 @@ Each memory is a class (``facts.MethodMemory``) with
                                         returned
     state(), restore(state)             its form in a checkpoint: plain JSON, or one array of float32 if it is large
 
-An iteration is compared with earlier iterations only, never with its own rewards. The ledger stores what is remembered
-of a question.
+An iteration is compared with earlier iterations only, never with its own rewards. The ledger stores the
+memory of each question.
 
-Owns: what is remembered of earlier iterations. Does not know: how an advantage uses it.
+Owns: the memories of earlier iterations. Does not know: how an advantage uses it.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ class Memory:
         functions: the method's functions (``AlgorithmConfig.of_credit`` and ``of_loss``), for their memories and
             the columns that they need.
         part_names: reward functions whose scores the advantage compares separately; () if only their sum counts.
-        ledger: stores what is remembered of a question (``questions.ledger.Ledger``).
+        ledger: stores the memory of each question (``questions.ledger.Ledger``).
     """
 
     def __init__(self, functions: Sequence[Chosen[Any]], part_names: Sequence[str], sizes: Sizes, ledger: Ledger):
@@ -308,7 +308,7 @@ class Memory:
         return {name: memory.state() for name, memory in self._memories.items()}
 
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-        """Restore what ``state()`` and ``arrays()`` returned.
+        """Restore the results of ``state()`` and ``arrays()``.
 
         A memory that neither of them has begins empty, and the memory of a method that this one does not use is
         ignored: both happen if a run was allowed to change its method.

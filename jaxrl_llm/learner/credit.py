@@ -1,6 +1,6 @@
 """Credit: rewards of rollouts become advantages of tokens.
 
-    rewards and what the host remembers (algorithms.memory)
+    rewards and memories of the host (algorithms.memory)
       -> reward terms are added -> advantage of each row or token -> reshapings, in order (assign)
 
 Owns: groups of rows by ``group_id``, the order in which the functions of a config are called, the treatment of failed
@@ -35,9 +35,9 @@ def assign(
 ) -> tuple[Experience, dict[str, Num[Array, ...]]]:
     """Return the rollouts of one iteration with their advantages. On the device.
 
-    Rows with equal ``group_id`` are a group, wherever they stand. Equal text does not merge groups. A row that is not
-    trainable takes no part in its group's baseline and has advantage 0. With ``algorithm.overlong_filter`` truncated
-    rows are not trainable either, because their reward does not show how they would have ended.
+    Rows with equal ``group_id`` are a group, at any place in the batch. Equal text does not merge groups. A row that is
+    not trainable takes no part in its group's baseline and has advantage 0. With ``algorithm.overlong_filter``
+    truncated rows are not trainable either, because their reward does not show how they would have ended.
 
     The stored reward is the reward as scored. Reward terms change only the advantage.
 
@@ -183,7 +183,7 @@ def _call(
     shapes: tuple[tuple[int, ...], ...],
     learned: dict[str, Any],
 ) -> jax.Array:
-    """Return the array that a method's function returns, and add what its memory learns from to ``learned``.
+    """Return the array that a method's function returns, and add the values for its memory to ``learned``.
 
     Args:
         field: setting of the function in ``config.algorithm``, for the error.
