@@ -409,7 +409,7 @@ def test_a_config_that_takes_saved_programs_is_planned_before_there_are_any(monk
     def compile_rows(*args, **kwargs):
         raise ConfigError("all is assembled")
 
-    monkeypatch.setattr(compiled, "compile_rows", compile_rows)
+    monkeypatch.setattr(plan, "compile_rows", compile_rows)
     words = [f"--config={DEBUG_CONFIG}", "--topology=v5e:1x1", "--config.executables=nowhere"]
     assert run_command("plan", *words, monkeypatch=monkeypatch, capfd=capfd).err.endswith("all is assembled\n")
 

@@ -42,9 +42,8 @@ def run(main: Callable[[], None], *, text: str | None = None, stops: bool = Fals
         alone: the command must run on one host.
     """
     _choose_platform()
-    # When a write fails, parallel writes find their event loop closed. Do not print their errors after the real one.
-    sys.unraisablehook = lambda x: "Event loop is closed" in str(x.exc_value) or sys.__unraisablehook__(x)
-    gc.set_threshold(100_000)  # start-up makes millions of objects that stay, and collection takes 7 % of it
+    sys.unraisablehook = _print_unraisable
+    gc.set_threshold(100_000)  # start-up makes millions of objects that stay; collection would take 7 % of its time
 
     def command(argv: list[str]) -> None:
         if argv[1:]:
@@ -74,6 +73,15 @@ def _help_text(main: Callable[[], None], text: str | None) -> Iterator[None]:
         yield
     finally:
         main_module.__doc__ = before
+
+
+def _print_unraisable(error: sys.UnraisableHookArgs) -> None:
+    """Print an error that cannot be raised, unless an event loop is closed.
+
+    When a write fails, parallel writes find their event loop closed. Only the error of the first write is printed.
+    """
+    if "Event loop is closed" not in str(error.exc_value):
+        sys.__unraisablehook__(error)
 
 
 class DiskError(distributed.MachineError):
@@ -106,14 +114,13 @@ def writing(folder: str | os.PathLike) -> Iterator[None]:
 
 def _parse(argv: list[str]) -> list[str]:
     """Parse the flags, apply the overrides of settings, and return the remaining words."""
-    # A shell does not expand the "~" in --workdir=~/run.
-    argv = [re.sub("^(--?[a-z_]+=)(~/.*)", lambda m: m[1] + os.path.expanduser(m[2]), word) for word in argv]
-    given = sys.argv
+    argv = [_with_home(word) for word in argv]
+    original_argv = sys.argv
     argv, overrides = apart(argv)
     argv = _with_config_files(argv)
     argv, made_with = _take_record(argv)
     try:
-        sys.argv = argv  # config_flags looks here for overrides, and does not know all of ours
+        sys.argv = argv  # config_flags reads overrides from here, and cannot read all of ours
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
             value = flags.FLAGS[name].value
@@ -127,12 +134,21 @@ def _parse(argv: list[str]) -> list[str]:
             raise ConfigError(error) from error
         raise
     finally:
-        sys.argv = given
+        sys.argv = original_argv
     if overrides:
         _override(overrides, argv)
     if made_with is not None:
         check_files_of(made_with.get("files", {}), flags.FLAGS["config"].value)
     return rest
+
+
+def _with_home(word: str) -> str:
+    """Return a word of the command line with the home folder in place of "~" in --workdir=~/run.
+
+    A shell does not expand "~" there.
+    """
+    match = re.match("(--?[a-z_]+=)(~/.*)", word, re.DOTALL)
+    return match[1] + os.path.expanduser(match[2]) if match else word
 
 
 def _with_config_files(argv: list[str]) -> list[str]:
@@ -226,12 +242,13 @@ def _check_config_files(argv: list[str]) -> None:
     """Raise a ``ConfigError`` for a ``--config=FILE`` whose code or ``get_config()`` raises, with file and line."""
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
         name, equals, path = argument.partition("=")
-        path, *given = (path if equals else following).split(":", 1)
+        path, *arguments = (path if equals else following).split(":", 1)
         if name in ("--config", "-config") and os.path.exists(path) and not os.path.isdir(path):
             try:
-                if "get_config" not in (found := runpy.run_path(path)):
+                module = runpy.run_path(path)
+                if "get_config" not in module:
                     raise NameError("there is no get_config() in it")
-                settings = found["get_config"](*given)
+                settings = module["get_config"](*arguments)
                 if not isinstance(settings, Mapping) and not hasattr(settings, "to_dict"):
                     raise TypeError(f"get_config() returned {settings!r:.60}, which is no group of settings")
             except (Exception, SystemExit) as error:
@@ -246,14 +263,23 @@ def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
     Raises:
         ConfigError: an override has no path or no value, or ``--config`` is given twice.
     """
-    rest, overrides, words = [], [], iter(argv)
+    rest: list[str] = []
+    overrides = []
+    words = iter(argv)
     for word in words:
-        found = re.match(r"--?config\.([^=]*)(?:=(.*))?$", word, re.DOTALL)
-        if word == "--" or not found:
-            rest += [word, *words] if word == "--" else [word]
+        if word == "--":
+            rest += [word, *words]
+            break
+        match = re.match(r"--?config\.([^=]*)(?:=(.*))?$", word, re.DOTALL)
+        if not match:
+            rest.append(word)
             continue
-        path, text = found[1], next(words, "--") if found[2] is None else found[2]
-        if not path or (found[2] is None and text.startswith("--")):
+        path = match[1]
+        text = match[2]
+        is_next_word = text is None
+        if is_next_word:
+            text = next(words, "--")
+        if not path or (is_next_word and text.startswith("--")):
             raise ConfigError(f"{word} must name a setting and its value: --config.a.b=VALUE")
         overrides.append((path, text))
     if overrides and sum(bool(re.match("--?config=", word)) for word in rest) > 1:
@@ -267,17 +293,21 @@ def _override(overrides: list[tuple[str, str]], argv: list[str]) -> None:
     Raises:
         ConfigError: there is no ``--config``, or a setting is unknown or not allowed.
     """
-    known = flags.FLAGS
-    if "config" not in known or known["config"].value is None:
-        raise ConfigError(f"--config.{overrides[0][0]}: there is no --config=FILE whose settings it could change")
-    flag = known["config"]
+    if "config" not in flags.FLAGS or flags.FLAGS["config"].value is None:
+        raise ConfigError(f"--config.{overrides[0][0]} needs --config=FILE, whose settings it changes")
+    flag = flags.FLAGS["config"]
     settings = flag.value.to_dict() if hasattr(flag.value, "to_dict") else flag.value
     if not isinstance(settings, Mapping):
         return _check_config_files(argv)
-    for path, text in sorted(overrides, key=lambda given: given[0].count(".")):  # a function before its settings
+    for path, text in sorted(overrides, key=_depth):  # a function before its settings
         settings = override(settings, path, Text(text))
     build(Config, settings)
     flag.value = settings
+
+
+def _depth(path_and_text: tuple[str, str]) -> int:
+    """Return the number of dots in the path of an override."""
+    return path_and_text[0].count(".")
 
 
 def _choose_platform() -> None:

@@ -103,7 +103,7 @@ def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_pat
         ([f"--config={tmp_path}/none.py"], f"No such file or directory: '{tmp_path}/none.py'"),
         ([f"--config={tmp_path}"], f"{tmp_path}/config.json"),
         ([f"--config={config}", "--config.sead=5"], "unknown config key sead='5'; did you mean seed"),
-        (["--config.seed=5"], "--config.seed: there is no --config=FILE whose settings it could change"),
+        (["--config.seed=5"], "--config.seed needs --config=FILE"),
     ]:
         status, out, err = run_here(*arguments)
         assert status == 2 and out == "", (status, out)

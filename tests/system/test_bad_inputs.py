@@ -14,7 +14,7 @@ from support.command_line import DEBUG_CONFIG
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.runtime import programs, row_files
+from jaxrl_llm.runtime import row_files
 from jaxrl_llm.runtime.checkpoint import claim
 from jaxrl_llm.runtime.json_lines import objects
 from jaxrl_llm.runtime.weights import check_workdir
@@ -30,7 +30,8 @@ def refused(monkeypatch, capfd):
     def compiles(*_):
         raise AssertionError("compiled before the input was checked")
 
-    monkeypatch.setattr(programs, "compile_all", compiles)
+    for command in ("evaluate", "generate", "score", "serve", "sft", "train"):
+        monkeypatch.setattr(f"jaxrl_llm.commands.{command}.compile_all", compiles)
     events = []
     # But for a number of optax's, which the first test of a process to come to its state makes an array of.
     number = "jit(convert_element_type)"

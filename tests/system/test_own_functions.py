@@ -11,10 +11,9 @@ from support.command_line import DEBUG_CONFIG, run_command
 from test_readme import commands, files
 
 from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TOKEN, Column
-from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, defaults, freeze, from_json, to_json
 from jaxrl_llm.reports.metrics import read_metrics
-from jaxrl_llm.runtime import programs, sharding
+from jaxrl_llm.runtime import sharding
 from jaxrl_llm.settings.use import use
 
 METHODS = """
@@ -209,8 +208,6 @@ def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_gr
 def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
     """Those of docs/how-to/write_a_method.md, by its command, and a term of ours beside them; traced, not trained."""
     ghosts.haunt(monkeypatch)
-    for name in ("compile_all", "check_memory", "memory_table"):  # which the command imports anew
-        monkeypatch.setattr(programs, name, getattr(train_module, name))
     methods = tmp_path / "penalties.py"
     methods.write_text(files()["penalties.py"])
     monkeypatch.chdir(tmp_path)

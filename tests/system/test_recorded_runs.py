@@ -9,9 +9,8 @@ from support import ghosts
 from support.building import ONE, mesh_of
 from support.command_line import DEBUG_CONFIG, run_command
 
-from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.reports.metrics import read_metrics
-from jaxrl_llm.runtime import machine, programs, sharding
+from jaxrl_llm.runtime import machine, sharding
 
 REWARDS = """
 def score(completions, **columns):
@@ -43,8 +42,6 @@ def train(tmp_path, monkeypatch, capfd):
 @pytest.fixture
 def haunted(monkeypatch):
     ghosts.haunt(monkeypatch)
-    for name in ("compile_all", "check_memory", "memory_table"):  # which the command imports anew
-        monkeypatch.setattr(programs, name, getattr(train_module, name))
 
 
 def record_of(workdir):
