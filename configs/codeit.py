@@ -1,9 +1,10 @@
-"""CodeIt, in small: programs that turn grids into others, and hindsight where they do not.
+"""CodeIt in small: programs that turn grids into other grids, with hindsight for wrong programs.
 
-Each program that did something else becomes the answer to the question that it solves, with those of its group that do
-not (jaxrl_llm.examples.grids), four groups an iteration. The ring draws right programs alone, and each is
-imitated, as in expert iteration, also where all of a group are right. From a model that has seen programs of one step,
-two minutes on 2 cores, to questions of two steps, less than a minute:
+A wrong program becomes the answer to the question that it solves. Its new group also has the other programs of its old
+group (jaxrl_llm.examples.grids). There are four such groups an iteration. The ring draws only right programs, and the
+policy imitates each, as in expert iteration, also if all programs of a group are right. The first command trains a
+model on programs of one step, in two minutes on 2 cores. The second trains it on questions of two steps, in less than
+a minute:
 
     python -m jaxrl_llm.sft --config=configs/codeit.py --out=runs/grids_model --until=0.15 \\
         --config.num_iterations=400 --config.model.path=random:study --config.prompts.arguments.steps=1 \\
@@ -14,7 +15,7 @@ two minutes on 2 cores, to questions of two steps, less than a minute:
 
     held-out pass rate 0.145 before and 0.199 after, with --config.seed=1 0.148 and 0.203, 116 groups relabelled;
     without hindsight (--config.external.paths='()' --config.external.groups_per_iteration=0
-    --config.replay.capacity=256) 0.145 and 0.211, 0.148 and 0.207: no difference that two seeds would show
+    --config.replay.capacity=256) 0.145 and 0.211, 0.148 and 0.207: two seeds show no difference
 """
 
 from jaxrl_llm.config import defaults

@@ -73,14 +73,19 @@ def fit(x: np.ndarray, y: np.ndarray, *, start: float, share: float = SHARE, hig
     """
     if not is_long_enough(x, share):
         return None
-    given = int(len(x) * share)
-    bounds = (start, x[0] / 100, 0.1), (max(highest, start + 1e-6), x[-1] * 100, 10.0)
-    begin = np.clip((max(y[:given]), np.median(x[:given]), 1.0), *np.array(bounds))
-    of = lambda x, ceiling, middle, steepness: curve(x, start, ceiling, middle, steepness)
+    num_fitted = int(len(x) * share)
+    lowest = (start, x[0] / 100, 0.1)
+    largest = (max(highest, start + 1e-6), x[-1] * 100, 10.0)
+    begin = np.clip((max(y[:num_fitted]), np.median(x[:num_fitted]), 1.0), np.array(lowest), np.array(largest))
+
+    def sigmoid(x: np.ndarray, ceiling: float, middle: float, steepness: float) -> np.ndarray:
+        return curve(x, start, ceiling, middle, steepness)
+
     try:
-        (ceiling, middle, steepness), _ = scipy.optimize.curve_fit(of, x[:given], y[:given], p0=begin, bounds=bounds)
+        result = scipy.optimize.curve_fit(sigmoid, x[:num_fitted], y[:num_fitted], p0=begin, bounds=(lowest, largest))
     except (RuntimeError, ValueError):
         return None
-    left = np.abs(of(x[given:], ceiling, middle, steepness) - y[given:])
-    error = float(left.mean()) if len(left) else float("nan")
+    ceiling, middle, steepness = result[0]
+    errors = np.abs(sigmoid(x[num_fitted:], ceiling, middle, steepness) - y[num_fitted:])
+    error = float(errors.mean()) if len(errors) else float("nan")
     return Sigmoid(float(start), float(ceiling), float(middle), float(steepness), error)

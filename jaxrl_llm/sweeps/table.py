@@ -122,8 +122,8 @@ def best_points(runs: Sequence[Run], field: str, metric: str) -> list[Point]:
         rest = tuple((k, _hashable(v)) for k, v in sorted(point.items()) if k != field)
         whole = [run for run in members if not run.lost_rows]
         values = [curve(run, metric, ITERATION)[1] for run in whole or members]
-        score = np.mean([np.mean(y) if len(y) else -np.inf for y in values])
-        scores.setdefault(rest, []).append(((bool(whole), float(score)), point))
+        score = float(np.mean([float(np.mean(y)) if len(y) else -np.inf for y in values]))
+        scores.setdefault(rest, []).append(((bool(whole), score), point))
     return [max(found, key=lambda scored: scored[0])[1] for found in scores.values()]
 
 
@@ -303,13 +303,23 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
         cells = [_shown(members[0], sweep), str(len(members))]
         all_figures = [figures(run, sweep) for run in members]
         for column in columns:
-            there = [found[column] for found in all_figures if found[column] is not None]
-            low, median, high = np.quantile(there, (0.25, 0.5, 0.75)) if there else (None, None, None)
-            spread = f" <small>{_number(low)} to {_number(high)}</small>" if len(there) > 1 else ""
-            missing = f" <small>{len(there)} of {len(members)}</small>" if 0 < len(there) < len(members) else ""
-            cells.append(_number(median) + spread + missing)
+            numbers = [number for row in all_figures if (number := row[column]) is not None]
+            cells.append(_quartiles(numbers, len(members)))
         rows.append(page.row(*cells))
     return page.table(("settings", "seeds", *map(page.text, columns)), rows, "groups")
+
+
+def _quartiles(numbers: Sequence[float], num_runs: int) -> str:
+    """Return the median as HTML, with the quartiles and the number of runs that have a number."""
+    if not numbers:
+        return ""
+    low, median, high = np.quantile(numbers, (0.25, 0.5, 0.75))
+    text = _number(median)
+    if len(numbers) > 1:
+        text += f" <small>{_number(low)} to {_number(high)}</small>"
+    if len(numbers) < num_runs:
+        text += f" <small>{len(numbers)} of {num_runs}</small>"
+    return text
 
 
 def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -342,15 +352,17 @@ def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> s
     range of all runs. R0 is the median of the runs' start values. Groups with an unknown start value are listed below
     the table.
     """
-    metric, found, unknown = sweep.metrics[0], [], []
+    metric = sweep.metrics[0]
+    found = []
+    unknown = []
     highest = 1.0 if units.get(metric) == "fraction" else np.inf
     for members in groups(runs).values():
         curves = [curve(run, metric, sweep.x_axis) for run in members]
         if metric in sweep.lower_is_better or not all(fits.is_long_enough(x) for x, _ in curves):
             continue
         x, y = _median(curves)
-        starts = [run.before.get(metric) for run in members]
-        if None in starts:
+        starts = [start for run in members if (start := run.before.get(metric)) is not None]
+        if len(starts) < len(members):
             unknown.append(_shown(members[0], sweep))
         elif sigmoid := fits.fit(x, y, start=float(np.median(starts)), highest=highest):
             found.append((_shown(members[0], sweep), sigmoid))
@@ -447,8 +459,13 @@ def _trade_offs(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> 
     for across, up in sweep.pareto:
         spots = {}
         for members in groups(runs).values():
-            pairs = [(f[f"{across} last"], f[f"{up} last"]) for f in (figures(run, sweep) for run in members)]
-            pairs = [pair for pair in pairs if None not in pair]
+            pairs = []
+            for run in members:
+                numbers = figures(run, sweep)
+                x = numbers[f"{across} last"]
+                y = numbers[f"{up} last"]
+                if x is not None and y is not None:
+                    pairs.append((x, y))
             if pairs:
                 spots[_shown(members[0], sweep)] = np.quantile(pairs, (0.25, 0.5, 0.75), axis=0)
         if spots:
