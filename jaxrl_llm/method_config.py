@@ -22,7 +22,8 @@ from jaxrl_llm.algorithms.tracing import reads_of_draw
 from jaxrl_llm.settings.schema import Bounds, Count, CountOrZero, NotNegative, Number, Positive, Rate, ReadWhen, Share
 from jaxrl_llm.settings.use import Chosen, slot
 
-LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down"]
+LORA_TARGETS: tuple[LoraTarget, ...] = ("q", "k", "v", "o", "gate", "up", "down")
 
 # Conditions under which a run reads a setting.
 WITH_ADAPTERS = ReadWhen(lambda config: config.model.lora.rank > 0, "with model.lora.rank=0")
@@ -48,7 +49,7 @@ class LoraConfig:
     # Weight-decomposed (DoRA): also learn the norm of each row of a weight matrix.
     dora: Annotated[bool, WITH_ADAPTERS] = False
     # Matrices of each layer that have an adapter.
-    targets: Annotated[tuple[Literal["q", "k", "v", "o", "gate", "up", "down"], ...], WITH_ADAPTERS] = LORA_TARGETS
+    targets: Annotated[tuple[LoraTarget, ...], WITH_ADAPTERS] = LORA_TARGETS
     # Folder of adapters (PEFT) to start from, with this rank, scale and targets; "" = new adapters, which add nothing
     # at first.
     path: Annotated[str, WITH_ADAPTERS] = ""

@@ -38,7 +38,8 @@ A, B, M = "_lora_a", "_lora_b", "_lora_m"
 
 def scale(config: LoraConfig) -> float:
     """Return s, the factor of B A x."""
-    return config.alpha / (math.sqrt(config.rank) if config.rank_stabilised else config.rank)
+    divisor = math.sqrt(config.rank) if config.rank_stabilised else config.rank
+    return config.alpha / divisor
 
 
 def matrices(config: LoraConfig, parameters: Iterable[Parameter]) -> Iterator[Parameter]:
@@ -64,18 +65,26 @@ def matrices(config: LoraConfig, parameters: Iterable[Parameter]) -> Iterator[Pa
             yield Parameter(name + M, (*outer_shape, 1), (*outer_axes, "rank"))
 
 
-def layout(of_matrices: dict[str, tuple]) -> dict[str, tuple]:
+FoldedDims = tuple[tuple[int, ...], ...]  # for each stored dimension, our dimensions that are folded into it
+
+
+def layout(matrix_layout: Mapping[str, FoldedDims]) -> dict[str, FoldedDims]:
     """Return the file layout of A, B and m for the blocks' matrices.
 
     Args:
-        of_matrices: the layout of the matrices (``files.layout.LAYOUT``).
+        matrix_layout: the layout of the blocks' parameters (``files.layout.LAYOUT``). Parameters with two stored
+            dimensions are matrices.
     """
-    found = {}
-    for path, (outputs, inputs) in ((path, to) for path, to in of_matrices.items() if len(to) == 2):
-        found[path + A] = ((0,), tuple(dim - len(outputs) + 1 for dim in inputs))
-        found[path + B] = (outputs, (len(outputs),))
-        found[path + M] = ((*outputs, len(outputs)),)
-    return found
+    adapter_layout: dict[str, FoldedDims] = {}
+    for path, dims in matrix_layout.items():
+        if len(dims) != 2:
+            continue
+        outputs, inputs = dims
+        rank_dim = len(outputs)
+        adapter_layout[path + A] = ((0,), tuple(dim - len(outputs) + 1 for dim in inputs))
+        adapter_layout[path + B] = (outputs, (rank_dim,))
+        adapter_layout[path + M] = ((*outputs, rank_dim),)
+    return adapter_layout
 
 
 def _inputs(name: str) -> int:
@@ -102,15 +111,24 @@ def split(params: Any) -> tuple[Any, ...]:
     Args:
         params: stacked parameters, or the sampler's weights, whose layers are separate.
     """
-    is_apart = "layers" in params
-    layers = params["layers"] if is_apart else (params["blocks"],)
-    own = tuple({name: x for name, x in layer.items() if name.endswith((A, B, M))} for layer in layers)
-    if not any(own):
+    if "layers" in params:
+        parts = [_split_layer(layer) for layer in params["layers"]]
+        if not any(adapters for adapters, _ in parts):
+            return (params,)
+        adapter_layers = tuple(adapters for adapters, _ in parts)
+        base_layers = tuple(base for _, base in parts)
+        return {"layers": adapter_layers}, {**params, "layers": base_layers}
+    adapters, base = _split_layer(params["blocks"])
+    if not adapters:
         return (params,)
-    both = zip(layers, own, strict=True)
-    rest = tuple({name: x for name, x in layer.items() if name not in adapters} for layer, adapters in both)
-    form = lambda of: {"layers": of} if is_apart else {"blocks": of[0]}
-    return form(own), {**params, **form(rest)}
+    return {"blocks": adapters}, {**params, "blocks": base}
+
+
+def _split_layer(layer: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the adapters of a block, and its other parameters."""
+    adapters = {name: x for name, x in layer.items() if name.endswith((A, B, M))}
+    base = {name: x for name, x in layer.items() if name not in adapters}
+    return adapters, base
 
 
 def join(learned: Any, base: Any = None) -> Any:
@@ -118,7 +136,8 @@ def join(learned: Any, base: Any = None) -> Any:
     if base is None:
         return learned
     if "layers" in base:
-        return {**base, "layers": tuple({**x, **y} for x, y in zip(base["layers"], learned["layers"], strict=True))}
+        pairs = zip(base["layers"], learned["layers"], strict=True)
+        return {**base, "layers": tuple({**base_layer, **adapters} for base_layer, adapters in pairs)}
     return {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
 
 
@@ -132,7 +151,11 @@ def of_module(learned: Any, module: jax.Array, config: LoraConfig) -> Any:
         module: [] i32 index of the slice.
     """
     size = config.rank // config.modules
-    return _by_rank(lambda x, dim: jax.lax.dynamic_slice_in_dim(x, module * size, size, dim), learned)
+
+    def take(x: jax.Array, dim: int) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, module * size, size, dim)
+
+    return _by_rank(take, learned)
 
 
 def in_whole(part: Any, module: jax.Array, config: LoraConfig) -> Any:
@@ -149,11 +172,14 @@ def in_whole(part: Any, module: jax.Array, config: LoraConfig) -> Any:
 def _by_rank(move: Callable[[jax.Array, int], jax.Array], learned: Any) -> Any:
     """Apply ``move`` to each A and B with the index of its rank dimension. m is unchanged."""
 
-    def one(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    def move_leaf(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
         name = path[-1].key
-        return x if name.endswith(M) else move(x, 1 + _stacked(name) if name.endswith(A) else x.ndim - 1)
+        if name.endswith(M):
+            return x
+        rank_dim = 1 + _stacked(name) if name.endswith(A) else x.ndim - 1
+        return move(x, rank_dim)
 
-    return jax.tree_util.tree_map_with_path(one, learned)
+    return jax.tree_util.tree_map_with_path(move_leaf, learned)
 
 
 def identity(
@@ -166,13 +192,21 @@ def identity(
         model: the settings that name the reference.
         compiled: compiled ``checksums_base`` and ``checksums_reference``, if present.
     """
-    sums = lambda part, arrays: jax.device_get((compiled or {}).get(f"checksums_{part}", checksums)(arrays)).tolist()
-    found = {} if base is None else {"base": sums("base", base)}
+
+    def sums(part: str, arrays: Any) -> list[int]:
+        program = (compiled or {}).get(f"checksums_{part}", checksums)
+        return jax.device_get(program(arrays)).tolist()
+
+    entries: dict[str, Any] = {}
+    if base is not None:
+        entries["base"] = sums("base", base)
     if reference is None or reference is base:
-        return found
+        return entries
+    assert model is not None, "a reference has a path"
     setting = "reference_path" if model.reference_path else "path"
     name = f"model.{setting}={getattr(model, setting)!r:.200}"
-    return found | {"reference": {name: sums("reference", reference)}}
+    entries["reference"] = {name: sums("reference", reference)}
+    return entries
 
 
 def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str, is_merged: bool = False) -> None:
@@ -188,28 +222,36 @@ def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str, is
             on the mesh, so the reference is not compared.
     """
     if ("base" in saved) != ("base" in own):
-        raise ConfigError(
-            f"model.lora.rank must be as in the checkpoint, which has {'' if 'base' in saved else 'no '}adapters"
-        )
+        adapters = "adapters: set it to their rank" if "base" in saved else "no adapters: set it to 0"
+        raise ConfigError(f"model.lora.rank must be as in the checkpoint, which has {adapters}")
     if saved.get("base") != own.get("base"):
-        raise ConfigError(f"model.path={path!r:.200} holds other weights than the base that the adapters learned on")
+        raise ConfigError(
+            f"model.path={path!r:.200} has other weights than the base of the checkpoint's adapters. Use the base that "
+            "the adapters were trained on"
+        )
+    if is_merged:
+        return
     for setting, sums in own.get("reference", {}).items():
-        if not is_merged and saved.get("reference", {}).get(setting, sums) != sums:
-            raise ConfigError(f"{setting} holds other weights than the reference of the checkpoint")
+        if saved.get("reference", {}).get(setting, sums) != sums:
+            raise ConfigError(f"{setting} has other weights than the reference of the checkpoint. Use the same files")
 
 
-def _flat(w: jax.Array, a: jax.Array, b: jax.Array, lead: int = 0) -> tuple[jax.Array, ...]:
+def _flat(w: jax.Array, a: jax.Array, b: jax.Array, lead: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return W [...,O,I], A [...,r,I] and B [...,O,r] in float32, with ``lead`` leading dimensions."""
-    each, rank = a.shape[:lead], b.shape[-1]
-    a = a.reshape(*each, rank, -1)
-    flat = w.reshape(*each, -1, a.shape[-1]), a, b.reshape(*each, -1, rank)
-    return tuple(x.astype(jnp.float32) for x in flat)
+    lead_shape = a.shape[:lead]
+    rank = b.shape[-1]
+    a = a.reshape(*lead_shape, rank, -1)
+    w = w.reshape(*lead_shape, -1, a.shape[-1])
+    b = b.reshape(*lead_shape, -1, rank)
+    return w.astype(jnp.float32), a.astype(jnp.float32), b.astype(jnp.float32)
 
 
 def _norm(w: jax.Array, a: jax.Array, b: jax.Array, config: LoraConfig) -> jax.Array:
     """Return |W + s B A| [O] of one layer, without computing the matrix W + s B A."""
-    (w, a, b), s, times = _flat(w, a, b), scale(config), functools.partial(jnp.matmul, precision="highest")
-    added = jnp.sum(b * (2 * times(w, a.mT) + s * times(b, times(a, a.mT))), axis=-1)
+    w, a, b = _flat(w, a, b)
+    s = scale(config)
+    matmul = functools.partial(jnp.matmul, precision="highest")
+    added = jnp.sum(b * (2 * matmul(w, a.mT) + s * matmul(b, matmul(a, a.mT))), axis=-1)
     return jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(w), axis=-1) + s * added, 0.0))
 
 
@@ -224,9 +266,16 @@ def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Arra
     Args:
         norm: (m, W, A, B) of one layer -> the new m.
     """
-    of = lambda name: tuple(blocks[name.removesuffix(M) + kind] for kind in (M, "", A, B))
-    whole = lambda name: jax.lax.map(lambda x: norm(*x).reshape(x[0].shape), of(name))
-    return {name: whole(name) for name in blocks if name.endswith(M)}
+
+    def one_layer(arrays: tuple[jax.Array, ...]) -> jax.Array:
+        return norm(*arrays).reshape(arrays[0].shape)
+
+    values = {}
+    for name in blocks:
+        if name.endswith(M):
+            matrix = name.removesuffix(M)
+            values[name] = jax.lax.map(one_layer, tuple(blocks[matrix + kind] for kind in (M, "", A, B)))
+    return values
 
 
 def _row_norms(blocks: Any, config: LoraConfig) -> dict[str, jax.Array]:
@@ -240,7 +289,11 @@ def _row_norms(blocks: Any, config: LoraConfig) -> dict[str, jax.Array]:
 
 def published(params: Any, config: LoraConfig) -> Any:
     """Return parameters with m / |W + s B A| - 1 in place of each m, so that decode steps compute no norm."""
-    excesses = _by_layer(lambda m, *of: _factor(m, _norm(*of, config)) - 1, params["blocks"])
+
+    def excess(m: jax.Array, w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+        return _factor(m, _norm(w, a, b, config)) - 1
+
+    excesses = _by_layer(excess, params["blocks"])
     return params | {"blocks": params["blocks"] | excesses}
 
 
@@ -255,14 +308,18 @@ def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, block: Any, linear: Cal
     """
     if not hasattr(block, name + A):
         return out_BTO
-    config, weight = block.lora, lambda name: getattr(block, name)[...]
-    out_BTO += linear(linear(x_BTI, weight(name + A)) * scale(config), weight(name + B))
+    config = block.lora
+
+    def weight(kind: str) -> jax.Array:
+        return getattr(block, name + kind)[...]
+
+    out_BTO += linear(linear(x_BTI, weight(A)) * scale(config), weight(B))
     if not config.dora:
         return out_BTO
-    excess = weight(name + M)
+    excess = weight(M)
     if excess.ndim > 1:
-        of = jax.lax.stop_gradient([weight(name + kind) for kind in ("", A, B)])
-        excess = _factor(excess, _norm(*of, config)) - 1
+        w, a, b = jax.lax.stop_gradient([weight(kind) for kind in ("", A, B)])
+        excess = _factor(excess, _norm(w, a, b, config)) - 1
     return out_BTO + out_BTO * excess.astype(out_BTO.dtype).reshape(1, 1, -1)
 
 
@@ -297,9 +354,11 @@ def common(configs: Iterable[LoraConfig]) -> LoraConfig:
     It has the largest rank, all targets, and a scale of 1. It has DoRA if any of ``configs`` has it.
     """
     configs = list(configs)
-    rank, named = max(config.rank for config in configs), {name for config in configs for name in config.targets}
-    targets = tuple(name for name in LORA_TARGETS if name in named)
-    return LoraConfig(rank=rank, alpha=float(rank), dora=any(config.dora for config in configs), targets=targets)
+    rank = max(config.rank for config in configs)
+    all_targets = {name for config in configs for name in config.targets}
+    targets = tuple(name for name in LORA_TARGETS if name in all_targets)
+    has_dora = any(config.dora for config in configs)
+    return LoraConfig(rank=rank, alpha=float(rank), dora=has_dora, targets=targets)
 
 
 def fit(learned: Any, config: LoraConfig, shapes: Any, new_config: LoraConfig, base: Any) -> Any:
@@ -334,10 +393,13 @@ def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
     Sums are float32. Results have the dtype of W.
     """
     blocks = dict(base["blocks"])
-    for name in [name.removesuffix(A) for name in learned["blocks"] if name.endswith(A)]:
-        w, a, b = _flat(blocks[name], *(learned["blocks"][name + kind] for kind in (A, B)), lead=1 + _stacked(name))
-        whole = w + scale(config) * jnp.matmul(b, a, precision="highest")
-        if name + M in learned["blocks"]:
-            whole *= _factor(learned["blocks"][name + M], jnp.linalg.norm(whole, axis=-1, keepdims=True))
-        blocks[name] = whole.reshape(blocks[name].shape).astype(blocks[name].dtype)
+    adapters = learned["blocks"]
+    matrices = [name.removesuffix(A) for name in adapters if name.endswith(A)]
+    for name in matrices:
+        old = blocks[name]
+        w, a, b = _flat(old, adapters[name + A], adapters[name + B], lead=1 + _stacked(name))
+        merged = w + scale(config) * jnp.matmul(b, a, precision="highest")
+        if name + M in adapters:
+            merged *= _factor(adapters[name + M], jnp.linalg.norm(merged, axis=-1, keepdims=True))
+        blocks[name] = merged.reshape(old.shape).astype(old.dtype)
     return {**base, "blocks": blocks}

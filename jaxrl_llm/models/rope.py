@@ -18,15 +18,15 @@ import numpy as np
 from jaxrl_llm.models.architecture import Architecture, RopeScaling, positive
 from jaxrl_llm.settings.schema import ConfigError
 
-Stretched = tuple[np.ndarray, float]  # frequencies [H/2], and a factor of cosines and sines
+ScaledFrequencies = tuple[np.ndarray, float]  # frequencies [H/2], and a factor of cosines and sines
 
 
-def _linear(freq: np.ndarray, theta: float, *, factor: float) -> Stretched:
+def _linear(freq: np.ndarray, theta: float, *, factor: float) -> ScaledFrequencies:
     """Divide positions by ``factor``."""
     return freq / factor, 1.0
 
 
-def _dynamic(freq: np.ndarray, theta: float, *, factor: float) -> Stretched:
+def _dynamic(freq: np.ndarray, theta: float, *, factor: float) -> ScaledFrequencies:
     """Leave frequencies unchanged: this kind scales only rows longer than ``max_position_embeddings``.
 
     Rows are never longer than that here.
@@ -42,7 +42,7 @@ def _llama3(
     low_freq_factor: float,
     high_freq_factor: float,
     original_max_position_embeddings: int,
-) -> Stretched:
+) -> ScaledFrequencies:
     """Scale frequencies by wavelength, as Llama 3.1's reference code does.
 
     - Wavelengths above ``original/low``: frequencies are divided by ``factor``.
@@ -66,7 +66,7 @@ def _yarn(
     mscale: float | None = None,
     mscale_all_dim: float | None = None,
     truncate: bool = True,
-) -> Stretched:
+) -> ScaledFrequencies:
     """Scale frequencies by "NTK by parts".
 
     - Pairs that turn more than ``beta_fast`` times over the original context: frequencies are kept.
@@ -78,18 +78,29 @@ def _yarn(
     Source: YaRN (Peng et al. 2023), sections 3.2 and 3.4.
     """
     size = 2 * len(freq)
-    pair = lambda turns: size * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / 2 / math.log(theta)
-    first, last = pair(beta_fast), pair(beta_slow)
+
+    def pair(turns: float) -> float:
+        """Return the index of the pair that turns so many times over the original context."""
+        return size * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / 2 / math.log(theta)
+
+    def temperature(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    first = pair(beta_fast)
+    last = pair(beta_slow)
     if truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, size - 1)
-    ramp = (np.arange(len(freq)) - first) / (last - first if last != first else 0.001)
-    stretched = np.clip(ramp, 0.0, 1.0)
-    temperature = lambda scale: 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, size - 1)
+    width = last - first if last != first else 0.001
+    scaled_share = np.clip((np.arange(len(freq)) - first) / width, 0.0, 1.0)
     if attention_factor is None:
-        both = mscale and mscale_all_dim
-        attention_factor = temperature(mscale) / temperature(mscale_all_dim) if both else temperature(1.0)
-    return freq * (1 - stretched) + freq / factor * stretched, attention_factor
+        if mscale and mscale_all_dim:
+            attention_factor = temperature(mscale) / temperature(mscale_all_dim)
+        else:
+            attention_factor = temperature(1.0)
+    return freq * (1 - scaled_share) + freq / factor * scaled_share, attention_factor
 
 
 def _longrope(
@@ -101,7 +112,7 @@ def _longrope(
     original_max_position_embeddings: int,
     factor: float,
     attention_factor: float | None = None,
-) -> Stretched:
+) -> ScaledFrequencies:
     """Divide the frequency of each pair by its own ``short_factor``, which the model's authors found by search.
 
     ``long_factor`` is not used, because no row is longer than the original context (``most_positions``).
@@ -116,9 +127,9 @@ def _longrope(
 class Kind(NamedTuple):
     """A kind of rope scaling: names of required numbers, names of optional numbers, and the function."""
 
-    needs: tuple[str, ...]
-    may: tuple[str, ...]
-    stretch: Callable[..., Stretched]
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    scale: Callable[..., ScaledFrequencies]
 
 
 ORIGINAL = "original_max_position_embeddings"
@@ -135,25 +146,29 @@ KINDS = {
 }
 
 
-def scaling(path: Any, kind: str, given: dict[str, Any], head_size: int) -> RopeScaling:
+def scaling(path: Any, kind: str, settings: dict[str, Any], head_size: int) -> RopeScaling:
     """Return the checked rope scaling of the file ``path``.
 
     Args:
         path: the config.json, for error messages.
         kind: ``rope_type``, a key of ``KINDS``.
-        given: the numbers by their names in the file.
+        settings: the numbers by their names in the file.
 
     Raises:
         ConfigError: an unknown kind, an unknown or missing number, or a number out of its range.
     """
     if kind not in list(KINDS):
         raise ConfigError(f"{path}: rope_type={kind!r:.60} is not supported; supported: default, {', '.join(KINDS)}")
-    needs, may, _ = KINDS[kind]
-    for key in needs:
-        if key not in given:
-            raise ConfigError(f"{path}: {key} is missing, which rope_type={kind!r} needs")
-    if unknown := [key for key in given if key not in needs + may and given[key] is not None]:
-        raise ConfigError(f"{path}: {unknown[0]}={given[unknown[0]]!r:.60} is not known of rope_type={kind!r}")
+    required, optional, _ = KINDS[kind]
+    for key in required:
+        if key not in settings:
+            raise ConfigError(f"{path}: {key} is missing; rope_type={kind!r} requires it")
+    for key, value in settings.items():
+        if key not in required + optional and value is not None:
+            raise ConfigError(
+                f"{path}: {key}={value!r:.60} is not supported with rope_type={kind!r}; supported: "
+                f"{', '.join(required + optional)}"
+            )
 
     def checked(key: str, value: Any) -> Any:
         if key == "truncate":
@@ -166,7 +181,10 @@ def scaling(path: Any, kind: str, given: dict[str, Any], head_size: int) -> Rope
             return tuple(positive(path, key, x, whole=False) for x in value)
         return positive(path, key, value, whole=key == ORIGINAL)
 
-    numbers = {key: checked(key, given[key]) for key in needs + may if key in needs or given.get(key) is not None}
+    numbers = {}
+    for key in required + optional:
+        if key in required or settings.get(key) is not None:
+            numbers[key] = checked(key, settings[key])
     if kind == "llama3":
         gap = numbers["high_freq_factor"] - numbers["low_freq_factor"]
         positive(path, "high_freq_factor - low_freq_factor", gap, whole=False)
@@ -179,10 +197,12 @@ def most_positions(scaling: RopeScaling | None, stated: int) -> int:
     This is ``stated``, the number in the file. With longrope it is at most the original context, because longer rows
     would have other frequencies for all their positions.
     """
-    return min(stated, dict(scaling.numbers)[ORIGINAL]) if scaling and scaling.kind == "longrope" else stated
+    if scaling is None or scaling.kind != "longrope":
+        return stated
+    return min(stated, dict(scaling.numbers)[ORIGINAL])
 
 
-def frequencies(arch: Architecture, rope: int = 0) -> Stretched:
+def frequencies(arch: Architecture, rope: int = 0) -> ScaledFrequencies:
     """Return the angular frequency of each rotated pair and the factor of both tables.
 
     Frequencies are [R/2] float64, in radians per position. R is the number of rotated dimensions of a head. Without
@@ -193,25 +213,30 @@ def frequencies(arch: Architecture, rope: int = 0) -> Stretched:
     freq = theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     if arch.rope_scaling is None or rope:
         return freq, 1.0
-    return KINDS[arch.rope_scaling.kind].stretch(freq, theta, **dict(arch.rope_scaling.numbers))
+    return KINDS[arch.rope_scaling.kind].scale(freq, theta, **dict(arch.rope_scaling.numbers))
 
 
 Tables = tuple[tuple[jax.Array, jax.Array], ...]
 
 
-def tables(arch: Architecture, positions: jax.Array, every: Tables | None = None) -> Tables:
+def tables(arch: Architecture, positions: jax.Array, all_tables: Tables | None = None) -> Tables:
     """Return cosines and sines of each position's angles for each rope: two [...,H/2] float32 of positions [...].
 
     Args:
-        every: tables of the positions 0, 1, ... from an earlier call; None = compute the tables.
+        all_tables: tables of the positions 0, 1, ... from an earlier call; None = compute the tables.
     """
-    if every is not None:
-        return jax.tree.map(lambda x: x[positions], every)
+    if all_tables is not None:
+        return jax.tree.map(lambda x: x[positions], all_tables)
+    last_rope = max(0, *(layer.rope for layer in arch.by_layer))
+    return tuple(_table(arch, rope, positions) for rope in range(1 + last_rope))
 
-    def of(rope: int) -> tuple[jax.Array, jax.Array]:
-        freq, factor = frequencies(arch, rope)
-        angle = jnp.multiply.outer(positions.astype(jnp.float32), jnp.asarray(freq, jnp.float32))
-        both = jnp.cos(angle), jnp.sin(angle)
-        return both if factor == 1.0 else tuple(factor * x for x in both)
 
-    return tuple(of(rope) for rope in range(1 + max(0, *(layer.rope for layer in arch.by_layer))))
+def _table(arch: Architecture, rope: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cosines and sines of one rope."""
+    freq, factor = frequencies(arch, rope)
+    angle = jnp.multiply.outer(positions.astype(jnp.float32), jnp.asarray(freq, jnp.float32))
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
+    if factor == 1.0:
+        return cos, sin
+    return factor * cos, factor * sin

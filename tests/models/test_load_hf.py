@@ -158,7 +158,7 @@ def _drop(name):
         (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
         (lambda f: (f / "config.json").write_text("{"), "not readable JSON"),
         (lambda f: edit_config(f, model_type="gpt2"), "'gpt2' is not supported; supported: llama, mistral, qwen2"),
-        (lambda f: edit_config(f, sliding_window=4096), "sliding_window=4096 is no key of model_type='llama'"),
+        (lambda f: edit_config(f, sliding_window=4096), "sliding_window=4096 is not supported for model_type='llama'"),
         (lambda f: edit_config(f, attention_bias=True), "layers.0.self_attn.*.bias is missing"),
         (lambda f: edit_config(f, attention_bias="yes"), "attention_bias='yes' must be true or false"),
         (lambda f: edit_config(f, hidden_act="relu2"), "hidden_act='relu2' is not supported; supported: silu"),
@@ -361,7 +361,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, tiny, monkeypatch)
     (out / "notes.txt").write_text("mine")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     edit_weights(tiny, lambda t: {key: 1e6 * x.astype(np.float32) for key, x in t.items()})
-    with pytest.raises(ConfigError, match=r"tensor .* over 65504, the largest of float16; bfloat16 holds them"):
+    with pytest.raises(ConfigError, match=r"tensor .* 65504.*float16.*bfloat16"):
         export("", str(tiny), str(out), "float16")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     (out / hf.PARTIAL).mkdir()  # of an export that was killed
@@ -414,7 +414,7 @@ def test_an_export_over_a_model_removes_files_of_it_alone(tmp_path, tiny):
 @pytest.mark.parametrize("name", ["config.json", "vocab.txt", "model-00001-of-00002.safetensors"])
 def test_a_folder_with_files_of_no_model_takes_none(tmp_path, name):
     (tmp_path / name).write_text('{"mine": 1}')
-    message = rf"out(put)?='{tmp_path}' has {name} and is no model's folder: .* give it a folder of its own"
+    message = rf"out(put)?='{tmp_path}' has {name} but no model.* another folder"
     with pytest.raises(ConfigError, match=message):
         export("", "nowhere", str(tmp_path))  # before any work
     with pytest.raises(ConfigError, match=message):

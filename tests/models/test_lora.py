@@ -268,7 +268,7 @@ def test_what_is_written_is_read_back_and_named_as_peft_names_it(tmp_path, name,
             assert value == theirs[key] or sorted(value) == sorted(theirs[key]), key
     assert peft.read_config(tmp_path) == config
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"holds a model \(config.json\); adapters need a folder of their own"):
+    with pytest.raises(ConfigError, match=r"has a model \(config.json\)"):
         peft.export(learned, model, make_byte_tokenizer(), tmp_path, "some/base")
 
 
@@ -348,15 +348,15 @@ def test_peft_computes_the_same_of_experts_adapters(tmp_path, name):
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
         ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern=\{'q_proj': 2\} is not supported"),
         ({"bias": "all"}, r"bias='all' is not supported"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' changes the base"),
+        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' is not supported"),
         ({"r": 3}, r"all: tensor base_model.*down_proj.lora_A.weight has shape \(4, 48\), not \(3, 48\)"),
         ({"r": None}, r"adapter_config.json: r=None must be at least 1"),
         ({"r": "4"}, r"adapter_config.json: rank='4' must be of type int"),
         ({"lora_alpha": -1}, r"adapter_config.json: alpha=-1.0 must be more than 0"),
-        ({"base_model_name_or_path": "a/b", "revision": "v2"}, r"revision='v2' of 'a/b' is not loaded from the hub"),
+        ({"base_model_name_or_path": "a/b", "revision": "v2"}, r"revision='v2' of 'a/b' must be 'main'"),
         ({"base_model_name_or_path": None}, r"base_model_name_or_path=None must name the adapters' base"),
         ({"base_model_name_or_path": "/nowhere"}, r"all: base_model_name_or_path='/nowhere' is not there"),
-        ({"base_model_name_or_path": str(ADAPTERS / "some")}, r"some' is adapters itself; merge those first"),
+        ({"base_model_name_or_path": str(ADAPTERS / "some")}, r"some' is a folder of adapters.*export --merge"),
     ],
 )
 def test_folders_that_say_another_thing_are_refused(folder, changes, message):
@@ -381,8 +381,8 @@ def test_folders_that_say_another_thing_are_refused(folder, changes, message):
             lambda t: t | {"base_model.model.lm_head.lora_A.weight": np.ones((4, 32), np.float32)},
             r"head.* is not part of",
         ),
-        (lambda t: {"other": np.ones(2, np.float32)}, r"safetensors: has adapters of none of q_proj, k_proj"),
-        (lambda t: {k: v * np.float32("nan") for k, v in t.items()}, r"values that are no numbers"),
+        (lambda t: {"other": np.ones(2, np.float32)}, r"safetensors: .*q_proj, k_proj"),
+        (lambda t: {k: v * np.float32("nan") for k, v in t.items()}, r"NaN or infinite"),
     ],
 )
 def test_tensors_that_are_not_adapters_of_the_base_are_refused(folder, change, message):
@@ -397,16 +397,16 @@ def test_a_start_that_the_settings_do_not_fit_is_refused(folder):
     start = dataclasses.replace(ALL, path=str(folder), targets=LORA_TARGETS[::-1])
     peft.check(Model(arch, lora=start), mesh, str(LLAMA))
     for changes, message in (
-        ({"rank": 8}, r"model.lora.rank=8 must be 4, as model.lora.path='.*all' has it"),
-        ({"alpha": 4.0}, r"model.lora.alpha=4.0 must be 2.0, as"),
-        ({"rank_stabilised": False}, r"model.lora.rank_stabilised=False must be True, as"),
-        ({"dora": True}, r"model.lora.dora=True must be False, as"),
-        ({"targets": ("q",)}, r"model.lora.targets=\('q',\) must be \('q', 'k', .*\), as"),
+        ({"rank": 8}, r"model.lora.rank=8 must be 4.*model.lora.path='.*all'"),
+        ({"alpha": 4.0}, r"model.lora.alpha=4.0 must be 2.0"),
+        ({"rank_stabilised": False}, r"model.lora.rank_stabilised=False must be True"),
+        ({"dora": True}, r"model.lora.dora=True must be False"),
+        ({"targets": ("q",)}, r"model.lora.targets=\('q',\) must be \('q', 'k', .*\)"),
         ({"path": "nowhere"}, r"nowhere/adapter_config.json: no such file"),
     ):
         with pytest.raises(ConfigError, match=message):
             peft.check(Model(arch, lora=dataclasses.replace(start, **changes)), mesh, str(LLAMA))
-    with pytest.raises(ConfigError, match=r"is a folder of adapters; with model.lora.rank=4 it must be their base"):
+    with pytest.raises(ConfigError, match=r"model.path=.* is a folder of adapters.*model.lora.rank=4"):
         peft.check(Model(arch, lora=ALL), mesh, str(folder))
     experts = Model(PRESETS["debug_experts"], lora=dataclasses.replace(DORA, targets=("q", "up")))
     with pytest.raises(ConfigError, match=r"targets=\('q', 'up'\) must be among q, k, v, o: with model.lora.dora=True"):

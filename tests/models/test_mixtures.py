@@ -99,7 +99,7 @@ def test_a_released_folder_is_read_and_exported_as_what_it_stands_for(tmp_path):
         (
             "down_proj_blocks",
             (E, WIDTH, 1, 8),
-            "tensor .*down_proj_blocks has shape .*, which experts' matrices have not",
+            "tensor .*down_proj_blocks has shape ",
         ),
         ("down_proj_scales", (E, WIDTH, 2), "tensor .*down_proj_scales is missing, or its shape is not"),
         ("gate_up_proj_bias", (E,), "tensor .*gate_up_proj_bias has shape"),
@@ -115,7 +115,7 @@ def test_tensors_that_no_experts_are_shaped_like_are_refused(tmp_path, name, sha
 def test_a_scale_that_means_no_number_is_refused(tmp_path):
     released(tmp_path / "released", **{f"{EXPERTS}down_proj_scales": np.full((E, WIDTH, 1), 255, np.uint8)})
     model = Model(hf.read_architecture(tmp_path / "released"))
-    with pytest.raises(ConfigError, match="holds values that are no numbers"):
+    with pytest.raises(ConfigError, match=r"tensor .* NaN or infinite"):
         hf.load_params(tmp_path / "released", model, building.mesh_of(ONE))
 
 

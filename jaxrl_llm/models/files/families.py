@@ -113,7 +113,7 @@ class Family:
     class_name: str
     keys: dict[str, Any]
     fixed: dict[str, Any] = field(default_factory=dict)
-    derived: Callable[[Callable[[str], Any]], dict[str, Any]] = lambda get: {}
+    derived: Callable[[Callable[..., Any]], dict[str, Any]] = lambda get: {}
     names: dict[str, str] = field(default_factory=dict)
     is_windowed: Callable[[dict[str, Any], int], bool] = lambda config, index: False
     local_rope: bool = False
@@ -250,29 +250,29 @@ def names_of(arch: Architecture) -> dict[str, str]:
     return names
 
 
-def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
+def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
     """Return the architecture that a config.json describes.
 
     Args:
-        given: contents of the config.json.
+        stored: contents of the config.json.
         path: the config.json, for error messages.
 
     Raises:
         ConfigError: an unknown family, an unknown key, or a value that is not allowed.
     """
-    given = hybrids.text_of(given)
-    kind = given.get("model_type")
+    stored = hybrids.text_of(stored)
+    kind = stored.get("model_type")
     if kind not in list(FAMILIES):
         raise ConfigError(f"{path}: model_type={kind!r:.60} is not supported; supported: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
-    for key, value in given.items():
+    for key, value in stored.items():
         is_known = key in family.keys or key in _SIZES or INERT.fullmatch(key)
         if not is_known and value is not None and value is not False:
             raise ConfigError(
-                f"{path}: {key}={value!r:.60} is no key of model_type={kind!r} that is known here, and may change what "
-                f"the model computes; supported: {key} absent, null or false"
+                f"{path}: {key}={value!r:.60} is not supported for model_type={kind!r}, because it may change the "
+                f"computation; supported: {key} absent, null or false"
             )
-    config = {**family.keys, **given}
+    config = {**family.keys, **stored}
     for key in _SIZES:
         if key not in config:
             raise ConfigError(f"{path}: {key} is missing")
@@ -282,17 +282,42 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         if config[key] not in allowed:
             raise ConfigError(f"{path}: {key}={config[key]!r:.60} is not supported; supported: {allowed[-1]!r}")
     mixtures.check_quantisation(path, config.get("quantization_config"))
-    get = lambda key, **how: positive(path, key, config[key], **how)
-    flag = lambda key: _flag(path, key, config.get(key, False))
-    width, num_heads, num_layers = get("hidden_size"), get("num_attention_heads"), get("num_hidden_layers", most=1000)
-    for key, usual in (("num_key_value_heads", num_heads), ("head_dim", width // num_heads)):
-        config[key] = usual if config[key] is None else config[key]
-    head_size, act = get("head_dim"), "hidden_act" if "hidden_act" in family.keys else "hidden_activation"
-    if config[act] not in list(ACTIVATIONS):
-        raise ConfigError(f"{path}: {act}={config[act]!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
+
+    def get(key: str, **limits: Any) -> Any:
+        return positive(path, key, config[key], **limits)
+
+    def flag(key: str) -> bool:
+        return _flag(path, key, config.get(key, False))
+
+    width = get("hidden_size")
+    num_heads = get("num_attention_heads")
+    num_layers = get("num_hidden_layers", most=1000)
+    if config["num_key_value_heads"] is None:
+        config["num_key_value_heads"] = num_heads
+    if config["head_dim"] is None:
+        config["head_dim"] = width // num_heads
+    head_size = get("head_dim")
+    activation_key = "hidden_act" if "hidden_act" in family.keys else "hidden_activation"
+    activation = config[activation_key]
+    if activation not in list(ACTIVATIONS):
+        raise ConfigError(
+            f"{path}: {activation_key}={activation!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}"
+        )
     rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
     ropes = rope_keys.ropes_of(path, config, rotary_size or head_size, local=family.local_rope, keys=family.keys)
-    biased, of_mlp = flag("attention_bias"), family.derived(get) | hybrids.experts_of(path, config, family.keys)
+    has_bias = flag("attention_bias")
+    fields: dict[str, Any] = {
+        **ropes,
+        "qkv_bias": has_bias,
+        "o_bias": has_bias,
+        "mlp_bias": flag("mlp_bias"),
+        "norm_topk": flag("norm_topk_prob"),
+        **family.fixed,
+        **family.derived(get),
+        **hybrids.experts_of(path, config, family.keys),
+    }
+    if "ffn" not in fields:
+        fields["ffn"] = get("intermediate_size")
     return Architecture(
         vocab_size=get("vocab_size"),
         width=width,
@@ -303,19 +328,17 @@ def architecture_of(given: dict[str, Any], path: Any) -> Architecture:
         norm_eps=get("rms_norm_eps", whole=False, most=1.0),
         tied=flag("tie_word_embeddings"),
         max_positions=rope.most_positions(ropes["rope_scaling"], get("max_position_embeddings")),
-        activation=ACTIVATIONS[config[act]],
+        activation=ACTIVATIONS[activation],
         layers=_layers(path, config, family),
         rotary_size=rotary_size,
         delta=hybrids.delta_of(path, config, family.keys),
         family=kind,
-        **ropes,
-        **{"qkv_bias": biased, "o_bias": biased, "mlp_bias": flag("mlp_bias"), "norm_topk": flag("norm_topk_prob")}
-        | family.fixed
-        | (of_mlp if "ffn" in of_mlp else {**of_mlp, "ffn": get("intermediate_size")}),
+        **fields,
     )
 
 
 def _flag(path: Any, key: str, value: Any) -> bool:
+    """Return the value of a key that must be true or false."""
     if type(value) is not bool:
         raise ConfigError(f"{path}: {key}={value!r:.60} must be true or false")
     return value
@@ -325,23 +348,24 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
     """Return the kind of each layer, or () if all layers have the kind ``Layer()``."""
     count = config["num_hidden_layers"]
 
-    def listed(key: str, allowed: tuple[Any, ...], otherwise: Callable[[int], Any]) -> list[Any]:
-        given = config.get(key)
-        if given is None:
-            return [otherwise(index) for index in range(count)]
-        if not isinstance(given, list) or len(given) != count or any(x not in allowed for x in given):
-            raise ConfigError(f"{path}: {key}={given!r:.60} must be a list of {count}, each one of {allowed}")
-        return given
+    def listed(key: str, allowed: tuple[Any, ...], default: Callable[[int], Any]) -> list[Any]:
+        """Return the list of ``key``, one value per layer, or the default of each layer if the key is absent."""
+        values = config.get(key)
+        if values is None:
+            return [default(index) for index in range(count)]
+        if not isinstance(values, list) or len(values) != count or any(x not in allowed for x in values):
+            raise ConfigError(f"{path}: {key}={values!r:.60} must be a list of {count}, each one of {allowed}")
+        return values
 
     for key in ("no_rope_layer_interval", "sliding_window_pattern"):
         if key in family.keys:
             positive(path, key, config[key])
     if "max_window_layers" in family.keys and config["max_window_layers"] != 0:
         positive(path, "max_window_layers", config["max_window_layers"])
-    turned = [1] * count
+    has_rope = [1] * count
     if "no_rope_layers" in family.keys:
-        turned = listed("no_rope_layers", (0, 1), lambda i: int((i + 1) % config["no_rope_layer_interval"] != 0))
-    config = config | {"no_rope_layers": turned}
+        has_rope = listed("no_rope_layers", (0, 1), lambda i: int((i + 1) % config["no_rope_layer_interval"] != 0))
+    config = config | {"no_rope_layers": has_rope}
     window = config.get("sliding_window")
     if window is not None and window is not False:
         positive(path, "sliding_window", window)
@@ -349,37 +373,44 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
         window = None
     full, sliding, linear = "full_attention", "sliding_attention", "linear_attention"
     types = [sliding if family.is_windowed(config, index) else full for index in range(count)]
-    if is_hybrid := "linear_num_key_heads" in family.keys:
+    is_hybrid = "linear_num_key_heads" in family.keys
+    if is_hybrid:
         interval = positive(path, "full_attention_interval", config["full_attention_interval"])
         types = [linear if (index + 1) % interval else full for index in range(count)]
     if "layer_types" in family.keys:
         types = listed("layer_types", (full, linear if is_hybrid else sliding), lambda index: types[index])
     layers = []
-    for kind, has_rope in zip(types, turned, strict=True):
+    for kind, layer_has_rope in zip(types, has_rope, strict=True):
         is_sliding = kind == sliding
-        rope = -1
-        if has_rope:
-            rope = int(is_sliding and family.local_rope)
+        rope_index = -1
+        if layer_has_rope:
+            rope_index = int(is_sliding and family.local_rope)
         mixer = "delta_rule" if kind == linear else "attention"
-        layers.append(Layer(window=(window or 0) if is_sliding else 0, rope=rope, mixer=mixer))
+        layers.append(Layer(window=(window or 0) if is_sliding else 0, rope=rope_index, mixer=mixer))
     return () if set(layers) == {Layer()} else tuple(layers)
+
+
+def _layer_type(layer: Layer) -> str:
+    """Return the name of the layer's kind in ``layer_types``."""
+    if layer.is_recurrent:
+        return "linear_attention"
+    return "sliding_attention" if layer.window else "full_attention"
 
 
 def config_of(arch: Architecture) -> dict[str, Any]:
     """Return the contents of a config.json that every version of transformers can read."""
     family = FAMILIES[arch.family]
     windows = [layer.window for layer in arch.by_layer]
-    kind = lambda layer: "linear" if layer.is_recurrent else "sliding" if layer.window else "full"
     window = max(windows) or None
     act = next(key for key, value in ACTIVATIONS.items() if value == arch.activation)
-    own = {
+    optional_keys = {
         "hidden_act": act,
         "hidden_activation": act,
         "attention_bias": arch.o_bias,
         "mlp_bias": arch.mlp_bias,
         "sliding_window": window,
         "use_sliding_window": window is not None,
-        "layer_types": [f"{kind(layer)}_attention" for layer in arch.by_layer],
+        "layer_types": [_layer_type(layer) for layer in arch.by_layer],
         "max_window_layers": windows.index(window) if window else arch.num_layers,
         "no_rope_layers": [int(layer.rope >= 0) for layer in arch.by_layer],
         "rope_local_base_freq": arch.local_rope_theta,
@@ -410,5 +441,5 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "rms_norm_eps": arch.norm_eps,
         "tie_word_embeddings": arch.tied,
         **rope_keys.keys_of(arch, family.keys),
-        **{key: value for key, value in own.items() if key in family.keys},
+        **{key: value for key, value in optional_keys.items() if key in family.keys},
     }

@@ -199,7 +199,7 @@ def make_bpe_tokenizer(
     cut = PRE_TOKENIZERS[pre_tokenizer]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=cut.whole_words))
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.pattern)]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut.pattern)]
     if cut.pattern:
         steps.insert(0, pre_tokenizers.Split(Regex(cut.pattern), behavior="isolated"))
     if cut.digits_alone:
@@ -235,7 +235,7 @@ def make_scored_tokenizer(
     core = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     space = "\u2581"
     core.normalizer = normalizers.Replace(" ", space)
-    read = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    read: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
     if space_first:
         core.normalizer = normalizers.Sequence([normalizers.Prepend(space), core.normalizer])
         read.append(decoders.Strip(" ", 1, 0))
@@ -319,7 +319,8 @@ class _Reader(gguf.GGUFReader):
         return super()._get_field_parts(orig_offs, raw_type)
 
     @property
-    def data(self) -> np.ndarray:
+    # The parent assigns an attribute. Only a property can convert the assigned value.
+    def data(self) -> np.ndarray:  # pyrefly: ignore[bad-override-mutable-attribute]
         return self._data
 
     @data.setter

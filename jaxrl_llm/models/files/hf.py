@@ -68,13 +68,14 @@ def downloaded(path: str, setting: str, allowed: str) -> str:
     """
     import huggingface_hub
 
+    model_files = ["*.json", "*.safetensors", "*.jinja", *KEPT]
+    other_copies = ["*/*.safetensors", "consolidated*"]
     try:
-        wanted, copies = ["*.json", "*.safetensors", "*.jinja", *KEPT], ["*/*.safetensors", "consolidated*"]
-        return huggingface_hub.snapshot_download(path, allow_patterns=wanted, ignore_patterns=copies)
+        return huggingface_hub.snapshot_download(path, allow_patterns=model_files, ignore_patterns=other_copies)
     except Exception as error:  # from huggingface_hub, its HTTP client or the network: the model is not available
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"{setting}={path!r} is no folder here and the Hugging Face hub did not give it ({reason}); "
+            f"{setting}={path!r} is not a folder here, and the download from the Hugging Face hub failed ({reason}); "
             f"allowed: {allowed}"
         ) from error
 
@@ -89,11 +90,17 @@ def check_output(folder: str, flag: str) -> None:
         ConfigError: the export would overwrite such files.
     """
     if is_run(folder):
-        raise ConfigError(f"{flag}={folder!r:.200} is the folder of a run, which a model would take the place of")
-    there = _files(Path(folder), ("config.json", *WEIGHTS, *KEPT)) if os.path.isdir(folder) else []
-    if there and not _is_of_model(Path(folder)):
-        said = f"{flag}={folder!r:.200} has {there[0]} and is no model's folder"
-        raise ConfigError(f"{said}: an export would write over such files, give it a folder of its own")
+        raise ConfigError(
+            f"{flag}={folder!r:.200} is the folder of a run. An export would replace its files: choose another folder"
+        )
+    if not os.path.isdir(folder):
+        return
+    existing = _files(Path(folder), ("config.json", *WEIGHTS, *KEPT))
+    if existing and not _is_of_model(Path(folder)):
+        raise ConfigError(
+            f"{flag}={folder!r:.200} has {existing[0]} but no model. An export would overwrite that file: choose "
+            "another folder"
+        )
 
 
 def _is_of_model(folder: Path) -> bool:
@@ -144,9 +151,12 @@ def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
 
 
 def _tensors(folder: str | Path, model: Model) -> Folder | mixtures.Apart:
-    file, family = Folder(Path(folder)), families.FAMILIES[model.arch.family]
-    is_seen_apart = family.experts_together or family.experts_in_halves
-    return mixtures.Apart(file, in_halves=family.experts_in_halves) if is_seen_apart else file
+    """Return the tensors of a folder, with one tensor per matrix of an expert."""
+    file = Folder(Path(folder))
+    family = families.FAMILIES[model.arch.family]
+    if family.experts_together or family.experts_in_halves:
+        return mixtures.Apart(file, in_halves=family.experts_in_halves)
+    return file
 
 
 def _check_tied(file: Folder | mixtures.Apart, model: Model) -> None:
@@ -156,44 +166,39 @@ def _check_tied(file: Folder | mixtures.Apart, model: Model) -> None:
         ConfigError: the two differ; transformers would then not tie them.
     """
     names = families.names_of(model.arch)
-    table, head = names["embedding"], names["head"]
+    table = names["embedding"]
+    head = names["head"]
     if not model.arch.tied or head not in file.shapes or table not in file.shapes:
         return
     if not _are_same(file.path, file.modified_ns, head, table):
         raise ConfigError(
-            f"{file.path}: tensor {head} differs from {table}; tie_word_embeddings=true must then be false"
+            f"{file.path}: tie_word_embeddings=true must be false, because tensor {head} differs from {table}"
         )
 
 
 @functools.lru_cache(maxsize=4)
-def _are_same(folder: str, modified_ns: tuple[int, ...], *names: str) -> bool:
+def _are_same(folder: str, modified_ns: tuple[int, ...], head: str, table: str) -> bool:
     """Return whether two tensors are equal.
 
     The result is cached per modification time of the files, because a run checks before it compiles and when it loads.
     """
     file = Folder(Path(folder))
-    head, table = names
-    (rows, width), most = file.shapes[table], 4096
-    parts = [(slice(start, min(start + most, rows)), slice(0, width)) for start in range(0, rows, most)]
-    is_same = file.shapes[head] == file.shapes[table]
-    return is_same and all(np.array_equal(file.read(head, part), file.read(table, part)) for part in parts)
+    if file.shapes[head] != file.shapes[table]:
+        return False
+    num_rows, width = file.shapes[table]
+    rows_per_part = 4096
+    for start in range(0, num_rows, rows_per_part):
+        part = (slice(start, min(start + rows_per_part, num_rows)), slice(0, width))
+        if not np.array_equal(file.read(head, part), file.read(table, part)):
+            return False
+    return True
 
 
 class Folder:
     """Tensors of ``model.safetensors`` (or another ``name``), or of the files that its .index.json lists."""
 
     def __init__(self, folder: Path, name: str = "model.safetensors"):
-        single, index = folder / name, folder / f"{name}.index.json"
-        if single.exists():
-            files = [single]
-        elif index.exists():
-            try:
-                # Only the file names: an index must not refer to files in other folders.
-                files = [folder / Path(name).name for name in sorted(set(read_json(index)["weight_map"].values()))]
-            except (KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{index}: has no weight_map of tensor names to files") from error
-        else:
-            raise ConfigError(f"{folder}: neither {name} nor {name}.index.json is there")
+        files = _weight_files(folder, name)
         self.path = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}  # tensor -> dtype's name in safetensors
@@ -202,37 +207,67 @@ class Folder:
         self._open: tuple[Any, Path | None] = (None, None)
         self._mapped_bytes = 0
         for path in files:
-            if not os.path.isfile(path):
-                raise ConfigError(f"{path}: no such file")
-            try:
-                file = safetensors.safe_open(path, framework="numpy")
-            except (OSError, safetensors.SafetensorError) as error:
-                raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
-            for name in file.keys():  # noqa: SIM118  (not a mapping)
-                part = file.get_slice(name)
-                # Not used here: a constant in old files, the small model that predicts further tokens, image tensors.
-                if name.endswith("rotary_emb.inv_freq") or name.startswith(("mtp.", OF_IMAGES)):
-                    continue
-                stored, name = name, name.replace(OF_TEXT, "model.", 1) if name.startswith(OF_TEXT) else name
-                if part.get_dtype() not in DTYPES and not (part.get_dtype() == CODES and mixtures.is_code(name)):
-                    raise ConfigError(f"{path}: tensor {name} is {part.get_dtype()}; supported: {', '.join(DTYPES)}")
-                if name in self.shapes:
-                    raise ConfigError(f"{path}: tensor {name} is in another file too")
-                self.shapes[name] = tuple(part.get_shape())
-                self.dtypes[name], self._paths[name], self._names[name] = part.get_dtype(), path, stored
+            self._read_header(path)
         self.modified_ns = tuple(os.stat(path).st_mtime_ns for path in files)
 
+    def _read_header(self, path: Path) -> None:
+        """Read the names, shapes and dtypes of the tensors in one file."""
+        if not os.path.isfile(path):
+            raise ConfigError(f"{path}: no such file")
+        try:
+            file = safetensors.safe_open(path, framework="numpy")
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
+        for stored_name in file.keys():  # noqa: SIM118  (not a mapping)
+            # Not used here: a constant in old files, the small model that predicts further tokens, image tensors.
+            if stored_name.endswith("rotary_emb.inv_freq") or stored_name.startswith(("mtp.", OF_IMAGES)):
+                continue
+            name = stored_name
+            if name.startswith(OF_TEXT):
+                name = "model." + name.removeprefix(OF_TEXT)
+            part = file.get_slice(stored_name)
+            dtype = part.get_dtype()
+            is_code = dtype == CODES and mixtures.is_code(name)
+            if dtype not in DTYPES and not is_code:
+                raise ConfigError(f"{path}: tensor {name} is {dtype}; supported: {', '.join(DTYPES)}")
+            if name in self.shapes:
+                raise ConfigError(f"{path}: tensor {name} is in another file too")
+            self.shapes[name] = tuple(part.get_shape())
+            self.dtypes[name] = dtype
+            self._paths[name] = path
+            self._names[name] = stored_name
+
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        path, rows, shape = self._paths[name], index[0], self.shapes[name]
+        """Return a part of one tensor in float32, or the bytes of MXFP4 codes."""
+        path = self._paths[name]
+        rows = index[0]
+        is_code = self.dtypes[name] == CODES
         # Pages that were read stay in memory while a file is mapped. Close the file from time to time, so that not the
         # whole model stays in memory.
-        size = 1 if self.dtypes[name] == CODES else DTYPES[self.dtypes[name]].itemsize
-        self._mapped_bytes += (rows.stop - rows.start) * math.prod(shape[1:]) * size
+        itemsize = 1 if is_code else DTYPES[self.dtypes[name]].itemsize
+        self._mapped_bytes += (rows.stop - rows.start) * math.prod(self.shapes[name][1:]) * itemsize
         if path != self._open[1] or self._mapped_bytes > MOST_MAPPED_BYTES:
             self._open = (None, None)
-            self._open, self._mapped_bytes = (safetensors.safe_open(path, framework="numpy"), path), 0
+            self._open = (safetensors.safe_open(path, framework="numpy"), path)
+            self._mapped_bytes = 0
         part = self._open[0].get_slice(self._names[name])[index]
-        return part if self.dtypes[name] == CODES else part.astype(np.float32, copy=False)
+        return part if is_code else part.astype(np.float32, copy=False)
+
+
+def _weight_files(folder: Path, name: str) -> list[Path]:
+    """Return the file ``name`` of a folder, or the files that its .index.json lists."""
+    single = folder / name
+    index = folder / f"{name}.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise ConfigError(f"{folder}: has neither {name} nor {name}.index.json")
+    try:
+        listed = sorted(set(read_json(index)["weight_map"].values()))
+        # Only the file names: an index must not refer to files in other folders.
+        return [folder / Path(path).name for path in listed]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: has no weight_map from tensor names to files") from error
 
 
 def export(
@@ -267,39 +302,55 @@ def export(
         for _, _, fetch in tensors:
             fetch()  # all hosts gather the arrays that are split over hosts
         return
-    folder, kept = Path(folder), [] if like is None else _files(Path(like), KEPT)
-    stored = {} if like is None or dtype else _dtypes(Path(like))
-    usual = numpy_dtypes()[dtype or "float32"]
-    dtype_of = lambda name: stored.get(name, stored.get(mixtures.name_together(name), usual))
-    aside = folder / PARTIAL
+    folder = Path(folder)
+    original_dtypes = {} if like is None or dtype else _dtypes(Path(like))
+    default_dtype = numpy_dtypes()[dtype or "float32"]
+
+    def dtype_of(name: str) -> np.dtype:
+        together = original_dtypes.get(mixtures.name_together(name), default_dtype)
+        return original_dtypes.get(name, together)
+
+    partial = folder / PARTIAL
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
     try:
-        bytes_of = _write_weights(tensors, aside, dtype_of)
+        num_bytes = _write_weights(tensors, partial, dtype_of)
         tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
         if like is None:
-            tokenizer.save(aside)
-        for path in kept:
-            (aside / path).parent.mkdir(exist_ok=True)
-            (aside / path).write_bytes((Path(like) / path).read_bytes())
-        _write_ends(aside / "generation_config.json", tokens, tokenizer.pad_id)
-        most = max(bytes_of, key=bytes_of.get)
-        write_json(aside / "config.json", {**families.config_of(model.arch), "torch_dtype": most, **tokens})
-        _take_place(aside, folder)
+            tokenizer.save(partial)
+        else:
+            _copy_kept(Path(like), partial)
+        _write_end_tokens(partial / "generation_config.json", tokens, tokenizer.pad_id)
+        main_dtype = max(num_bytes, key=lambda name: num_bytes[name])
+        config = {**families.config_of(model.arch), "torch_dtype": main_dtype, **tokens}
+        write_json(partial / "config.json", config)
+        _publish(partial, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_ends(path: Path, tokens: dict[str, Any], pad_id: int | None) -> None:
+def _copy_kept(source: Path, folder: Path) -> None:
+    """Copy the files about tokenizer and sampling byte for byte."""
+    for path in _files(source, KEPT):
+        (folder / path).parent.mkdir(exist_ok=True)
+        (folder / path).write_bytes((source / path).read_bytes())
+
+
+def _write_end_tokens(path: Path, tokens: dict[str, Any], pad_id: int | None) -> None:
     """Write the end tokens to a new or copied generation_config.json, because transformers reads them only there."""
     if not path.exists():
-        return write_json(path, {**tokens, "pad_token_id": pad_id})
-    kept, ends = read_json(path), tokens["eos_token_id"]
-    stated = kept.get("eos_token_id")
-    stated = [] if stated is None else stated if isinstance(stated, list) else [stated]
-    if not {*ends} <= {*stated}:
-        write_json(path, {**kept, "eos_token_id": [*dict.fromkeys([*stated, *ends])]})
+        write_json(path, {**tokens, "pad_token_id": pad_id})
+        return
+    config = read_json(path)
+    stored_ids = config.get("eos_token_id")
+    if stored_ids is None:
+        stored_ids = []
+    elif not isinstance(stored_ids, list):
+        stored_ids = [stored_ids]
+    end_ids = tokens["eos_token_id"]
+    if not {*end_ids} <= {*stored_ids}:
+        write_json(path, {**config, "eos_token_id": [*dict.fromkeys([*stored_ids, *end_ids])]})
 
 
 def _stored(params: Params, model: Model) -> Iterator[layout.Stored]:
@@ -314,72 +365,89 @@ def _dtypes(folder: Path) -> dict[str, np.dtype]:
 
     For MXFP4 this is bfloat16, which holds its numbers exactly.
     """
-    found = {name.removesuffix("_blocks"): x for name, x in Folder(folder).dtypes.items()}
-    return {name: DTYPES["BF16" if x == CODES else x] for name, x in found.items()}
+    dtypes = {}
+    for name, dtype in Folder(folder).dtypes.items():
+        dtypes[name.removesuffix("_blocks")] = DTYPES["BF16" if dtype == CODES else dtype]
+    return dtypes
 
 
 def _files(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return the files of a folder that match ``names``, as paths relative to the folder."""
-    return [path.relative_to(folder) for name in names for path in sorted(folder.glob(name)) if path.is_file()]
+    paths = []
+    for name in names:
+        paths += [path.relative_to(folder) for path in sorted(folder.glob(name)) if path.is_file()]
+    return paths
 
 
-def _take_place(aside: Path, folder: Path) -> None:
+def _publish(partial: Path, folder: Path) -> None:
     """Move the files of a finished export to its folder, after removing all files of an earlier export."""
     for old in _files(folder, (*CONFIGS, *WEIGHTS, *KEPT)):  # readers would mix files of two exports
         (folder / old).unlink()
-    made = [path.relative_to(aside) for path in aside.rglob("*") if path.is_file()]
-    for path in sorted(made, key=lambda path: path.name == "config.json"):
+    paths = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+    for path in sorted(paths, key=lambda path: path.name == "config.json"):
         (folder / path).parent.mkdir(exist_ok=True)
-        os.replace(aside / path, folder / path)
+        os.replace(partial / path, folder / path)
 
 
 def _write_weights(
     tensors: Iterator[layout.Stored], folder: Path, dtype_of: Callable[[str], np.dtype]
 ) -> dict[str, int]:
     """Write the weights, and return the number of bytes of each dtype."""
-    files: list[dict] = [{}]
-    filled, bytes_of, weight_map = 0, collections.Counter(), {}
+    files: list[dict[str, WrittenTensor]] = [{}]
+    file_bytes = 0
+    bytes_by_dtype: collections.Counter[str] = collections.Counter()
     for name, shape, fetch in tensors:
         dtype = np.dtype(dtype_of(name))
         num_bytes = dtype.itemsize * math.prod(shape)
-        if filled and filled + num_bytes > MAX_FILE_BYTES:
+        if file_bytes and file_bytes + num_bytes > MAX_FILE_BYTES:
             files.append({})
-            filled = 0
+            file_bytes = 0
         files[-1][name] = (dtype, shape, fetch)
-        filled += num_bytes
-        bytes_of[dtype.name] += num_bytes
-    for number, tensors in enumerate(files, start=1):
-        file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        write_tensors(folder / file, tensors)
-        weight_map.update(dict.fromkeys(tensors, file))
-    if len(files) > 1:
-        index = {"metadata": {"total_size": sum(bytes_of.values())}, "weight_map": weight_map}
-        write_json(folder / "model.safetensors.index.json", index)
-    return bytes_of
+        file_bytes += num_bytes
+        bytes_by_dtype[dtype.name] += num_bytes
+    if len(files) == 1:
+        write_tensors(folder / "model.safetensors", files[0])
+        return bytes_by_dtype
+    weight_map = {}
+    for number, file_tensors in enumerate(files, start=1):
+        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        write_tensors(folder / file_name, file_tensors)
+        weight_map.update(dict.fromkeys(file_tensors, file_name))
+    index = {"metadata": {"total_size": sum(bytes_by_dtype.values())}, "weight_map": weight_map}
+    write_json(folder / "model.safetensors.index.json", index)
+    return bytes_by_dtype
 
 
-def write_tensors(path: Path, tensors: dict[str, tuple[np.dtype, tuple[int, ...], Callable]]) -> None:
+WrittenTensor = tuple[np.dtype, tuple[int, ...], Callable[[], np.ndarray]]  # dtype, shape, function that fetches it
+
+
+def write_tensors(path: Path, tensors: dict[str, WrittenTensor]) -> None:
     """Write a safetensors file tensor by tensor, because the library would hold the whole file in memory, twice.
 
     The format is described in the README of safetensors.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    name_of, start = {np.dtype(dtype): name for name, dtype in DTYPES.items()}, 0
+    dtype_names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+    start = 0
     for name, (dtype, shape, _) in tensors.items():
         end = start + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": name_of[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": dtype_names[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, (dtype, _, fetch) in tensors.items():
+            value = fetch()
             with np.errstate(over="ignore"):
-                array = (value := fetch()).astype(dtype, copy=False)
+                array = value.astype(dtype, copy=False)
             if dtype == np.float16 and not np.isfinite(array).all() and np.isfinite(value).all():
-                raise ConfigError(f"tensor {name} has values over 65504, the largest of float16; bfloat16 holds them")
+                raise ConfigError(
+                    f"tensor {name} has values above 65504, the largest number of float16. Export it as bfloat16"
+                )
             file.write(array.view(np.uint8).data)
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON file."""
     path.write_text(written(value, indent=2) + "\n", encoding="utf-8")

@@ -66,13 +66,14 @@ EXPERTS_NEXT = {
 OF_ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
-class _OfSome(str):
+class _NameInSomeLayers(str):
     """Tensor name of a parameter that only some layers have. Index i means the i-th of these layers."""
 
     layers: tuple[int, ...]
 
-    def format(self, *, layer: int, **numbers: int) -> str:
-        return super().format(layer=self.layers[layer], **numbers)
+    def format(self, *args: object, layer: int = 0, **numbers: object) -> str:
+        """Return the name with the number of the layer."""
+        return super().format(*args, layer=self.layers[layer], **numbers)
 
 
 def by_layer(names: dict[str, str], arch: Architecture) -> dict[str, str]:
@@ -80,10 +81,12 @@ def by_layer(names: dict[str, str], arch: Architecture) -> dict[str, str]:
 
     The two numbers differ if not all layers have the parameter.
     """
-    made = {path: _OfSome(name) for path, name in names.items()}
-    for path, name in made.items():
-        name.layers = arch.layers_with(path.partition(".")[2])
-    return made
+    mapped: dict[str, str] = {}
+    for path, name in names.items():
+        mapped_name = _NameInSomeLayers(name)
+        mapped_name.layers = arch.layers_with(path.removeprefix("blocks."))
+        mapped[path] = mapped_name
+    return mapped
 
 
 def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta | None:
@@ -94,25 +97,30 @@ def delta_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> Delta |
     """
     if "linear_num_key_heads" not in keys:
         return None
-    sizes = [positive(path, key, config[key]) for key in _SIZES]
+    key_heads, value_heads, key_size, value_size, taps = (positive(path, key, config[key]) for key in _SIZES)
+    is_grouped = "decoder_sparse_step" in keys
     try:
-        return Delta(*sizes, is_grouped="decoder_sparse_step" in keys)
+        return Delta(key_heads, value_heads, key_size, value_size, taps, is_grouped)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def text_of(given: dict[str, Any]) -> dict[str, Any]:
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the text model's config if the config.json is of a model with images, else the config unchanged."""
-    text = given.get("text_config")
-    if given.get("model_type") not in WITH_IMAGES or not isinstance(text, dict):
-        return given
-    return {**text, "tie_word_embeddings": given.get("tie_word_embeddings", text.get("tie_word_embeddings", False))}
+    text = config.get("text_config")
+    if config.get("model_type") not in WITH_IMAGES or not isinstance(text, dict):
+        return config
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    return {**text, "tie_word_embeddings": tied}
 
 
-def ends_of(given: dict[str, Any]) -> Any:
+def ends_of(config: dict[str, Any]) -> Any:
     """Return ``eos_token_id`` of a config.json, or else of its text model; None if neither has one."""
-    own, text = given.get("eos_token_id"), given.get("text_config")
-    return text.get("eos_token_id") if own is None and isinstance(text, dict) else own
+    ids = config.get("eos_token_id")
+    text = config.get("text_config")
+    if ids is None and isinstance(text, dict):
+        return text.get("eos_token_id")
+    return ids
 
 
 def experts_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> dict[str, Any]:
@@ -125,18 +133,26 @@ def experts_of(path: Any, config: dict[str, Any], keys: dict[str, Any]) -> dict[
     """
     if "shared_expert_intermediate_size" not in keys or config["num_experts"] == 0:
         return {}
-    get = lambda key, **how: positive(path, key, config[key], **how)
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+
+    def get(key: str, **limits: Any) -> Any:
+        return positive(path, key, config[key], **limits)
+
+    dense_layers = config.get("mlp_only_layers") or []
+    step = config.get("decoder_sparse_step", 1)
     positive(path, "decoder_sparse_step", step)
-    layers = range(config["num_hidden_layers"]) if isinstance(dense, list) else ()
-    has_experts = {i not in dense and (i + 1) % step == 0 for i in layers}
+    layers = range(config["num_hidden_layers"]) if isinstance(dense_layers, list) else ()
+    has_experts = {i not in dense_layers and (i + 1) % step == 0 for i in layers}
     if len(has_experts) != 1:
-        said = f"mlp_only_layers={dense!r:.60} and decoder_sparse_step={step}"
-        raise ConfigError(f"{path}: {said}: all layers must have experts, or none")
+        raise ConfigError(
+            f"{path}: mlp_only_layers={dense_layers!r:.60} and decoder_sparse_step={step} must give experts to all "
+            "layers or to none"
+        )
     if has_experts == {False}:
         return {}
-    widths = {"ffn": get("moe_intermediate_size"), "shared_ffn": get("shared_expert_intermediate_size")}
-    return mixtures.sizes(get) | widths
+    fields = mixtures.sizes(get)
+    fields["ffn"] = get("moe_intermediate_size")
+    fields["shared_ffn"] = get("shared_expert_intermediate_size")
+    return fields
 
 
 def rotary_size(path: Any, config: dict[str, Any], keys: dict[str, Any], head_size: int) -> int:
@@ -146,19 +162,24 @@ def rotary_size(path: Any, config: dict[str, Any], keys: dict[str, Any], head_si
     """
     if "partial_rotary_factor" not in keys:
         return 0
-    given = config["rope_scaling"] or config["rope_parameters"] or {}
-    part = given.get("partial_rotary_factor") if isinstance(given, dict) else None
-    part = config["partial_rotary_factor"] if part is None else part
-    size = int(head_size * positive(path, "partial_rotary_factor", part, whole=False, most=1.0))
+    parameters = config["rope_scaling"] or config["rope_parameters"] or {}
+    factor = parameters.get("partial_rotary_factor") if isinstance(parameters, dict) else None
+    if factor is None:
+        factor = config["partial_rotary_factor"]
+    size = int(head_size * positive(path, "partial_rotary_factor", factor, whole=False, most=1.0))
     if size < 2 or size % 2:
-        raise ConfigError(f"{path}: partial_rotary_factor={part} of a head of {head_size} is {size}; it must be even")
+        raise ConfigError(
+            f"{path}: partial_rotary_factor={factor} must rotate an even number of dimensions; of a head of "
+            f"{head_size} it rotates {size}"
+        )
     return 0 if size == head_size else size
 
 
 def config_of(arch: Architecture) -> dict[str, Any]:
     """Return the config.json keys of an architecture's partial rotation and gated delta rule."""
-    said = {"partial_rotary_factor": (arch.rotary_size or arch.head_size) / arch.head_size}
-    if d := arch.delta:
+    config: dict[str, Any] = {"partial_rotary_factor": (arch.rotary_size or arch.head_size) / arch.head_size}
+    d = arch.delta
+    if d is not None:
         sizes = (d.key_heads, d.value_heads, d.key_size, d.value_size, d.taps)
-        said |= dict(zip(_SIZES, sizes, strict=True))
-    return said
+        config |= dict(zip(_SIZES, sizes, strict=True))
+    return config

@@ -21,13 +21,16 @@ from jax.experimental import multihost_utils
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models import lora
+from jaxrl_llm.models.lora import FoldedDims
 from jaxrl_llm.models.transformer import Params
 
+_VECTOR = ((0,),)
+_MATRIX = ((0,), (1,))
+_STACKED_AXES = ("layer", "expert")
+_EXPERTS = ("experts_gate", "experts_up", "experts_down")
 # For each dimension of a stored tensor, our dimensions that are folded into it.
 # Our dimensions are counted without the stacked axes of layers and experts.
-_VECTOR, _MATRIX, _AXES = ((0,),), ((0,), (1,)), ("layer", "expert")
-_EXPERTS = ("experts_gate", "experts_up", "experts_down")
-LAYOUT = {
+LAYOUT: dict[str, FoldedDims] = {
     **{name: _MATRIX for name in ("embedding", "head", "blocks.gate", "blocks.up", "blocks.down")},
     **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
     "blocks.o": ((0,), (1, 2)),
@@ -35,7 +38,7 @@ LAYOUT = {
     **{f"blocks.shared_{name}": _MATRIX for name in ("router", "gate", "up", "down")},
     **{f"blocks.{name}_bias": _VECTOR for name in ("router", *_EXPERTS)},
     "final_norm": _VECTOR,
-    **{f"blocks.{of}{post}": _VECTOR for of in ("attention", "mlp") for post in ("_norm", "_post_norm")},
+    **{f"blocks.{name}_norm": _VECTOR for name in ("attention", "mlp", "attention_post", "mlp_post")},
     **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
     **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
     "blocks.sinks": _VECTOR,
@@ -51,30 +54,38 @@ LAYOUT |= lora.layout(LAYOUT)
 class TensorFile(Protocol):
     """Tensors of a file or folder, read in parts."""
 
-    path: str  # for error messages
-    shapes: Mapping[str, tuple[int, ...]]  # of every tensor by its name
+    @property
+    def path(self) -> str:
+        """Path of the file, for error messages."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor by its name."""
+        ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Return a part of one tensor in float32."""
+        ...
 
 
-def load(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> Params:
+def load(file: TensorFile, names: Mapping[str, str], shapes: Params, contents: str) -> Params:
     """Read parameters from a file. Each shard is read separately and copied directly to its device.
 
     Args:
         names: tensor name of each parameter of ``LAYOUT``, with "{layer}" and "{expert}" in place of numbers.
         shapes: shapes, dtypes and shardings of the parameters.
-        what: description of the expected contents, for error messages.
+        contents: description of the expected contents, for error messages.
 
     Raises:
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
     """
-    check(file, names, shapes, what)
+    check(file, names, shapes, contents)
     loaded = [_load_one(file, names[path], path, leaf) for path, leaf in _by_path(shapes).items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
-def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str) -> None:
+def check(file: TensorFile, names: Mapping[str, str], shapes: Params, contents: str) -> None:
     """Compare the file's tensors with the parameters by name and shape, without reading weights.
 
     Raises:
@@ -84,15 +95,17 @@ def check(file: TensorFile, names: Mapping[str, str], shapes: Params, what: str)
     for name, shape in expected.items():
         if name not in file.shapes:
             raise ConfigError(f"{file.path}: tensor {name} is missing")
-        if tuple(file.shapes[name]) != shape:
-            raise ConfigError(f"{file.path}: tensor {name} has shape {tuple(file.shapes[name])}, not {shape}")
+        stored = tuple(file.shapes[name])
+        if stored != shape:
+            raise ConfigError(f"{file.path}: tensor {name} has shape {stored}, not {shape}")
     # If a weight (a bias, an expert) were ignored, a different model would run without an error.
     # A tied head may be stored too, because it equals the embedding.
     extra = [name for name in file.shapes if name not in expected and name != names["head"]]
     if extra:
+        per_layer = sum(path.startswith("blocks.") for path in _by_path(shapes))
         raise ConfigError(
-            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of {what} with "
-            f"{sum(path.startswith('blocks.') for path in _by_path(shapes))} tensors per layer"
+            f"{file.path}: tensor {extra[0]} ({len(extra)} like it) is not part of {contents} with {per_layer} tensors "
+            "per layer"
         )
 
 
@@ -113,33 +126,42 @@ def stored_tensors(params: Params, names: Mapping[str, str], *, num_held: int = 
     ``num_held`` parameters. Arrays that are split over hosts are gathered by all hosts, one layer at a time, because
     every device holds the gathered array.
     """
-    flat = _by_path(params)
-    is_here = lambda path: getattr(flat[path], "is_fully_addressable", True)
+    arrays = _by_path(params)
+
+    def is_on_this_host(path: str) -> bool:
+        return getattr(arrays[path], "is_fully_addressable", True)
 
     @functools.lru_cache(num_held)
     def fetch(path: str, *layer: int) -> np.ndarray:
-        part = _of_layer(flat[path], *layer) if layer else flat[path]
-        return np.asarray(part if is_here(path) else multihost_utils.process_allgather(part, tiled=True), np.float32)
+        part = _of_layer(arrays[path], *layer) if layer else arrays[path]
+        if not is_on_this_host(path):
+            part = multihost_utils.process_allgather(part, tiled=True)
+        return np.asarray(part, np.float32)
 
-    def one(path: str, at: tuple[int, ...]) -> np.ndarray:
-        n = 0 if is_here(path) else 1
-        value = fetch(path, *at[:n])[at[n:]]
+    def tensor(path: str, index: tuple[int, ...]) -> np.ndarray:
+        num_fetched = 0 if is_on_this_host(path) else 1  # stacked axes of which one index is fetched
+        value = fetch(path, *index[:num_fetched])[index[num_fetched:]]
         return np.ascontiguousarray(value.reshape(stored_shape(path, value.shape)))
 
-    for name, shape, path, at in _tensors(flat, names):
-        yield name, shape, functools.partial(one, path, at)
+    for name, shape, path, index in _tensors(arrays, names):
+        yield name, shape, functools.partial(tensor, path, index)
 
 
-def _tensors(by_path: Mapping[str, Any], names: Mapping[str, str]) -> Iterator[tuple]:
+def _tensors(
+    by_path: Mapping[str, Any], names: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[int, ...], str, tuple[int, ...]]]:
     """Yield name and shape of every tensor in a file, the parameter's path, and the index in its stacked axes."""
     for path, leaf in by_path.items():
-        n = _num_stacked(path, len(leaf.shape))
-        for at in np.ndindex(leaf.shape[:n]):
-            yield names[path].format(**dict(zip(_AXES, at, strict=False))), stored_shape(path, leaf.shape[n:]), path, at
+        num_stacked = _num_stacked(path, len(leaf.shape))
+        shape = stored_shape(path, leaf.shape[num_stacked:])
+        for index in np.ndindex(leaf.shape[:num_stacked]):
+            numbers = dict(zip(_STACKED_AXES, index, strict=False))
+            yield names[path].format(**numbers), shape, path, index
 
 
 def _num_stacked(path: str, ndim: int) -> int:
-    return ndim - sum(map(len, LAYOUT[path]))
+    """Return the number of stacked axes, of layers and experts, of a parameter with ``ndim`` dimensions."""
+    return ndim - sum(len(group) for group in LAYOUT[path])
 
 
 def stored_dims(path: str, ndim: int) -> tuple[tuple[int, ...], ...]:
@@ -147,8 +169,10 @@ def stored_dims(path: str, ndim: int) -> tuple[tuple[int, ...], ...]:
 
     Stacked dimensions come first, each by itself.
     """
-    n = _num_stacked(path, ndim)
-    return (*((dim,) for dim in range(n)), *(tuple(n + dim for dim in group) for group in LAYOUT[path]))
+    num_stacked = _num_stacked(path, ndim)
+    stacked_dims = tuple((dim,) for dim in range(num_stacked))
+    folded_dims = tuple(tuple(num_stacked + dim for dim in group) for group in LAYOUT[path])
+    return stacked_dims + folded_dims
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -156,31 +180,51 @@ def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim] for dim in group) for group in stored_dims(path, len(shape)))
 
 
+Ranges = tuple[tuple[int, int], ...]  # start and end of a shard in each dimension
+
+
 def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    devices_of = collections.defaultdict(list)  # part -> its devices; replicas share one read
+    """Read one parameter. Devices that hold the same part share one read."""
+    devices_by_part: dict[Ranges, list[jax.Device]] = collections.defaultdict(list)
     for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-        devices_of[tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))].append(device)
-
-    def part(ranges: tuple[tuple[int, int], ...]) -> np.ndarray:
-        index, n = tuple(slice(*r) for r in ranges), _num_stacked(path, len(ranges))
-        read = lambda name: _read(file, name, path, index[n:], leaf.shape[n:]).astype(leaf.dtype, copy=False)
-        if not n:
-            return read(name)
-        out = np.empty([r[1] - r[0] for r in ranges], leaf.dtype)
-        for at in np.ndindex(out.shape[:n]):
-            number = {axis: r[0] + i for axis, r, i in zip(_AXES, ranges, at, strict=False)}
-            out[at] = read(name.format(**number))
-        return out
-
-    def put(ranges: tuple[tuple[int, int], ...]) -> list[jax.Array]:
-        value = part(ranges)  # the host holds one part at a time
-        return jax.block_until_ready([jax.device_put(value, device) for device in devices_of[ranges]])
-
-    shards = [shard for ranges in devices_of for shard in put(ranges)]
+        assert index is not None, "this host's devices have parts"
+        limits = [part.indices(size) for part, size in zip(index, leaf.shape, strict=True)]
+        ranges = tuple((start, stop) for start, stop, _ in limits)
+        devices_by_part[ranges].append(device)
+    shards = []
+    for ranges, devices in devices_by_part.items():
+        value = _load_part(file, name, path, leaf, ranges)
+        # Wait for the transfer, so that the host holds one part at a time.
+        shards += jax.block_until_ready([jax.device_put(value, device) for device in devices])
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
+def _load_part(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct, ranges: Ranges) -> np.ndarray:
+    """Read one part of a parameter, tensor by tensor."""
+    index = tuple(slice(start, stop) for start, stop in ranges)
+    num_stacked = _num_stacked(path, len(ranges))
+
+    def read(tensor_name: str) -> np.ndarray:
+        value = _read(file, tensor_name, path, index[num_stacked:], leaf.shape[num_stacked:])
+        return value.astype(leaf.dtype, copy=False)
+
+    if num_stacked == 0:
+        return read(name)
+    out = np.empty([stop - start for start, stop in ranges], leaf.dtype)
+    for offsets in np.ndindex(out.shape[:num_stacked]):
+        starts = [start for start, _ in ranges[:num_stacked]]
+        numbers = [start + offset for start, offset in zip(starts, offsets, strict=True)]
+        out[offsets] = read(name.format(**dict(zip(_STACKED_AXES, numbers, strict=False))))
+    return out
+
+
 def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+    """Read a part of one tensor in float32. Check that its values are finite.
+
+    Args:
+        index: the part, in our dimensions of one layer.
+        shape: our shape of one layer.
+    """
     stored_index = []
     for first, *folded in LAYOUT[path]:
         inner = math.prod(shape[dim] for dim in folded)
@@ -188,5 +232,5 @@ def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shap
         stored_index.append(slice(index[first].start * inner, index[first].stop * inner))
     value = file.read(name, tuple(stored_index))
     if not np.isfinite(value.min()) or not np.isfinite(value.max()):
-        raise ConfigError(f"{file.path}: tensor {name} holds values that are no numbers (NaN or infinite)")
+        raise ConfigError(f"{file.path}: tensor {name} has values that are NaN or infinite")
     return value.reshape([part.stop - part.start for part in index])

@@ -23,10 +23,9 @@ any computation.
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -61,7 +60,7 @@ FP4 = np.concatenate([FP4, -FP4])
 PER_SCALE = 32
 
 
-def sizes(get: Callable[[str], Any]) -> dict[str, Any]:
+def sizes(get: Callable[..., Any]) -> dict[str, Any]:
     """Return the number of experts, and the number of experts per token."""
     return {"num_experts": get("num_experts", most=32767), "experts_per_token": get("num_experts_per_tok")}
 
@@ -74,19 +73,23 @@ def names(block: str, *stored: str, router: str = "gate") -> dict[str, str]:
         stored: the names of gate, up and down in files.
         router: the name of the router in files.
     """
-    found = {}
-    for kind, end in (("weight", ""), ("bias", "_bias")):
-        found[f"blocks.router{end}"] = f"{_LAYER}{block}{router}.{kind}"
-        for name, of in zip(("gate", "up", "down"), stored, strict=True):
-            found[f"blocks.experts_{name}{end}"] = f"{_LAYER}{block}experts.{{expert}}.{of}.{kind}"
-    return found
+    tensor_names = {}
+    for kind, suffix in (("weight", ""), ("bias", "_bias")):
+        tensor_names[f"blocks.router{suffix}"] = f"{_LAYER}{block}{router}.{kind}"
+        for name, stored_name in zip(("gate", "up", "down"), stored, strict=True):
+            path = f"blocks.experts_{name}{suffix}"
+            tensor_names[path] = f"{_LAYER}{block}experts.{{expert}}.{stored_name}.{kind}"
+    return tensor_names
 
 
-def check_quantisation(path: Any, given: Any) -> None:
+def check_quantisation(path: Any, settings: Any) -> None:
     """Raise a ``ConfigError`` if ``quantization_config`` in the config.json ``path`` is set and is not MXFP4."""
-    if given not in (None, False) and (not isinstance(given, dict) or given.get("quant_method") != "mxfp4"):
-        known = "supported: quant_method 'mxfp4'"
-        raise ConfigError(f"{path}: quantization_config={given!r:.60} is not supported; {known}")
+    if settings in (None, False):
+        return
+    if not isinstance(settings, dict) or settings.get("quant_method") != "mxfp4":
+        raise ConfigError(
+            f"{path}: quantization_config={settings!r:.60} is not supported; supported: quant_method 'mxfp4'"
+        )
 
 
 _TOGETHER = re.compile(r"(.*\.experts\.)(gate_up|down)_proj(|_bias|_blocks|_scales)")
@@ -107,6 +110,16 @@ def decoded(blocks_OGb: np.ndarray, scales_OG: np.ndarray) -> np.ndarray:
         return np.ldexp(FP4[bits], scales_OG.astype(np.int32)[..., None] - 127).reshape(len(scales_OG), -1)
 
 
+class _ExpertPlace(NamedTuple):
+    """Where a folder stores the tensor of one expert."""
+
+    stored_name: str
+    kind: str  # suffix of the stored tensor's name
+    expert: int
+    part: int  # index among the matrices that the stored tensor holds
+    num_parts: int
+
+
 class Apart:
     """A view of a folder's tensors (``layout.TensorFile``) with one tensor per expert.
 
@@ -118,55 +131,92 @@ class Apart:
     """
 
     def __init__(self, file: Any, *, in_halves: bool = False):
-        self.path, self.modified_ns, self._file, self._in_halves = file.path, file.modified_ns, file, in_halves
+        self.path = file.path
+        self.modified_ns = file.modified_ns
+        self._file = file
+        self._in_halves = in_halves
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, tuple[Any, ...]] = {}  # stored name, its kind, expert, part, number of parts
+        self._places: dict[str, _ExpertPlace] = {}
         for name, shape in file.shapes.items():
-            if found := _TOGETHER.fullmatch(name):
-                self._add(name, shape, *found.groups())
-            else:
+            match = _TOGETHER.fullmatch(name)
+            if match is None:
                 self.shapes[name] = shape
+            else:
+                block, matrix, kind = match.groups()
+                self._add(name, shape, block, matrix, kind)
 
     def _add(self, name: str, shape: tuple[int, ...], block: str, matrix: str, kind: str) -> None:
-        parts, other = _PARTS[matrix], name.removesuffix(kind) + "_scales"
-        outputs = shape[1 if kind or self._in_halves else 2] if len(shape) == _DIMS[kind] else 0
-        if not outputs or outputs % len(parts) or (kind == "_blocks" and shape[3] != PER_SCALE // 2):
-            raise ConfigError(f"{self.path}: tensor {name} has shape {shape}, which experts' matrices have not")
+        """Add the experts' tensors of one stored tensor.
+
+        Args:
+            block, matrix, kind: the groups of ``_TOGETHER`` in its name.
+        """
+        parts = _PARTS[matrix]
+        num_outputs = 0
+        if len(shape) == _DIMS[kind]:
+            num_outputs = shape[1 if kind or self._in_halves else 2]
+        has_whole_blocks = kind != "_blocks" or num_outputs == 0 or shape[3] == PER_SCALE // 2
+        if num_outputs == 0 or num_outputs % len(parts) or not has_whole_blocks:
+            raise ConfigError(
+                f"{self.path}: tensor {name} has shape {shape}, which is not a shape of experts' matrices"
+            )
         if kind == "_scales":
             return
-        if kind == "_blocks" and self._file.shapes.get(other) != shape[:3]:
-            raise ConfigError(f"{self.path}: tensor {other} is missing, or its shape is not {shape[:3]}")
-        inputs = {"": (shape[2 if self._in_halves else 1],), "_bias": (), "_blocks": (PER_SCALE * shape[-2],)}[kind]
-        for expert, (i, part) in itertools.product(range(shape[0]), enumerate(parts)):
-            own = f"{block}{expert}.{part}_proj.{'bias' if kind == '_bias' else 'weight'}"
-            self.shapes[own] = (outputs // len(parts), *inputs)
-            self._places[own] = (name, kind, expert, i, len(parts))
+        input_shape: tuple[int, ...]
+        if kind == "_blocks":
+            scales_name = name.removesuffix(kind) + "_scales"
+            if self._file.shapes.get(scales_name) != shape[:3]:
+                raise ConfigError(f"{self.path}: tensor {scales_name} is missing, or its shape is not {shape[:3]}")
+            input_shape = (PER_SCALE * shape[-2],)
+        elif kind == "_bias":
+            input_shape = ()
+        else:
+            input_shape = (shape[2 if self._in_halves else 1],)
+        suffix = "bias" if kind == "_bias" else "weight"
+        for expert in range(shape[0]):
+            for i, part in enumerate(parts):
+                expert_name = f"{block}{expert}.{part}_proj.{suffix}"
+                self.shapes[expert_name] = (num_outputs // len(parts), *input_shape)
+                self._places[expert_name] = _ExpertPlace(name, kind, expert, i, len(parts))
 
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Return a part of one tensor in float32."""
         if name not in self._places:
             return self._file.read(name, index)
-        (stored, kind, expert, i, step), (outputs, *inputs) = self._places[name], index
-        of_expert = slice(expert, expert + 1)
+        place = self._places[name]
+        outputs, *inputs = index
+        expert = slice(place.expert, place.expert + 1)
         if self._in_halves:
-            first = i * self.shapes[name][0]
-            return self._file.read(stored, (of_expert, slice(first + outputs.start, first + outputs.stop), *inputs))[0]
-        rows = slice(step * outputs.start, step * outputs.stop)
-        if kind == "_blocks":
-            first, last = inputs[0].start // PER_SCALE, -(-inputs[0].stop // PER_SCALE)
-            at = (of_expert, rows, slice(first, last))
-            scales = self._file.read(stored.removesuffix(kind) + "_scales", at)[0, i::step]
-            whole = decoded(self._file.read(stored, (*at, slice(None)))[0, i::step], scales)
-            return whole[:, inputs[0].start - PER_SCALE * first :][:, : inputs[0].stop - inputs[0].start]
-        read = self._file.read(stored, (of_expert, *inputs, rows))[0]
-        return read.T[i::step]
+            first = place.part * self.shapes[name][0]
+            rows = slice(first + outputs.start, first + outputs.stop)
+            return self._file.read(place.stored_name, (expert, rows, *inputs))[0]
+        rows = slice(place.num_parts * outputs.start, place.num_parts * outputs.stop)
+        if place.kind == "_blocks":
+            return self._read_codes(place, expert, rows, inputs[0])
+        stored = self._file.read(place.stored_name, (expert, *inputs, rows))[0]
+        return stored.T[place.part :: place.num_parts]
+
+    def _read_codes(self, place: _ExpertPlace, expert: slice, rows: slice, inputs: slice) -> np.ndarray:
+        """Return a part of one matrix that is stored in MXFP4."""
+        first_scale = inputs.start // PER_SCALE
+        stop_scale = -(-inputs.stop // PER_SCALE)
+        index = (expert, rows, slice(first_scale, stop_scale))
+        part_rows = slice(place.part, None, place.num_parts)
+        scales = self._file.read(place.stored_name.removesuffix(place.kind) + "_scales", index)[0, part_rows]
+        blocks = self._file.read(place.stored_name, (*index, slice(None)))[0, part_rows]
+        start = inputs.start - PER_SCALE * first_scale
+        return decoded(blocks, scales)[:, start : start + inputs.stop - inputs.start]
 
 
 def name_together(name: str) -> str:
     """Return the name of the tensor of all experts that contains an expert's tensor. Other names are unchanged."""
-    if not (apart := _APART.fullmatch(name)):
+    match = _APART.fullmatch(name)
+    if match is None:
         return name
-    block, _, part, kind = apart.groups()
-    return f"{block}{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
+    block, _, part, kind = match.groups()
+    matrix = "down" if part == "down" else "gate_up"
+    suffix = "_bias" if kind == "bias" else ""
+    return f"{block}{matrix}_proj{suffix}"
 
 
 def together(tensors: Iterable[Any], *, is_together: bool) -> Iterator[Any]:
@@ -175,22 +225,29 @@ def together(tensors: Iterable[Any], *, is_together: bool) -> Iterator[Any]:
     Args:
         is_together: False: yield the tensors unchanged.
     """
-    found: dict[str, dict[tuple[int, str], Any]] = {}
+    joined: dict[str, ExpertTensors] = {}  # by the name of the tensor of all experts
     for name, shape, fetch in tensors:
-        apart = _APART.fullmatch(name) if is_together else None
-        if not apart:
+        match = _APART.fullmatch(name) if is_together else None
+        if match is None:
             yield name, shape, fetch
             continue
-        _, expert, part, _ = apart.groups()
-        found.setdefault(name_together(name), {})[int(expert), part] = (shape, fetch)
-    for name, of in found.items():
+        _, expert, part, _ = match.groups()
+        joined.setdefault(name_together(name), {})[int(expert), part] = (shape, fetch)
+    for name, expert_tensors in joined.items():
         parts = _PARTS["gate_up" if "gate_up" in name else "down"]
-        shape, _ = next(iter(of.values()))
-        num_experts = len(of) // len(parts)
-        yield name, (num_experts, *shape[1:], len(parts) * shape[0]), functools.partial(_joined, of, parts, num_experts)
+        num_outputs, *input_shape = next(iter(expert_tensors.values()))[0]
+        num_experts = len(expert_tensors) // len(parts)
+        shape = (num_experts, *input_shape, len(parts) * num_outputs)
+        yield name, shape, functools.partial(_join, expert_tensors, parts, num_experts)
 
 
-def _joined(of: dict[tuple[int, str], Any], parts: tuple[str, ...], num_experts: int) -> np.ndarray:
-    each = [[of[expert, part][1]() for expert in range(num_experts)] for part in parts]  # [parts,E,O,...]
-    out = np.moveaxis(np.asarray(each), 0, 2)  # [E,O,parts,...]
+ExpertTensors = dict[tuple[int, str], tuple[tuple[int, ...], Callable[[], np.ndarray]]]  # (expert, part): shape, fetch
+
+
+def _join(expert_tensors: ExpertTensors, parts: tuple[str, ...], num_experts: int) -> np.ndarray:
+    """Fetch the tensors of all experts, and return them as one tensor in GPT-OSS's form."""
+    by_part = []  # [parts,E,O,...]
+    for part in parts:
+        by_part.append([expert_tensors[expert, part][1]() for expert in range(num_experts)])
+    out = np.moveaxis(np.asarray(by_part), 0, 2)  # [E,O,parts,...]
     return np.ascontiguousarray(out.reshape(num_experts, -1, *out.shape[3:]).swapaxes(1, -1))

@@ -6,10 +6,12 @@ Owns: the files of a folder. Needs neither torch nor peft. Does not know: the ba
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
@@ -24,7 +26,8 @@ from jaxrl_llm.runtime.json_lines import read_json
 from jaxrl_llm.runtime.weights import is_run
 from jaxrl_llm.settings.schema import build
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 
 # Keys that do not change the outputs of a loaded adapter. Keys in neither INERT nor READ must be absent or empty.
 INERT = {
@@ -38,7 +41,7 @@ PLACES = ("", "experts_")  # prefixes of a target's matrices: in the block, in e
 MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's names for the matrices of an expert
 # Values of init_lora_weights with which PEFT does not change the base.
 INITS = (True, False, "gaussian", "orthogonal", "eva")
-NOTHING = (None, False, "none", {}, [])
+EMPTY_VALUES = (None, False, "none", {}, [])
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -48,6 +51,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def _tensors(folder: str | Path) -> hf.Folder:
+    """Return the tensors of a folder of adapters."""
     return hf.Folder(Path(os.path.expanduser(folder)), WEIGHTS)
 
 
@@ -57,14 +61,16 @@ def base_of(folder: str | Path) -> str:
     Raises:
         ConfigError: no base is named, or a revision other than main of a model on the hub.
     """
-    said = read_json(Path(folder, CONFIG))
-    name, version = said.get("base_model_name_or_path"), said.get("revision")
+    path = Path(folder, CONFIG)
+    config = read_json(path)
+    name = config.get("base_model_name_or_path")
+    revision = config.get("revision")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"{Path(folder, CONFIG)}: base_model_name_or_path={name!r:.200} must name the adapters' base")
-    if version not in (None, "", "main") and not os.path.isdir(os.path.expanduser(name)):
+        raise ConfigError(f"{path}: base_model_name_or_path={name!r:.200} must name the adapters' base")
+    if revision not in (None, "", "main") and not os.path.isdir(os.path.expanduser(name)):
         raise ConfigError(
-            f"{Path(folder, CONFIG)}: revision={version!r:.60} of {name!r:.200} is not loaded from the hub, only "
-            "'main' is: download it, and name its folder as base_model_name_or_path"
+            f"{path}: revision={revision!r:.60} of {name!r:.200} must be 'main', the only revision that is loaded from "
+            "the hub. Download the other revision, and set base_model_name_or_path to its folder"
         )
     return name
 
@@ -76,23 +82,33 @@ def read_config(folder: str | Path) -> LoraConfig:
         ConfigError: files are missing, the method is not LoRA, or the model code does not support the variant.
     """
     path = Path(os.path.expanduser(folder), CONFIG)
-    given = READ | read_json(path)
-    if given["peft_type"] != "LORA":
-        raise ConfigError(f"{path}: peft_type={given['peft_type']!r:.60} is not supported; supported: 'LORA'")
-    if given["init_lora_weights"] not in INITS:
-        raise ConfigError(f"{path}: init_lora_weights={given['init_lora_weights']!r:.60} changes the base")
-    for key, value in given.items():
-        if key not in INERT and key not in READ and value not in NOTHING:
+    settings = READ | read_json(path)
+    if settings["peft_type"] != "LORA":
+        raise ConfigError(f"{path}: peft_type={settings['peft_type']!r:.60} is not supported; supported: 'LORA'")
+    init = settings["init_lora_weights"]
+    if init not in INITS:
+        raise ConfigError(
+            f"{path}: init_lora_weights={init!r:.60} is not supported, because it changes the base; supported: "
+            f"{', '.join(map(repr, INITS))}"
+        )
+    for key, value in settings.items():
+        if key not in INERT and key not in READ and value not in EMPTY_VALUES:
             raise ConfigError(f"{path}: {key}={value!r:.60} is not supported; supported: absent, null or false")
     modules = {name.rsplit(".", 3)[-3] for name in _tensors(folder).shapes if name.count(".") > 2}
     targets = [name for name in LORA_TARGETS if not modules.isdisjoint((f"{name}_proj", MIXTRAL.get(name)))]
     if not targets:
-        known = ", ".join(f"{name}_proj" for name in LORA_TARGETS)
-        raise ConfigError(f"{Path(folder, WEIGHTS)}: has adapters of none of {known}")
-    if given["r"] in (None, 0):
-        raise ConfigError(f"{path}: r={given['r']!r} must be at least 1")
-    found = {"rank": given["r"], "alpha": given["lora_alpha"], "rank_stabilised": given["use_rslora"]}
-    return build(LoraConfig, {**found, "dora": given["use_dora"], "targets": targets}, f"{path}: ")
+        supported = ", ".join(f"{name}_proj" for name in LORA_TARGETS)
+        raise ConfigError(f"{Path(folder, WEIGHTS)}: has no adapters of the supported matrices: {supported}")
+    if settings["r"] in (None, 0):
+        raise ConfigError(f"{path}: r={settings['r']!r} must be at least 1")
+    fields = {
+        "rank": settings["r"],
+        "alpha": settings["lora_alpha"],
+        "rank_stabilised": settings["use_rslora"],
+        "dora": settings["use_dora"],
+        "targets": targets,
+    }
+    return build(LoraConfig, fields, f"{path}: ")
 
 
 def check(model: Model, mesh: Mesh, path: str) -> None:
@@ -105,32 +121,49 @@ def check(model: Model, mesh: Mesh, path: str) -> None:
         ConfigError: settings do not fit the model or the adapters, or a tensor is missing or has another shape.
     """
     config = model.lora
-    if config.rank and is_run(path):
-        raise ConfigError(
-            f"model.path={path!r:.200} is a run; with model.lora.rank={config.rank} it must be a folder that adapters "
-            "can name as their base: the hf that a run without adapters leaves, or one of export --merge"
-        )
-    if config.rank and is_adapter(path):
-        raise ConfigError(
-            f"model.path={path!r:.200} is a folder of adapters; with model.lora.rank={config.rank} it must be their "
-            "base: start from them with model.lora.path, or merge them (export --merge)"
-        )
-    together = families.FAMILIES[model.arch.family].experts_together
-    has_none = together or (config.dora and model.arch.num_experts)
-    if config.rank and has_none and {*config.targets} & {"gate", "up", "down"}:
-        why = f"files of {model.arch.family} name no matrix of an expert, nor would its adapters have a name"
-        why = why if together else "with model.lora.dora=True, for PEFT's experts have no magnitudes"
-        raise ConfigError(f"model.lora.targets={config.targets!r} must be among q, k, v, o: {why}")
+    if config.rank:
+        _check_base(config, path)
+        _check_targets(config, model)
     if not config.path:
         return
-    found = read_config(config.path)
+    stored = read_config(config.path)
     for name in ("rank", "alpha", "rank_stabilised", "dora", "targets"):
-        own, there = getattr(config, name), getattr(found, name)
-        if own != there and not (name == "targets" and {*own} == {*there}):
+        value = getattr(config, name)
+        stored_value = getattr(stored, name)
+        is_same = {*value} == {*stored_value} if name == "targets" else value == stored_value
+        if not is_same:
             raise ConfigError(
-                f"model.lora.{name}={own!r} must be {there!r}, as model.lora.path={config.path!r:.200} has it"
+                f"model.lora.{name}={value!r} must be {stored_value!r}, the value of the adapters in "
+                f"model.lora.path={config.path!r:.200}"
             )
     layout.check(_tensors(config.path), names_of(model), *_expected(model, mesh))
+
+
+def _check_base(config: LoraConfig, path: str) -> None:
+    """Check that ``model.path`` can be the base of adapters."""
+    if is_run(path):
+        raise ConfigError(
+            f"model.path={path!r:.200} is a run. With model.lora.rank={config.rank} it must be a folder that adapters "
+            "can name as their base: the folder hf of a run without adapters, or a folder from export --merge"
+        )
+    if is_adapter(path):
+        raise ConfigError(
+            f"model.path={path!r:.200} is a folder of adapters. With model.lora.rank={config.rank} it must be a base. "
+            "To start from these adapters, set model.lora.path; or merge them first (export --merge)"
+        )
+
+
+def _check_targets(config: LoraConfig, model: Model) -> None:
+    """Check that adapters of experts can be stored in PEFT's format, if the targets include experts."""
+    if not {*config.targets} & {"gate", "up", "down"}:
+        return
+    if families.FAMILIES[model.arch.family].experts_together:
+        reason = f"files of {model.arch.family} have no names for matrices of single experts or for their adapters"
+    elif config.dora and model.arch.num_experts:
+        reason = "with model.lora.dora=True, because PEFT stores no magnitudes for experts"
+    else:
+        return
+    raise ConfigError(f"model.lora.targets={config.targets!r} must be among q, k, v, o: {reason}")
 
 
 def load(folder: str | Path, model: Model, mesh: Mesh) -> Params:
@@ -168,10 +201,14 @@ def merged(path: str, resolve: Resolve, over: str = "") -> Source:
     Raises:
         ConfigError: the base does not exist, or it is a folder of adapters.
     """
-    named, config = over or base_of(path), read_config(path)
-    if is_adapter(named):
-        raise ConfigError(f"{path}: the base {named!r:.200} is adapters itself; merge those first (export --merge)")
-    base = resolve(named, setting="--model" if over else f"{path}: base_model_name_or_path")
+    base_path = over or base_of(path)
+    config = read_config(path)
+    if is_adapter(base_path):
+        raise ConfigError(
+            f"{path}: the base {base_path!r:.200} is a folder of adapters. Merge them into their base first (export "
+            "--merge)"
+        )
+    base = resolve(base_path, setting="--model" if over else f"{path}: base_model_name_or_path")
 
     def check_both(model: Model, mesh: Mesh) -> None:
         base.check_weights(model, mesh)
@@ -189,21 +226,37 @@ def merged(path: str, resolve: Resolve, over: str = "") -> Source:
 
 def names_of(model: Model) -> dict[str, str]:
     """Return the tensor names of A, B and m for each matrix that can be a target."""
-    of_base = families.names_of(model.arch)
-    stem = lambda name: "base_model.model." + of_base[f"blocks.{name}"].removesuffix("weight")
-    kinds = ((lora.A, "lora_A.weight"), (lora.B, "lora_B.weight"), (lora.M, "lora_magnitude_vector"))
-    matrices = [of + name for name in LORA_TARGETS for of in PLACES if f"blocks.{of}{name}" in of_base]
-    names = {f"blocks.{name}{kind}": stem(name) + end for name in matrices for kind, end in kinds}
-    return (hybrids.by_layer(names, model.arch) if model.arch.delta else names) | {"head": ""}
+    base_names = families.names_of(model.arch)
+    suffixes = {lora.A: "lora_A.weight", lora.B: "lora_B.weight", lora.M: "lora_magnitude_vector"}
+    names: dict[str, str] = {}
+    for target in LORA_TARGETS:
+        for place in PLACES:
+            path = f"blocks.{place}{target}"
+            if path not in base_names:
+                continue
+            stem = "base_model.model." + base_names[path].removesuffix("weight")
+            names |= {path + kind: stem + suffix for kind, suffix in suffixes.items()}
+    if model.arch.delta:
+        names = hybrids.by_layer(names, model.arch)
+    return names | {"head": ""}
 
 
 def check_folder(folder: Path) -> None:
     """Raise a ``ConfigError`` if the folder holds a model: readers would take the adapters for this model."""
     if (folder / "config.json").exists():
-        raise ConfigError(f"{folder} holds a model (config.json); adapters need a folder of their own")
+        raise ConfigError(f"{folder} has a model (config.json). Choose another folder for the adapters")
 
 
-def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Path, base: str, **like: Any) -> None:
+def export(
+    learned: Params,
+    model: Model,
+    tokenizer: Tokenizer,
+    folder: str | Path,
+    base: str,
+    *,
+    like: str | Path | None = None,
+    dtype: str = "",
+) -> None:
     """Write adapters in float32, so that ``peft.PeftModel.from_pretrained`` over the base has the same logits.
 
     Without adapters, ``hf.export`` writes the parameters. adapter_config.json is written last. An interrupted export
@@ -211,13 +264,13 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
 
     Args:
         base: name of the base in adapter_config.json: ``model.path``.
-        like: further arguments of ``hf.export``.
+        like, dtype: as for ``hf.export``; not used with adapters.
 
     Raises:
         ConfigError: the folder holds a model.
     """
     if not model.lora.rank:
-        return hf.export(learned, model, tokenizer, folder, **like)
+        return hf.export(learned, model, tokenizer, folder, like=like, dtype=dtype)
     tensors = layout.stored_tensors(learned, names_of(model))
     arrays = {name: fetch() for name, _, fetch in tensors}  # all hosts gather the arrays that are split over hosts
     if not hosts.is_first():
@@ -226,10 +279,13 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
     folder.mkdir(parents=True, exist_ok=True)
     check_folder(folder)
     (folder / CONFIG).unlink(missing_ok=True)
-    hf.write_tensors(folder / WEIGHTS, {name: (x.dtype, x.shape, lambda x=x: x) for name, x in arrays.items()})
+    written: dict[str, hf.WrittenTensor] = {}
+    for name, array in arrays.items():
+        written[name] = (array.dtype, array.shape, functools.partial(np.asarray, array))
+    hf.write_tensors(folder / WEIGHTS, written)
     tokenizer.save(folder)
     config = model.lora
-    said: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": os.path.expanduser(base),
@@ -242,4 +298,4 @@ def export(learned: Params, model: Model, tokenizer: Tokenizer, folder: str | Pa
         "bias": "none",
         "inference_mode": True,
     }
-    hf.write_json(folder / CONFIG, said)
+    hf.write_json(folder / CONFIG, settings)

@@ -73,18 +73,25 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
     if not model.reference_path:
         return learner
     reference = resolve(model.reference_path, setting="model.reference_path")
-    own, other = learner.tokenizer(), reference.tokenizer()
-    own_rows, rows = learner.architecture().vocab_size, reference.architecture().vocab_size
-    is_cut_alike, renamed = own.encode(_PROBE) == other.encode(_PROBE), own.renamed_by(other)
-    if other.vocab_size < own.vocab_size or not is_cut_alike or renamed or rows < own_rows:
-        has, needs = f"{other.vocab_size} tokens, {rows} rows", f"{own.vocab_size} tokens, {own_rows} rows"
-        raise ConfigError(
-            f"model.reference_path={model.reference_path!r} must read the token ids of model.path={model.path!r}: "
-            f"it has {has} of embeddings, and needs {needs}"
-            + ("" if is_cut_alike else ", and cuts a text otherwise")
-            + (renamed and f"; {renamed}")
-        )
-    return reference
+    tokenizer = learner.tokenizer()
+    reference_tokenizer = reference.tokenizer()
+    num_rows = learner.architecture().vocab_size
+    num_reference_rows = reference.architecture().vocab_size
+    encodes_equally = tokenizer.encode(_PROBE) == reference_tokenizer.encode(_PROBE)
+    other_names = tokenizer.renamed_by(reference_tokenizer)
+    has_all_ids = reference_tokenizer.vocab_size >= tokenizer.vocab_size and num_reference_rows >= num_rows
+    if has_all_ids and encodes_equally and not other_names:
+        return reference
+    message = (
+        f"model.reference_path={model.reference_path!r} must have the token ids of model.path={model.path!r}. "
+        f"It has {reference_tokenizer.vocab_size} tokens and {num_reference_rows} embeddings; it needs "
+        f"{tokenizer.vocab_size} tokens and {num_rows} embeddings"
+    )
+    if not encodes_equally:
+        message += "; it splits text into other tokens"
+    if other_names:
+        message += f"; {other_names}"
+    raise ConfigError(message)
 
 
 def weights(
@@ -102,19 +109,35 @@ def weights(
         - () -> the learned parameters at the start of training.
     """
     load = functools.partial(source.load_params, model.base, mesh, seed=seed)
-    base, is_same = load() if model.lora.rank else None, teacher is source
-    frozen = reference and ((is_same and base) or teacher.load_params(reference, mesh, seed=seed))
-    if base is not None:
-        return base, frozen, lambda: peft.begin(model, mesh, base, seed=seed)
-    return base, frozen, lambda: jax.tree.map(jnp.copy, frozen) if frozen and is_same else load()
+    is_same = teacher is source
+    base = load() if model.lora.rank else None
+    frozen = None
+    if reference is not None:
+        is_base = base is not None and is_same
+        frozen = base if is_base else teacher.load_params(reference, mesh, seed=seed)
+
+    def start() -> Params:
+        if base is not None:
+            return peft.begin(model, mesh, base, seed=seed)
+        if frozen is not None and is_same:
+            return jax.tree.map(jnp.copy, frozen)
+        return load()
+
+    return base, frozen, start
 
 
 def _random(path: str, setting: str) -> Source:
     name = path.removeprefix("random:")
     if name not in PRESETS:
         raise ConfigError(f"{setting}={path!r}: no such preset; allowed: {ALLOWED}")
-    init = lambda model, mesh, *, seed: model.init(jax.random.key(seed), mesh)
-    return Source(lambda: PRESETS[name], gguf.make_byte_tokenizer, lambda model, mesh: None, init)
+
+    def check(model: Model, mesh: Mesh) -> None:
+        """Accept every model: random weights have no files."""
+
+    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        return model.init(jax.random.key(seed), mesh)
+
+    return Source(lambda: PRESETS[name], gguf.make_byte_tokenizer, check, load)
 
 
 def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -> Source:
@@ -125,20 +148,32 @@ def _files(path: str, reader: Any, read_tokenizer: Callable[[str], Tokenizer]) -
     """
     if reader is hf and peft.is_adapter(path):
         return peft.merged(path, resolve)
-    load = lambda model, mesh, *, seed: reader.load_params(path, model, mesh)
+
+    def load(model: Model, mesh: Mesh, *, seed: int) -> Params:
+        return reader.load_params(path, model, mesh)
 
     def tokenizer() -> Tokenizer:
-        found, rows = read_tokenizer(path), reader.read_architecture(path).vocab_size
-        if not found.eos_ids or max(found.vocab_size - 1, *found.eos_ids) >= rows:
-            ids = f"ids up to {found.vocab_size - 1}, of which {found.eos_ids} end a text"
-            raise ConfigError(f"{path}: the tokenizer has {ids}; one must, and the model has {rows} embeddings")
-        return found
+        tokenizer = read_tokenizer(path)
+        num_rows = reader.read_architecture(path).vocab_size
+        last_id = tokenizer.vocab_size - 1
+        if not tokenizer.eos_ids or max(last_id, *tokenizer.eos_ids) >= num_rows:
+            raise ConfigError(
+                f"{path}: the tokenizer has ids up to {last_id} and end tokens {tokenizer.eos_ids}; it must have an "
+                f"end token, and all ids must be among the model's {num_rows} embeddings"
+            )
+        return tokenizer
 
-    of, folder = functools.partial, path if reader is hf else None
-    return Source(of(reader.read_architecture, path), tokenizer, of(reader.check_weights, path), load, folder)
+    return Source(
+        architecture=functools.partial(reader.read_architecture, path),
+        tokenizer=tokenizer,
+        check_weights=functools.partial(reader.check_weights, path),
+        load_params=load,
+        folder=path if reader is hf else None,
+    )
 
 
 def _find_smollm2(setting: str) -> str:
+    """Return the path of the model file in the package SMOLLM2_PACKAGE."""
     # The package is located without import, because an import would start its own engine.
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     for folder in (spec and spec.submodule_search_locations) or ():

@@ -34,22 +34,24 @@ OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "to
 OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
 
 
-def told(given: Mapping[str, Any], template: Any, hide: Callable[[str], str]) -> dict[str, Any]:
+def checked_kwargs(kwargs: Mapping[str, Any], template: Any, hide: Callable[[str], str]) -> dict[str, Any]:
     """Return ``prompts.chat_template_kwargs`` for a template, with ``hide`` applied to every text.
 
     Raises:
         ConfigError: the template does not use a key, so the key would have no effect; or the date is not valid.
     """
-    for key in given:
+    for key in kwargs:
         if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(template)):
             raise ConfigError(f"prompts.chat_template_kwargs has {key!r}, which the model's chat template does not")
-    if DATE in given:
+    if DATE in kwargs:
         try:
-            datetime.date.fromisoformat(given[DATE])
+            datetime.date.fromisoformat(kwargs[DATE])
         except (TypeError, ValueError):
-            said = f"prompts.chat_template_kwargs.{DATE}={given[DATE]!r:.100}"
-            raise ConfigError(f"{said} must be the day that the template prints, as '2026-11-26'") from None
-    return deep(hide, given)
+            raise ConfigError(
+                f"prompts.chat_template_kwargs.{DATE}={kwargs[DATE]!r:.100} must be the day that the template prints, "
+                "as '2026-11-26'"
+            ) from None
+    return map_texts(hide, kwargs)
 
 
 def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
@@ -57,10 +59,11 @@ def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
 
     With another day, the prompts of a resumed run would differ from the prompts that it saved.
     """
-    given, day = config.prompts.chat_template_kwargs, hosts.exchange(hosts.is_first() and _day(config, workdir))[0]
-    if DATE in given or day is None:
+    kwargs = config.prompts.chat_template_kwargs
+    day = hosts.exchange(hosts.is_first() and _day(config, workdir))[0]
+    if DATE in kwargs or day is None:
         return config
-    prompts = dataclasses.replace(config.prompts, chat_template_kwargs={**given, DATE: day})
+    prompts = dataclasses.replace(config.prompts, chat_template_kwargs={**kwargs, DATE: day})
     try:
         tokenizer.encode_prompt("a", **prompts.encoding)
     except ConfigError:  # the template prints no date
@@ -78,7 +81,8 @@ def _day(config: Config, workdir: pathlib.Path) -> str | None:
         settings = json.loads((workdir / "config.json").read_bytes())
     except (OSError, ValueError):
         checkpoints = bucket.place(config.checkpoint.bucket or workdir / "checkpoints")
-        if (saved := read_whole(checkpoints, None, read_text, say=False, is_alone=True)) is None:
+        saved = read_whole(checkpoints, None, read_text, say=False, is_alone=True)
+        if saved is None:
             return datetime.date.today().isoformat()
         settings = saved[1]["config"]
     with contextlib.suppress(LookupError, TypeError):  # settings without a day: the run has no day
@@ -87,11 +91,11 @@ def _day(config: Config, workdir: pathlib.Path) -> str | None:
 
 
 def between_turns(
-    fast: Any, said: list[dict[str, str]], told: dict[str, Any], ends: list[str], other: str | None = None
+    fast: Any, messages: list[dict[str, str]], kwargs: dict[str, Any], ends: list[str], other: str | None = None
 ) -> str:
     """Return the text between two assistant turns: from the end of one turn to the beginning of the next.
 
-    The messages ``said`` are between the two turns. Templates may change the first turn, for example leave out its
+    The ``messages`` are between the two turns. Templates may change the first turn, for example leave out its
     thoughts. Such changes are ignored: the sampled turn is not changed.
 
     Args:
@@ -103,26 +107,26 @@ def between_turns(
     """
     turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": TURN}]
     try:
-        after = rendered(fast, [*turn, *said], told).partition(TURN)[2]
+        after = rendered(fast, [*turn, *messages], kwargs).partition(TURN)[2]
     except Exception as error:  # jinja's errors, from a package that is not imported here
-        who = " and a ".join(message["role"] for message in said)
-        raise ConfigError(f"the chat template refuses an answer by a {who}: {error}") from error
+        roles = " and a ".join(message["role"] for message in messages)
+        raise ConfigError(f"the chat template refuses an answer by a {roles}: {error}") from error
     if other is not None:
         return after.removeprefix(other)  # a template may end its turns with any text
-    stops = [place + len(end) for end in ends if (place := after.find(end)) >= 0]
+    stops = [after.find(end) + len(end) for end in ends if end in after]
     return after[min(stops, default=0) :]
 
 
-def deep(change: Callable[[str], str], value: Any) -> Any:
+def map_texts(change: Callable[[str], str], value: Any) -> Any:
     """Apply ``change`` to every text in nested lists and dicts, including keys."""
     if isinstance(value, dict):
-        return {deep(change, key): deep(change, x) for key, x in value.items()}
+        return {map_texts(change, key): map_texts(change, x) for key, x in value.items()}
     if isinstance(value, (list, tuple)):
-        return [deep(change, x) for x in value]
+        return [map_texts(change, x) for x in value]
     return change(value) if isinstance(value, str) else value
 
 
-def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) -> str:
+def rendered(fast: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> str:
     """Render ``messages`` up to the beginning of the assistant's turn, with a time limit.
 
     Jinja's sandbox limits what a template can access; this function limits its time. If the template has no role
@@ -132,29 +136,31 @@ def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) ->
         ValueError: the template leaves out some of the ``tool_calls``.
         TimeoutError: the template runs for more than ``TEMPLATE_SECONDS``. Only the main thread has this limit.
     """
-    template = fast.get_chat_template(tools=told.get("tools"))  # transformers selects one if there are several
+    template = fast.get_chat_template(tools=kwargs.get("tools"))  # transformers selects one if there are several
 
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
 
     if not re.search(r"\btool\b", template):
-        messages = _told_by_user(messages)
-    messages = _identified(messages)
-    how = {"add_generation_prompt": True, "tokenize": False}
-    if DATE in told:  # transformers does not pass functions on to a template
-        told = dict(told)
-        how["chat_template"] = _on_day(template, told.pop(DATE))
-    say = functools.partial(fast.apply_chat_template, **told, **how)
+        messages = _with_user_results(messages)
+    messages = _with_call_ids(messages)
+    kwargs = dict(kwargs)
+    if DATE in kwargs:  # transformers does not pass functions on to a template
+        kwargs["chat_template"] = _on_day(template, kwargs.pop(DATE))
+    apply = functools.partial(fast.apply_chat_template, **kwargs, add_generation_prompt=True, tokenize=False)
 
     def render() -> str:
         marked, marks = _marked(messages)
-        if marks and not all(map(say(marked).__contains__, marks)):
-            raise ValueError("it has no place for these tool_calls")
-        return say(messages)
+        if marks:
+            text = apply(marked)
+            if not all(mark in text for mark in marks):
+                raise ValueError("it has no place for these tool_calls")
+        return apply(messages)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
         return render()
-    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
     try:
         return render()
     finally:
@@ -162,30 +168,40 @@ def rendered(fast: Any, messages: list[dict[str, Any]], told: dict[str, Any]) ->
         signal.signal(signal.SIGALRM, handler)
 
 
-def _identified(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which every tool call has an id, and every tool message has the id of its call.
 
     Tool messages are matched to calls by their ids, or else in order. Ids begin again in every turn, because a run
     renders tool results without the earlier turns.
     """
-    said, known, place = [], {}, 0
+    result = []
+    new_ids: dict[Any, str] = {}  # by the ids of the last calls
+    place = 0  # number of the tool message after its calls
     for message in messages:
         place = place + 1 if message["role"] == "tool" else -1
-        if calls := message.get("tool_calls"):
-            ids = [CALL_ID.format(i) for i in range(len(calls))]
-            known = {call["id"]: own for call, own in zip(calls, ids, strict=True) if "id" in call}
-            message = {**message, "tool_calls": [{**call, "id": own} for call, own in zip(calls, ids, strict=True)]}
+        calls = message.get("tool_calls")
+        if calls:
+            new_calls = []
+            new_ids = {}
+            for i, call in enumerate(calls):
+                call_id = CALL_ID.format(i)
+                if "id" in call:
+                    new_ids[call["id"]] = call_id
+                new_calls.append({**call, "id": call_id})
+            message = {**message, "tool_calls": new_calls}
         elif message["role"] == "tool":
-            given = message.get("tool_call_id")
-            own = given if re.fullmatch(r"[A-Za-z0-9]{9}", str(given)) else CALL_ID.format(place)
-            message = {**message, "tool_call_id": known.get(given, own)}
-        said.append(message)
-    return said
+            old_id = message.get("tool_call_id")
+            is_valid = re.fullmatch(r"[A-Za-z0-9]{9}", str(old_id)) is not None
+            default_id = old_id if is_valid else CALL_ID.format(place)
+            message = {**message, "tool_call_id": new_ids.get(old_id, default_id)}
+        result.append(message)
+    return result
 
 
 def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return messages with a unique mark in place of each called function's name, and the list of marks."""
-    marks, marked = [], []
+    marks = []
+    marked = []
     for message in messages:
         calls = []
         for call in message.get("tool_calls", ()):
@@ -195,19 +211,20 @@ def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     return marked, marks
 
 
-def _told_by_user(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _with_user_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which tool messages are messages of the user. Consecutive tool messages become one."""
-    told = []
-    for is_tool, run in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+    result: list[dict[str, Any]] = []
+    for is_tool, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
         if is_tool:
-            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in run]
-            run = [{"role": "user", "content": "\n".join(texts)}]
-        told += run
-    return told
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            result.append({"role": "user", "content": "\n".join(texts)})
+        else:
+            result += group
+    return result
 
 
 @functools.lru_cache
 def _on_day(template: str, day: str) -> str:
     """Return the template with ``day`` in place of its calls for today's date."""
-    on = datetime.date.fromisoformat(day)
-    return DATE_CALL.sub(lambda call: json.dumps(on.strftime(call[2]), ensure_ascii=False), template)
+    date = datetime.date.fromisoformat(day)
+    return DATE_CALL.sub(lambda call: json.dumps(date.strftime(call[2]), ensure_ascii=False), template)

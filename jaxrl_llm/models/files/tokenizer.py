@@ -78,7 +78,8 @@ class Tokenizer:
         # Besides end_id, end tokens in the template end a turn: Llama 3.1's <|eom_id|> does, Qwen's <|endoftext|> does
         # not.
         self._turn_ends = {self.end_id} | {i for i in self.eos_ids if i in special and special[i].content in template}
-        texts = sorted((token.content for token in self._special.values()), key=len, reverse=True)
+        contents: list[str] = [token.content for token in self._special.values()]
+        texts = sorted(contents, key=lambda text: len(text), reverse=True)
         self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
         self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
 
@@ -139,19 +140,20 @@ class Tokenizer:
             for name, given in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
                 if given:
                     raise ConfigError(f"prompts.{name}={given!r:.200} needs prompts.chat_template=True; it is False")
-            made = self._encode([hide(prompt) for prompt in prompts], at_start=True)
-            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in made]  # keep one BOS if the text has its own
+            texts = [hide(prompt) for prompt in prompts if isinstance(prompt, str)]
+            encoded = self._encode(texts, at_start=True)
+            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in encoded]  # keep one BOS if the text has its own
         if not self._fast.chat_template:
             raise ConfigError("the tokenizer has no chat template: prompts.chat_template=False, or --nochat_template")
-        told = templates.told(chat_template_kwargs or {}, self._fast.chat_template, hide)
+        kwargs = templates.checked_kwargs(chat_template_kwargs or {}, self._fast.chat_template, hide)
         texts = []
         for prompt in prompts:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             if system_prompt and not any(message["role"] in ("system", "developer") for message in messages):
                 messages = [{"role": "system", "content": system_prompt}, *messages]
-            messages = templates.deep(hide, messages)
+            messages = templates.map_texts(hide, messages)
             try:
-                texts.append(templates.rendered(self._fast, messages, told))
+                texts.append(templates.rendered(self._fast, messages, kwargs))
             except Exception as error:  # jinja's errors, from a package that is not imported here
                 said = f"the chat template refuses the messages {prompt!r:.200}"
                 raise ConfigError(f"{said}: {str(error) or error!r}") from error
@@ -161,21 +163,22 @@ class Tokenizer:
         """Return the token ids of one prompt; see ``encode_prompts``."""
         return self.encode_prompts([prompt], **how)[0]
 
-    def encode_answer(self, said: Messages, last: int | None = None, **how: Any) -> list[int]:
-        """Return the token ids of the messages ``said`` after a turn of the model.
+    def encode_answer(self, messages: Messages, last: int | None = None, **how: Any) -> list[int]:
+        """Return the token ids of ``messages`` after a turn of the model.
 
         Args:
-            said: the messages between two turns of the model.
+            messages: the messages between two turns of the model.
             last: the last token of the model's turn; None = a token that ends a turn.
             how: the other arguments of ``encode_prompts``.
         """
-        said = [{**one, "content": (_checked if how["special_tokens"] else self._hide)(one["content"])} for one in said]
-        text = "\n".join(one["content"] for one in said)
+        hide = _checked if how["special_tokens"] else self._hide
+        messages = [{**message, "content": hide(message["content"])} for message in messages]
+        text = "\n".join(message["content"] for message in messages)
         if how["chat_template"]:
             ends = [*END_OF_TURN, *(self._special[i].content for i in self.eos_ids if i in self._special)]
-            told = templates.told(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
+            kwargs = templates.checked_kwargs(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
             other = None if last in (None, *self._turn_ends) else self._fast.decode([last])
-            text = templates.between_turns(self._fast, said, told, ends, other)
+            text = templates.between_turns(self._fast, messages, kwargs, ends, other)
         return self._encode([text], at_start=False)[0]
 
     def encode(self, text: str, *, special_tokens: bool = False) -> list[int]:
