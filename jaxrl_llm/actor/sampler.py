@@ -339,7 +339,7 @@ class Sampler:
         P, L = tokens_PL.shape
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
         _, made = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
-        noted = {"experts": moe.noted(made, length_P, S)} if self.keeps_experts else {}
+        noted = {"experts": moe.prompt_experts(made, length_P, S)} if self.keeps_experts else {}
 
         def put(cache, new):  # [M*E, ...] <- [P, ...]
             by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])

@@ -21,6 +21,11 @@ Does not know: parameters, where prompts and caches come from.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -31,8 +36,13 @@ from jaxrl_llm.models.kernels import learner as kernels
 HIDDEN = -1e30
 BLOCK_PLACES = 64  # the smallest cache block for which the branch that skips it pays off on a CPU
 
-# Sum of e^(score - max) * value, sum of e^(score - max), and max, over the keys of a piece.
-Piece = tuple[jax.Array, jax.Array, jax.Array]
+
+class Piece(NamedTuple):
+    """Attention of queries to some of their keys, as sums that ``_merge`` joins with those of other keys."""
+
+    weighted_sum: jax.Array  # [B,K,X,H] sum of e^(score - peak) * value
+    total: jax.Array  # [B,K,X] f32 sum of e^(score - peak)
+    peak: jax.Array  # [B,K,X] f32 largest score
 
 
 @flax.struct.dataclass
@@ -107,23 +117,37 @@ def attend(
     if isinstance(visible, Groups):
         return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, window, positions, sinks, implementation)
     B, T, N, H = q_BTNH.shape
+    K = k_BKTH.shape[1]
+    R = N // K
+    prompt_width = 0 if prompt is None else prompt.keys.shape[2]
     is_mask = not (visible is None or isinstance(visible, kernels.Units))
-    if is_mask or window >= T + (0 if prompt is None else prompt.keys.shape[2]):
+    if is_mask or window >= T + prompt_width:
         window = 0
     if implementation != "xla":
         assert sinks is None, "kernels.choose"
         return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation, window or None)
-    K = k_BKTH.shape[1]
-    q = (q_BTNH * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, N // K * T, H)
+    q_BTKRH = (q_BTNH * H**-0.5).reshape(B, T, K, R, H)
+    q = q_BTKRH.transpose(0, 2, 3, 1, 4).reshape(B, K, R * T, H)
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt, window, positions))
     pieces += _attend_sinks(q, sinks)
     out = _merge(pieces).astype(q_BTNH.dtype)
-    return out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return out.reshape(B, K, R, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
-def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=None, sinks=None, implementation="xla"):
+def attend_next(
+    q_B1NH: jax.Array,
+    k_BK1H: jax.Array,
+    v_BK1H: jax.Array,
+    *,
+    prompt: Prompt,
+    cache: Cache,
+    window: int = 0,
+    positions: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    implementation: str = "xla",
+) -> tuple[jax.Array, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]:
     """Return attention of one new token per row, and write the token into the cache.
 
     Args:
@@ -135,104 +159,145 @@ def attend_next(q_B1NH, k_BK1H, v_BK1H, *, prompt, cache, window=0, positions=No
     """
     B, _, N, H = q_B1NH.shape
     q = (q_B1NH * H**-0.5).reshape(B, k_BK1H.shape[1], -1, H)
-    places = sum(x.shape[2] for x in cache.values)
-    window = window if window < places + prompt.keys.shape[2] else 0
-    of_prompt = _attend_prompt(q, prompt, window, positions)
+    num_places = sum(x.shape[2] for x in cache.values)
+    if window >= num_places + prompt.keys.shape[2]:
+        window = 0
+    prompt_piece = _attend_prompt(q, prompt, window, positions)
     length = jnp.minimum(cache.length, window - 1) if window else cache.length
-    cache = cache.replace(length=length, end=cache.end % places)
+    cache = dataclasses.replace(cache, length=length, end=cache.end % num_places)
     if implementation == "splash":
-        out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, of_prompt, cache)
+        out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, prompt_piece, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
-    pieces = [_attend_new(q, k_BK1H, v_BK1H), of_prompt, *_attend_cache(q, cache), *_attend_sinks(q, sinks)]
+    pieces = [_attend_new(q, k_BK1H, v_BK1H), prompt_piece, *_attend_cache(q, cache), *_attend_sinks(q, sinks)]
     out = _merge(pieces).astype(q.dtype)
-
-    # All rows write to the same position, so no scatter is needed. The written values depend on the attention output.
-    # XLA therefore writes the caches after it reads them, in place; otherwise it would copy them. Values
-    # that are not finite, or whose output is nan, are written as zeros, so that the cache stays finite.
-    def put(blocks, new_BK1H, axis):
-        W = blocks[0].shape[axis]
-        new = jnp.moveaxis(jnp.where(jnp.isfinite(new_BK1H) & ~jnp.isnan(out[:, :, :1]), new_BK1H, 0), 2, axis)
-
-        def into(i, x):
-            place = jnp.clip(cache.end - i * W, 0, W - 1)
-            old = jax.lax.dynamic_slice_in_dim(x, place, 1, axis)
-            token = new if len(blocks) == 1 else jnp.where(cache.end // W == i, new, old)
-            return jax.lax.dynamic_update_slice_in_dim(x, token, place, axis)
-
-        return tuple(into(i, x) for i, x in enumerate(blocks))
-
-    return out.reshape(B, 1, N, H), (put(cache.keys, k_BK1H, 3), put(cache.values, v_BK1H, 2))
+    # The written values depend on the attention output. XLA therefore writes the caches after it reads them, in place;
+    # otherwise it would copy them. Values that are not finite, or whose output is nan, are written as zeros, so that
+    # the cache stays finite.
+    out_B1NH = out.reshape(B, 1, N, H)
+    keys = _put(cache.keys, k_BK1H, out, cache.end, axis=3)
+    values = _put(cache.values, v_BK1H, out, cache.end, axis=2)
+    return out_B1NH, (keys, values)
 
 
-def _attend_groups(q_BTNH, k_BKTH, v_BKTH, groups: Groups, window, positions, sinks, implementation: str) -> jax.Array:
+def _put(
+    blocks: tuple[jax.Array, ...], new_BK1H: jax.Array, out_BKRH: jax.Array, end: jax.Array, axis: int
+) -> tuple[jax.Array, ...]:
+    """Return cache blocks with one new token per row at position ``end``.
+
+    All rows write to the same position, so no scatter is needed.
+
+    Args:
+        out_BKRH: the attention output of the new tokens.
+        axis: the axis of a block's positions.
+    """
+    W = blocks[0].shape[axis]
+    is_number = jnp.isfinite(new_BK1H) & ~jnp.isnan(out_BKRH[:, :, :1])
+    new = jnp.moveaxis(jnp.where(is_number, new_BK1H, 0), 2, axis)
+    new_blocks = []
+    for i, block in enumerate(blocks):
+        place = jnp.clip(end - i * W, 0, W - 1)
+        old = jax.lax.dynamic_slice_in_dim(block, place, 1, axis)
+        token = new if len(blocks) == 1 else jnp.where(end // W == i, new, old)
+        new_blocks.append(jax.lax.dynamic_update_slice_in_dim(block, token, place, axis))
+    return tuple(new_blocks)
+
+
+def _attend_groups(
+    q_BTNH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    groups: Groups,
+    window: int,
+    positions: jax.Array | None,
+    sinks: jax.Array | None,
+    implementation: str,
+) -> jax.Array:
+    """Return attention of rows that each hold a whole group (``Groups``)."""
+    B, _, N, H = q_BTNH.shape
     L = groups.prompt_width
     keys, values = k_BKTH[:, :, :L], v_BKTH[:, :, :L]
-    how = {"window": window, "sinks": sinks, "implementation": implementation}
-    of_prompt = attend(q_BTNH[:, :L], keys, values, **how)
-
-    def rows(x):  # [B,K,G*C,H] -> [B*G,K,C,H]
-        B, K, _, H = x.shape
-        return x.reshape(B, K, groups.size, -1, H).swapaxes(1, 2).reshape(B * groups.size, K, -1, H)
-
+    prompt_out = attend(q_BTNH[:, :L], keys, values, window=window, sinks=sinks, implementation=implementation)
+    completion_positions = None
+    if window:
+        assert positions is not None, "a window needs positions"
+        completion_positions = positions[:, L:].reshape(len(positions) * groups.size, -1)
+    prompt = Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None])
     # Split and join queries with heads before tokens, like keys. Otherwise a TPU moves them twice.
-    of_completions = attend(
-        rows(q_BTNH[:, L:].swapaxes(1, 2)).swapaxes(1, 2),
-        rows(k_BKTH[:, :, L:]),
-        rows(v_BKTH[:, :, L:]),
-        prompt=Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None]),
-        positions=positions[:, L:].reshape(len(positions) * groups.size, -1) if window else None,
-        **how,
+    completion_out = attend(
+        _completions(q_BTNH[:, L:].swapaxes(1, 2), groups.size).swapaxes(1, 2),
+        _completions(k_BKTH[:, :, L:], groups.size),
+        _completions(v_BKTH[:, :, L:], groups.size),
+        prompt=prompt,
+        positions=completion_positions,
+        window=window,
+        sinks=sinks,
+        implementation=implementation,
     )
-    B, _, N, H = q_BTNH.shape
-    out_BNGCH = of_completions.reshape(B, groups.size, -1, N, H).transpose(0, 3, 1, 2, 4)
-    return jnp.concatenate([of_prompt, out_BNGCH.reshape(B, N, -1, H).swapaxes(1, 2)], axis=1)
+    out_BNGCH = completion_out.reshape(B, groups.size, -1, N, H).transpose(0, 3, 1, 2, 4)
+    return jnp.concatenate([prompt_out, out_BNGCH.reshape(B, N, -1, H).swapaxes(1, 2)], axis=1)
 
 
-def _merge(pieces) -> jax.Array:
-    """Return the softmax attention over the keys of all pieces.
+def _completions(x_BKXH: jax.Array, group_size: int) -> jax.Array:
+    """Return [B*G,K,C,H], one row per completion, of [B,K,G*C,H], one row per group."""
+    B, K, _, H = x_BKXH.shape
+    return x_BKXH.reshape(B, K, group_size, -1, H).swapaxes(1, 2).reshape(B * group_size, K, -1, H)
 
-    Each piece is (sum of e^(score - max) * value, sum of e^(score - max), max) over its keys.
-    """
+
+def _merge(pieces: Sequence[Piece]) -> jax.Array:
+    """Return the softmax attention over the keys of all pieces."""
+    first = pieces[0]
     if len(pieces) == 1:
-        out, total, _ = pieces[0]
-        return out / total[..., None]
-    top = pieces[0][2]
-    for _, _, peak in pieces[1:]:
-        top = jnp.maximum(top, peak)
-    scale = [jnp.exp(peak - top) for _, _, peak in pieces]
-    out = sum(x * w[..., None] for (x, _, _), w in zip(pieces, scale, strict=True))
-    return out / sum(t * w for (_, t, _), w in zip(pieces, scale, strict=True))[..., None]
+        return first.weighted_sum / first.total[..., None]
+    peak = first.peak
+    for piece in pieces[1:]:
+        peak = jnp.maximum(peak, piece.peak)
+    scales = [jnp.exp(piece.peak - peak) for piece in pieces]
+    weighted_sum = sum(piece.weighted_sum * scale[..., None] for piece, scale in zip(pieces, scales, strict=True))
+    total = jnp.asarray(sum(piece.total * scale for piece, scale in zip(pieces, scales, strict=True)))
+    return weighted_sum / total[..., None]
 
 
-def _attend_keys(q_BKXH, keys_BKSH, values_BKSH, visible):
-    """Return a piece (see ``_merge``): attention to the visible ones of S keys, computed by matmuls."""
+def _attend_keys(q_BKXH: jax.Array, keys_BKSH: jax.Array, values_BKSH: jax.Array, visible: jax.Array) -> Piece:
+    """Return the piece of the visible ones of S keys, computed by matmuls."""
     scores = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys_BKSH, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores, HIDDEN)
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - peak[..., None])
     out = jnp.einsum("BKXS,BKSH->BKXH", weights.astype(values_BKSH.dtype), values_BKSH)
-    return out, jnp.sum(weights, axis=-1), peak
+    return Piece(out, jnp.sum(weights, axis=-1), peak)
 
 
-def _attend_new(q_BKXH, k_BKTH, v_BKTH, visible=None, window=0):
-    T, X = k_BKTH.shape[2], q_BKXH.shape[2]
+def _attend_new(
+    q_BKXH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, visible: jax.Array | None = None, window: int = 0
+) -> Piece:
+    """Return the piece of the new tokens' own keys. Queries are computed in blocks (``query_blocks``)."""
+    B, K, X, H = q_BKXH.shape
+    T = k_BKTH.shape[2]
+    R = X // T
     if T == 1:  # a token attends to itself
         scores = jnp.sum(q_BKXH.astype(jnp.float32) * k_BKTH.astype(jnp.float32), axis=-1)
-        return jnp.broadcast_to(v_BKTH, q_BKXH.shape), jnp.ones_like(scores), scores
+        return Piece(jnp.broadcast_to(v_BKTH, q_BKXH.shape), jnp.ones_like(scores), scores)
     if visible is None:
         visible = jnp.tril(jnp.ones((T, T), bool))[None]
         visible &= ~jnp.tril(visible, -window) if window else True
-    by_token = lambda x_BKX: x_BKX.reshape(*x_BKX.shape[:2], X // T, -1, *x_BKX.shape[3:])
-    q, pieces, size = by_token(q_BKXH), [], -(-T // query_blocks(T))
-    for start in range(0, T, size):
-        stop = min(start + size, T)  # no query of this block attends to keys from ``stop`` on
+
+    def by_token(x_BKX: jax.Array) -> jax.Array:
+        return x_BKX.reshape(B, K, R, -1, *x_BKX.shape[3:])
+
+    q_BKRTH = by_token(q_BKXH)
+    block_size = -(-T // query_blocks(T))
+    blocks = []
+    for start in range(0, T, block_size):
+        stop = min(start + block_size, T)  # no query of this block attends to keys from ``stop`` on
         first = max(0, start + 1 - window) if window else 0
-        block = q[:, :, :, start:stop].reshape(*q_BKXH.shape[:2], -1, q_BKXH.shape[-1])
-        seen = jnp.tile(visible[:, start:stop, first:stop], (1, X // T, 1))[:, None]
-        keys, values = k_BKTH[:, :, first:stop], v_BKTH[:, :, first:stop]
-        pieces.append([by_token(x) for x in _attend_keys(block, keys, values, seen)])
-    whole = [jnp.concatenate(blocks, axis=3) for blocks in zip(*pieces, strict=True)]
-    return tuple(x.reshape(*x.shape[:2], X, *x.shape[4:]) for x in whole)
+        queries = q_BKRTH[:, :, :, start:stop].reshape(B, K, -1, H)
+        block_visible = jnp.tile(visible[:, start:stop, first:stop], (1, R, 1))[:, None]
+        keys = k_BKTH[:, :, first:stop]
+        values = v_BKTH[:, :, first:stop]
+        block = _attend_keys(queries, keys, values, block_visible)
+        blocks.append([by_token(x) for x in block])
+    parts = [jnp.concatenate(block_parts, axis=3) for block_parts in zip(*blocks, strict=True)]
+    return Piece(*(x.reshape(B, K, X, *x.shape[4:]) for x in parts))
 
 
 def query_blocks(T: int) -> int:
@@ -240,11 +305,12 @@ def query_blocks(T: int) -> int:
     return min(4, -(-T // 192))  # one block computes twice as many scores as causal attention needs
 
 
-def _attend_prompt(q_BKXH, prompt: Prompt, window, positions_BT):
+def _attend_prompt(q_BKXH: jax.Array, prompt: Prompt, window: int, positions_BT: jax.Array | None) -> Piece:
+    """Return the piece of the keys of each row's prompt."""
     B, _, X, _ = q_BKXH.shape
     P, _, L, _ = prompt.keys.shape
 
-    def to_prompts(x):  # [B,K,X,H] -> [P,K,G*X,H]
+    def to_prompts(x: jax.Array) -> jax.Array:  # [B,K,X,H] -> [P,K,G*X,H]
         _, K, X, H = x.shape
         if prompt.member is not None:  # rows to groups, inside each shard
             M = prompt.member.shape[0]
@@ -253,44 +319,51 @@ def _attend_prompt(q_BKXH, prompt: Prompt, window, positions_BT):
 
     visible = prompt.visible[:, None, None, :]
     if window:
-        at = to_prompts(jnp.tile(positions_BT, (1, X // positions_BT.shape[1]))[:, None, :, None])
-        visible = visible & (at - jnp.arange(L)[None, None, None, :] < window)
+        assert positions_BT is not None, "a window needs positions"
+        positions_BX = jnp.tile(positions_BT, (1, X // positions_BT.shape[1]))
+        query_positions = to_prompts(positions_BX[:, None, :, None])
+        visible = visible & (query_positions - jnp.arange(L)[None, None, None, :] < window)
     values = jnp.where(prompt.visible[:, None, :, None], prompt.values, 0)  # 0 * nan is nan
-    out, total, peak = _attend_keys(to_prompts(q_BKXH), prompt.keys, values, visible)
+    piece = _attend_keys(to_prompts(q_BKXH), prompt.keys, values, visible)
 
-    def to_rows(x):  # [P,K,G*X,...] -> [B,K,X,...]
+    def to_rows(x: jax.Array) -> jax.Array:  # [P,K,G*X,...] -> [B,K,X,...]
         x = x.reshape(P, x.shape[1], -1, X, *x.shape[3:]).swapaxes(1, 2)
         if prompt.member is None:
             return x.reshape(B, *x.shape[2:])
         x = x.reshape(prompt.member.shape[0], -1, *x.shape[2:])
         return jax.vmap(lambda groups, place: groups[place])(x, prompt.place).reshape(B, *x.shape[2:])
 
-    return to_rows(out), to_rows(total), to_rows(peak)
+    return Piece(*(to_rows(x) for x in piece))
 
 
-def _attend_cache(q_BKXH, cache: Cache):
-    """Return one piece (see ``_merge``) per cache block. Blocks without visible tokens are not read."""
-    count, W = len(cache.values), cache.values[0].shape[2]
+def _attend_cache(q_BKXH: jax.Array, cache: Cache) -> list[Piece]:
+    """Return one piece per cache block. Blocks without visible tokens are not read."""
+    count = len(cache.values)
+    W = cache.values[0].shape[2]
     age = (cache.end - 1 - jnp.arange(count * W)) % (count * W)
     visible = (age[None, :] < cache.length[:, None]).reshape(-1, 1, 1, count, W)
 
-    def read(i):
+    def read(i: int) -> Piece:
         return _attend_keys(q_BKXH, cache.keys[i].swapaxes(2, 3), cache.values[i], visible[:, :, :, i])
 
     if count == 1:
         return [read(0)]
-    nothing = (jnp.zeros_like(q_BKXH), *(jnp.full(q_BKXH.shape[:3], x) for x in (0.0, HIDDEN)))
-    return [jax.lax.cond(jnp.any(visible[:, :, :, i]), lambda i=i: read(i), lambda: nothing) for i in range(count)]
+    no_keys = Piece(jnp.zeros_like(q_BKXH), jnp.full(q_BKXH.shape[:3], 0.0), jnp.full(q_BKXH.shape[:3], HIDDEN))
+    pieces = []
+    for i in range(count):
+        has_live_tokens = jnp.any(visible[:, :, :, i])
+        pieces.append(jax.lax.cond(has_live_tokens, functools.partial(read, i), lambda: no_keys))
+    return pieces
 
 
 def _attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> list[Piece]:
-    """Return one piece (see ``_merge``) with one score per head and no value, or no piece without sinks."""
+    """Return one piece with one score per head and no value, or no piece without sinks."""
     if sinks_N is None:
         return []
     B, K, X, _ = q_BKXH.shape
     score_BKX = jnp.repeat(sinks_N.astype(jnp.float32).reshape(1, K, -1), X * K // sinks_N.size, axis=2)
     score_BKX = jnp.broadcast_to(score_BKX, (B, K, X))
-    return [(jnp.zeros_like(q_BKXH), jnp.ones_like(score_BKX), score_BKX)]
+    return [Piece(jnp.zeros_like(q_BKXH), jnp.ones_like(score_BKX), score_BKX)]
 
 
 def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
@@ -302,7 +375,8 @@ def block_shapes(tokens: int, head_size: int, implementation: str) -> tuple[int,
     - "splash": one block; keys have the head size as the innermost dimension.
     """
     if implementation == "splash":
-        return 1, *[(kernels.cache_length(tokens), head_size)] * 2
+        block = (kernels.cache_length(tokens), head_size)
+        return 1, block, block
     count = 1 if implementation == "cudnn" else min(4, -(-tokens // BLOCK_PLACES))
     width = -(-tokens // (8 * count)) * 8
     return count, (head_size, width), (width, head_size)
@@ -313,10 +387,12 @@ def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
     If the tables are shorter than half a head, only the first dimensions of the head are rotated.
     """
-    turned = 2 * cos.shape[-1]
-    if turned < x_BTNH.shape[-1]:
-        return jnp.concatenate([rotate(x_BTNH[..., :turned], cos, sin), x_BTNH[..., turned:]], axis=-1)
+    num_rotated = 2 * cos.shape[-1]
+    if num_rotated < x_BTNH.shape[-1]:
+        rotated = rotate(x_BTNH[..., :num_rotated], cos, sin)
+        return jnp.concatenate([rotated, x_BTNH[..., num_rotated:]], axis=-1)
     halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], 2, -1)
-    cos, sin = cos[:, :, None, None, :], jnp.stack([-sin, sin], axis=2)[:, :, None]
+    cos = cos[:, :, None, None, :]
+    sin = jnp.stack([-sin, sin], axis=2)[:, :, None]
     rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)  # no split: a TPU would pad each half
     return rotated.astype(x_BTNH.dtype)

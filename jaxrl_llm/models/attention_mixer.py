@@ -65,6 +65,7 @@ def apply(x_BTD: jax.Array, parameters: LayerParameters, inputs: MixerInputs) ->
 
 def apply_next(x_B1D: jax.Array, parameters: LayerParameters, inputs: MixerInputs) -> tuple[jax.Array, States]:
     """Return attention of one new token per row, and the cache's keys and values with the new token."""
+    assert inputs.prompt is not None and inputs.cache is not None, "a decode step has prompts and a cache"
     (q_B1NH, k_BK1H, v_BK1H), gate = _project(x_B1D, parameters, inputs)
     out_B1NH, cache = attend_next(
         q_B1NH,

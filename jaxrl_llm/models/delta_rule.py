@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -112,6 +112,7 @@ def apply(x_BTD: jax.Array, parameters: LayerParameters, inputs: MixerInputs) ->
         out_BTNV = _groups(*channels, inputs.visible, weight=weight, d=d)
         return _output(out_BTNV, z_BTNV, parameters), (None, None)
     prompt = inputs.prompt
+    assert inputs.visible is None or isinstance(inputs.visible, Units | Line), "a mask defines no rows"
     out_BTNV, state, last_inputs = _rows(
         *channels,
         weight=weight,
@@ -188,7 +189,7 @@ def _projections(x_BTD: jax.Array, parameters: LayerParameters, d: Delta) -> tup
     return mixed_BTC, z_BTNV, flat(b).astype(jnp.float32), flat(a).astype(jnp.float32)
 
 
-def _heads(past, weight, d: Delta):
+def _heads(past: list[jax.Array], weight: jax.Array, d: Delta) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return queries and keys [B,T,N,H] and values [B,T,N,V] after the convolution, all float32.
 
     Keys have unit length; queries have length 1 / sqrt(H). Both are repeated to the number of value heads.
@@ -197,20 +198,31 @@ def _heads(past, weight, d: Delta):
         past: channels [B,T,C] of each token, then of the token before it, and so on.
         weight: [C,taps] weights of the convolution.
     """
-    sizes = d.key_heads * d.key_size
-    summed = sum(x.astype(jnp.float32) * weight[None, None, :, d.taps - 1 - ago] for ago, x in enumerate(past))
-    q, k, v = jnp.split(jax.nn.silu(summed), (sizes, 2 * sizes), axis=-1)
-    by_head = lambda x, count: x.reshape(*x.shape[:2], count, -1)
+    num_keys = d.key_heads * d.key_size
+    mixed = sum(x.astype(jnp.float32) * weight[None, None, :, d.taps - 1 - i] for i, x in enumerate(past))
+    q, k, v = jnp.split(jax.nn.silu(mixed), (num_keys, 2 * num_keys), axis=-1)
 
-    def unit(x):
-        x = by_head(x, d.key_heads)
+    def unit(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:2], d.key_heads, -1)
         x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
         return jnp.repeat(x, d.value_heads // d.key_heads, axis=2)
 
-    return unit(q) * d.key_size**-0.5, unit(k), by_head(v, d.value_heads)
+    q_BTNH = unit(q) * d.key_size**-0.5
+    k_BTNH = unit(k)
+    v_BTNV = v.reshape(*v.shape[:2], d.value_heads, -1)
+    return q_BTNH, k_BTNH, v_BTNV
 
 
-def _step(mixed_B1C, g_B1N, b_B1N, state_BNHV, inputs_BXC, *, weight, d: Delta):
+def _step(
+    mixed_B1C: jax.Array,
+    g_B1N: jax.Array,
+    b_B1N: jax.Array,
+    state_BNHV: jax.Array,
+    inputs_BXC: jax.Array,
+    *,
+    weight: jax.Array,
+    d: Delta,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Apply the rule to one new token per row, and return the output and the new states."""
     window_BXC = jnp.concatenate([inputs_BXC.astype(mixed_B1C.dtype), mixed_B1C], axis=1)
     past = jnp.split(window_BXC, d.taps, axis=1)[::-1]
@@ -218,66 +230,113 @@ def _step(mixed_B1C, g_B1N, b_B1N, state_BNHV, inputs_BXC, *, weight, d: Delta):
     state = jnp.exp(g_B1N[:, 0, :, None, None]) * state_BNHV
     error_BNV = b_B1N[:, 0, :, None] * (v - jnp.sum(state * k[..., None], axis=2))
     state += k[..., None] * error_BNV[:, :, None]
-    return jnp.sum(state * q[..., None], axis=2)[:, None], state, window_BXC[:, 1:].astype(inputs_BXC.dtype)
+    out_B1NV = jnp.sum(state * q[..., None], axis=2)[:, None]
+    return out_B1NV, state, window_BXC[:, 1:].astype(inputs_BXC.dtype)
 
 
-def _groups(mixed_BTC, g_BTN, b_BTN, groups: Groups, **how):
+def _groups(
+    mixed_BTC: jax.Array, g_BTN: jax.Array, b_BTN: jax.Array, groups: Groups, *, weight: jax.Array, d: Delta
+) -> jax.Array:
     """Apply the rule to rows of whole groups. Each completion starts from the states after its prompt."""
     L, G = groups.prompt_width, groups.size
-    of_tokens = (mixed_BTC, g_BTN, b_BTN)
-    of_prompt, *before = _rows(*(x[:, :L] for x in of_tokens), length=groups.prompt_length, **how)
-    by_row = lambda x: x[:, L:].reshape(x.shape[0] * G, -1, *x.shape[2:])
-    before = (jnp.repeat(x, G, axis=0) for x in before)
-    of_rows, *_ = _rows(*(by_row(x) for x in of_tokens), before=tuple(before), **how)
-    return jnp.concatenate([of_prompt, of_rows.reshape(of_prompt.shape[0], -1, *of_rows.shape[2:])], axis=1)
+    channels = (mixed_BTC, g_BTN, b_BTN)
+    prompt_channels = [x[:, :L] for x in channels]
+    prompt_out, *prompt_states = _rows(*prompt_channels, length=groups.prompt_length, weight=weight, d=d)
+    completion_channels = [x[:, L:].reshape(x.shape[0] * G, -1, *x.shape[2:]) for x in channels]
+    state, last_inputs = (jnp.repeat(x, G, axis=0) for x in prompt_states)
+    completion_out, *_ = _rows(*completion_channels, before=(state, last_inputs), weight=weight, d=d)
+    completion_out = completion_out.reshape(prompt_out.shape[0], -1, *completion_out.shape[2:])
+    return jnp.concatenate([prompt_out, completion_out], axis=1)
 
 
-def _rows(mixed_BTC, g_BTN, b_BTN, *, weight, d: Delta, before=None, line=None, positions=None, length=None):
+def _rows(
+    mixed_BTC: jax.Array,
+    g_BTN: jax.Array,
+    b_BTN: jax.Array,
+    *,
+    weight: jax.Array,
+    d: Delta,
+    before: tuple[jax.Array, jax.Array] | None = None,
+    line: Units | Line | None = None,
+    positions: jax.Array | None = None,
+    length: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the outputs [B,T,N,V] and the states after ``length`` tokens.
 
     Args:
         before: states before the first token; None = empty states.
     """
-    (B, T, C), taps = mixed_BTC.shape, d.taps
+    B, T, _ = mixed_BTC.shape
     if before is None:
-        state = jnp.zeros((B, d.value_heads, d.key_size, d.value_size), jnp.float32)
-        before = (state, jnp.zeros((B, taps - 1, C), mixed_BTC.dtype))
+        before = empty_states(d, B, mixed_BTC.dtype)
+    state, last_inputs = before
     if length is not None:  # later tokens do not change the state
         is_in = (jnp.arange(T)[None] < length[:, None])[..., None]
-        g_BTN, b_BTN = jnp.where(is_in, g_BTN, 0.0), jnp.where(is_in, b_BTN, 0.0)
-    every = jnp.concatenate([before[1].astype(mixed_BTC.dtype), mixed_BTC], axis=1)
-    past = [_earlier(every, mixed_BTC, ago, line, positions) for ago in range(taps)]
+        g_BTN = jnp.where(is_in, g_BTN, 0.0)
+        b_BTN = jnp.where(is_in, b_BTN, 0.0)
+    extended_BSC = jnp.concatenate([last_inputs.astype(mixed_BTC.dtype), mixed_BTC], axis=1)
+    past = [_earlier(extended_BSC, mixed_BTC, distance, line, positions) for distance in range(d.taps)]
     ends = jnp.full(B, T) if length is None else length
-    inputs = jax.vmap(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, taps - 1))(every, ends)
+    new_inputs = jax.vmap(lambda x, end: jax.lax.dynamic_slice_in_dim(x, end, d.taps - 1))(extended_BSC, ends)
     q, k, v = _heads(past, weight, d)
-    of_heads, of_rows = ("batch", None, "attended"), ("batch",)
-    ids = getattr(line, "unit", None), getattr(line, "row", None)
-    axes = (*(of_heads,) * 5, ("batch", "attended"), of_rows, of_rows)
+    unit = getattr(line, "unit", None)
+    row = getattr(line, "row", None)
+    heads_axes = ("batch", None, "attended")
+    axes = (*(heads_axes,) * 5, ("batch", "attended"), ("batch",), ("batch",))
     # Each device computes its own heads, because XLA cannot split the triangular systems and would gather them.
-    args = (q, k, v, g_BTN, b_BTN, before[0], *ids)
-    out_BTNV, state_B1NHV = sharding.by_device(chunked, *args, axes=axes, shared=3)
-    return out_BTNV, state_B1NHV[:, 0], inputs
+    out_BTNV, state_B1NHV = sharding.by_device(chunked, q, k, v, g_BTN, b_BTN, state, unit, row, axes=axes, shared=3)
+    return out_BTNV, state_B1NHV[:, 0], new_inputs
 
 
-def _earlier(every_BSC, mixed_BTC, ago: int, line: Units | Line | None, positions):
-    """Return the channels of the token ``ago`` positions earlier in the same row, [B,T,C]; zero if there is none."""
-    T, taps = mixed_BTC.shape[1], every_BSC.shape[1] - mixed_BTC.shape[1] + 1
-    shifted = every_BSC[:, taps - 1 - ago : taps - 1 - ago + T]
-    if line is None or ago == 0:
+def _earlier(
+    extended_BSC: jax.Array,
+    mixed_BTC: jax.Array,
+    distance: int,
+    line: Units | Line | None,
+    positions: jax.Array | None,
+) -> jax.Array:
+    """Return the channels of the token ``distance`` positions earlier in the same row, [B,T,C]; zero if none exists.
+
+    Args:
+        extended_BSC: ``mixed_BTC`` after the taps - 1 tokens before it.
+    """
+    T = mixed_BTC.shape[1]
+    taps = extended_BSC.shape[1] - T + 1
+    start = taps - 1 - distance
+    shifted = extended_BSC[:, start : start + T]
+    if line is None or distance == 0:
         return shifted
     place = jnp.arange(T)[None]
-    back = lambda x: jnp.roll(x, ago, axis=1)
-    is_own = (line.unit == back(line.unit)) & (place >= ago)
+    is_same_row = (line.unit == jnp.roll(line.unit, distance, axis=1)) & (place >= distance)
     if isinstance(line, Units):
-        return jnp.where(is_own[..., None], shifted, 0)
-    is_own &= line.row == back(line.row)
-    starts = line.unit != jnp.roll(line.unit, 1, axis=1)
-    first = jax.lax.cummax(jnp.where(starts | (place == 0), place, 0), axis=1)  # start of the token's unit
-    of_prompt = jnp.take_along_axis(mixed_BTC, jnp.maximum(first + positions - ago, 0)[..., None], axis=1)
-    return jnp.where((positions >= ago)[..., None], jnp.where(is_own[..., None], shifted, of_prompt), 0)
+        return jnp.where(is_same_row[..., None], shifted, 0)
+    assert positions is not None, "packed lines have positions"
+    is_same_row &= line.row == jnp.roll(line.row, distance, axis=1)
+    starts_unit = line.unit != jnp.roll(line.unit, 1, axis=1)
+    unit_start = jax.lax.cummax(jnp.where(starts_unit | (place == 0), place, 0), axis=1)
+    prompt_place = jnp.maximum(unit_start + positions - distance, 0)
+    prompt_token = jnp.take_along_axis(mixed_BTC, prompt_place[..., None], axis=1)
+    exists = (positions >= distance)[..., None]
+    return jnp.where(exists, jnp.where(is_same_row[..., None], shifted, prompt_token), 0)
 
 
-def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_BT=None):
+class _CarriedState(NamedTuple):
+    """Where a state that passes from chunk to chunk is taken: after token ``place`` of a chunk, if ``exists``."""
+
+    place: jax.Array | int  # [n,B] or the same for all chunks
+    exists: jax.Array | None = None  # [n,B]; None = always
+
+
+def chunked(
+    q_BTNH: jax.Array,
+    k_BTNH: jax.Array,
+    v_BTNV: jax.Array,
+    g_BTN: jax.Array,
+    b_BTN: jax.Array,
+    state_BNHV: jax.Array,
+    unit_BT: jax.Array | None = None,
+    row_BT: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Apply the rule to whole rows, chunk by chunk.
 
     Args:
@@ -290,64 +349,90 @@ def chunked(q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN, state_BNHV, unit_BT=None, row_
     Returns:
         [B,T,N,V], and the state after the last token, [B,1,N,H,V].
     """
-    B, T, N, _ = q_BTNH.shape
+    B, T, N, H = q_BTNH.shape
+    V = v_BTNV.shape[-1]
     W = min(CHUNK, 1 << (T - 1).bit_length())
     n = -(-T // W)
-
-    def split(x_BTX):  # [n,B,...,W,X]; padding does not change the state and belongs to the last token's row
-        if jnp.issubdtype(x_BTX.dtype, jnp.integer):
-            return jnp.pad(x_BTX, ((0, 0), (0, n * W - T)), mode="edge").reshape(B, n, W).swapaxes(0, 1)
-        x = jnp.pad(x_BTX, ((0, 0), (0, n * W - T), *((0, 0),) * (x_BTX.ndim - 2)))
-        return jnp.moveaxis(x.reshape(B, n, W, N, -1), (1, 3), (0, 2))
-
-    q, k, v, g, b = (split(x) for x in (q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN))
+    q, k, v, g, b = (_chunks(x, n, W) for x in (q_BTNH, k_BTNH, v_BTNV, g_BTN, b_BTN))
     lower = jnp.tril(jnp.ones((W, W), bool))[None, None, None]
     if unit_BT is None:
-        seen, starts, ends = lower, (jnp.ones((1, 1, 1, W, 1), bool),), (W - 1,)
+        visible = lower
+        starts = [jnp.ones((1, 1, 1, W, 1), bool)]
+        ends = [_CarriedState(W - 1)]
     else:
-        seen, starts, ends = _pasts(split(unit_BT), None if row_BT is None else split(row_BT), lower)
+        row_chunks = None if row_BT is None else _chunks(row_BT, n, W)
+        visible, starts, ends = _pasts(_chunks(unit_BT, n, W), row_chunks, lower)
     # Sum g only over the tokens between two tokens. Differences of cumulative sums over a row would lose precision.
-    of_past = jnp.where(seen, jnp.swapaxes(g, -1, -2), 0.0)
-    strictly = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
-    decay = jnp.where(seen, jnp.exp(einsum("nBNWS,nBNSX->nBNWX", of_past, strictly)), 0.0)
-    since = jnp.exp(jnp.sum(of_past, axis=-1, keepdims=True))  # decay from the start of the chunk to each token
-    right = jnp.concatenate([v * b, *(jnp.where(x, k * b * since, 0.0) for x in starts)], axis=-1)
+    g_of_past = jnp.where(visible, jnp.swapaxes(g, -1, -2), 0.0)
+    strictly_lower = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
+    decay = jnp.where(visible, jnp.exp(einsum("nBNWS,nBNSX->nBNWX", g_of_past, strictly_lower)), 0.0)
+    decay_from_start = jnp.exp(jnp.sum(g_of_past, axis=-1, keepdims=True))  # from the chunk's start to each token
+    right_sides = [v * b, *(jnp.where(reads_state, k * b * decay_from_start, 0.0) for reads_state in starts)]
+    right_side = jnp.concatenate(right_sides, axis=-1)
     system = einsum("nBNWH,nBNSH->nBNWS", k, k) * decay * b
-    solved = einsum("nBNWS,nBNSX->nBNWX", _inverse(system), right)
-    (V, H), count = (v.shape[-1], k.shape[-1]), len(starts)
-    value, *keys = jnp.split(solved, [V + i * H for i in range(count)], axis=-1)
+    solution = einsum("nBNWS,nBNSX->nBNWX", _inverse(system), right_side)
+    value, *keys = jnp.split(solution, [V + i * H for i in range(len(starts))], axis=-1)
     reads = einsum("nBNWH,nBNSH->nBNWS", q, k) * decay
-    queries = [jnp.where(x, q * since, 0.0) for x in starts]
+    queries = [jnp.where(reads_state, q * decay_from_start, 0.0) for reads_state in starts]
+    shares = [_shares(end, starts, decay, decay_from_start) for end in ends]
+    chunks = (value, keys, queries, reads, k, shares)
+    states, out = jax.lax.scan(_next_chunk, (state_BNHV,) * len(starts), chunks)
+    out_BTNV = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, n * W, N, -1)[:, :T]
+    return out_BTNV, states[0][:, None]
 
-    def at_end(end):
-        """Return how the state after token ``end`` depends on the chunk's inputs.
 
-        The result is the decay of each state before the chunk, [n,B,N], and of each token's key, [n,B,N,W].
-        """
-        if isinstance(end, int):
-            take = lambda x: x[..., end, :]
-            return [jnp.where(take(x)[..., 0], take(since)[..., 0], 0.0) for x in starts], take(decay)
-        is_there, at = end  # [n,B]
-        take = lambda x: jnp.take_along_axis(x, at[:, :, None, None, None], axis=3)[..., 0, :]
-        shares = [jnp.where(is_there[..., None] & take(x)[..., 0], take(since)[..., 0], 0.0) for x in starts]
-        shares[-1] = jnp.where(is_there[..., None], shares[-1], 1.0)  # no prompt token here: keep the state
-        return shares, jnp.where(is_there[..., None, None], take(decay), 0.0)
+def _chunks(x_BTX: jax.Array, n: int, W: int) -> jax.Array:
+    """Return [n,B,N,W,X] of values [B,T,N,...], or [n,B,W] of integer ids [B,T].
 
-    def step(states, chunk):
-        value, keys, queries, reads, k, made_of = chunk
-        value -= sum(einsum("BNWH,BNHV->BNWV", key, state) for key, state in zip(keys, states, strict=True))
-        out = einsum("BNWS,BNSV->BNWV", reads, value)
-        out += sum(einsum("BNWH,BNHV->BNWV", x, state) for x, state in zip(queries, states, strict=True))
-        new = (
-            sum(share[..., None, None] * state for share, state in zip(shares, states, strict=True))
-            + einsum("BNWH,BNWV->BNHV", k * of_key[..., None], value)
-            for shares, of_key in made_of
-        )
-        return tuple(new), out
+    Padding does not change the state. Its ids are those of the last token.
+    """
+    B, T = x_BTX.shape[:2]
+    padding = (0, n * W - T)
+    if jnp.issubdtype(x_BTX.dtype, jnp.integer):
+        return jnp.pad(x_BTX, ((0, 0), padding), mode="edge").reshape(B, n, W).swapaxes(0, 1)
+    x = jnp.pad(x_BTX, ((0, 0), padding, *((0, 0),) * (x_BTX.ndim - 2)))
+    return jnp.moveaxis(x.reshape(B, n, W, x_BTX.shape[2], -1), (1, 3), (0, 2))
 
-    chunks = (value, keys, queries, reads, k, [at_end(end) for end in ends])
-    states, out = jax.lax.scan(step, (state_BNHV,) * count, chunks)
-    return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, n * W, N, -1)[:, :T], states[0][:, None]
+
+def _shares(
+    end: _CarriedState, starts: list[jax.Array], decay: jax.Array, decay_from_start: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """Return how a carried state after a chunk depends on the states before it and on the chunk's tokens.
+
+    Returns:
+        The decay of each state before the chunk, [n,B,N], and of each token's key, [n,B,N,W].
+    """
+    if end.exists is None:
+
+        def take(x: jax.Array) -> jax.Array:
+            return x[..., end.place, :]
+
+        return [jnp.where(take(x)[..., 0], take(decay_from_start)[..., 0], 0.0) for x in starts], take(decay)
+    exists, place = end.exists, jnp.asarray(end.place)
+
+    def take_at_place(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x, place[:, :, None, None, None], axis=3)[..., 0, :]
+
+    shares = []
+    for reads_state in starts:
+        is_used = exists[..., None] & take_at_place(reads_state)[..., 0]
+        shares.append(jnp.where(is_used, take_at_place(decay_from_start)[..., 0], 0.0))
+    shares[-1] = jnp.where(exists[..., None], shares[-1], 1.0)  # no prompt token here: keep the state
+    return shares, jnp.where(exists[..., None, None], take_at_place(decay), 0.0)
+
+
+def _next_chunk(states: tuple[jax.Array, ...], chunk: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return the states after a chunk, and the chunk's outputs [B,N,W,V]."""
+    value, keys, queries, reads, k, shares_of_ends = chunk
+    value -= sum(einsum("BNWH,BNHV->BNWV", key, state) for key, state in zip(keys, states, strict=True))
+    out = einsum("BNWS,BNSV->BNWV", reads, value)
+    out += sum(einsum("BNWH,BNHV->BNWV", query, state) for query, state in zip(queries, states, strict=True))
+    new_states = []
+    for shares, key_share in shares_of_ends:
+        kept = sum(share[..., None, None] * state for share, state in zip(shares, states, strict=True))
+        added = einsum("BNWH,BNWV->BNHV", k * key_share[..., None], value)
+        new_states.append(kept + added)
+    return tuple(new_states), out
 
 
 def _inverse(system: jax.Array) -> jax.Array:
@@ -357,14 +442,16 @@ def _inverse(system: jax.Array) -> jax.Array:
     for two reasons. They can be split over heads and devices. And XLA's triangular solve on CPU hangs in a program with
     few threads.
     """
-    lead, W = system.shape[:-2], system.shape[-1]
-    inverse, size = jnp.ones((*lead, W, 1, 1), system.dtype), 1
+    *lead, W, _ = system.shape
+    inverse = jnp.ones((*lead, W, 1, 1), system.dtype)
+    size = 1
     while size < W:
         count = W // (2 * size)
         blocks = system.reshape(*lead, count, 2 * size, count, 2 * size)
         corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
         pairs = inverse.reshape(*lead, count, 2, size, size)
-        upper, lower = pairs[..., 0, :, :], pairs[..., 1, :, :]
+        upper = pairs[..., 0, :, :]
+        lower = pairs[..., 1, :, :]
         corner = -einsum("...ij,...jk,...kl->...il", lower, corner, upper)
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
         inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
@@ -372,7 +459,9 @@ def _inverse(system: jax.Array) -> jax.Array:
     return inverse[..., 0, :, :]
 
 
-def _pasts(unit_nBW, row_nBW, lower):
+def _pasts(
+    unit_nBW: jax.Array, row_nBW: jax.Array | None, lower: jax.Array
+) -> tuple[jax.Array, list[jax.Array], list[_CarriedState]]:
     """Return the past of each token in the chunks of packed lines.
 
     Returns:
@@ -382,16 +471,30 @@ def _pasts(unit_nBW, row_nBW, lower):
           prompt of the last token's unit. The second exists only if ``row_nBW`` is given.
     """
     rows = jnp.zeros_like(unit_nBW) if row_nBW is None else row_nBW
-    # No token comes before the first chunk. Its id is -1, which no unit has.
-    last = lambda x: jnp.concatenate([jnp.full_like(x[:1, :, :1], -1), x[:-1, :, -1:]], axis=0)
-    seen = lower & (unit_nBW[..., :, None] == unit_nBW[..., None, :])[:, :, None]
-    goes_on, is_row = unit_nBW == last(unit_nBW), rows == last(rows)
-    by_token = lambda x: x[:, :, None, :, None]
-    if row_nBW is None:
-        return seen, (by_token(goes_on),), (unit_nBW.shape[2] - 1,)
-    own = (rows[..., None, :] == 0) | (rows[..., :, None] == rows[..., None, :])
-    of_prompt = (rows == 0) & (unit_nBW == unit_nBW[:, :, -1:])
     W = rows.shape[2]
-    at = W - 1 - jnp.argmax(of_prompt[:, :, ::-1], axis=2)
-    ends = (W - 1, (jnp.any(of_prompt, axis=2), at))
-    return seen & own[:, :, None], (by_token(goes_on & is_row), by_token(goes_on & ~is_row)), ends
+    is_same_unit = (unit_nBW[..., :, None] == unit_nBW[..., None, :])[:, :, None]
+    visible = lower & is_same_unit
+    continues_unit = unit_nBW == _last_of_previous(unit_nBW)
+    continues_row = rows == _last_of_previous(rows)
+    last_token = _CarriedState(W - 1)
+    if row_nBW is None:
+        return visible, [_by_token(continues_unit)], [last_token]
+    is_in_past = (rows[..., None, :] == 0) | (rows[..., :, None] == rows[..., None, :])
+    is_prompt = (rows == 0) & (unit_nBW == unit_nBW[:, :, -1:])
+    last_prompt_place = W - 1 - jnp.argmax(is_prompt[:, :, ::-1], axis=2)
+    end_of_prompt = _CarriedState(last_prompt_place, jnp.any(is_prompt, axis=2))
+    visible &= is_in_past[:, :, None]
+    starts = [_by_token(continues_unit & continues_row), _by_token(continues_unit & ~continues_row)]
+    return visible, starts, [last_token, end_of_prompt]
+
+
+def _last_of_previous(x_nBW: jax.Array) -> jax.Array:
+    """Return the id of the last token of the previous chunk, [n,B,1].
+
+    No token comes before the first chunk. Its id is -1, which no unit has.
+    """
+    return jnp.concatenate([jnp.full_like(x_nBW[:1, :, :1], -1), x_nBW[:-1, :, -1:]], axis=0)
+
+
+def _by_token(x_nBW: jax.Array) -> jax.Array:
+    return x_nBW[:, :, None, :, None]

@@ -20,6 +20,7 @@ Owns: the experts' parameters, the split of their computation over devices. Does
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas.ops.tpu.megablox import ops as megablox
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_llm.config import Config, ConfigError, LoraConfig
 from jaxrl_llm.models import dense_mlp, quantised
@@ -39,6 +41,8 @@ from jaxrl_llm.ops import packing
 from jaxrl_llm.ops.logp import completion_window
 from jaxrl_llm.runtime import sharding
 
+Grouped = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
 _AXES = {
     "experts_gate": ("expert", "mlp", "embed"),
     "experts_up": ("expert", "mlp", "embed"),
@@ -46,7 +50,7 @@ _AXES = {
 }
 
 
-def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
+def check(config: Config, arch: Architecture, mesh: Mesh, who: str) -> None:
     """Check that the mesh fits the experts, and that settings about experts are used only with experts.
 
     Args:
@@ -56,34 +60,54 @@ def check(config: Config, arch: Architecture, mesh: Any, who: str) -> None:
     Raises:
         ConfigError: the mesh or a setting does not fit.
     """
-    n, E = mesh.shape["expert"], arch.num_experts
-    if E % n:
-        fit = ", ".join(str(d) for d in range(1, E + 1) if E % d == 0)
-        raise ConfigError(f"mesh.expert={n} must divide the {who}'s {E} experts: one of {fit}")
-    is_learner = all(mesh.shape[axis] == getattr(config.mesh, axis) for axis in ("context", "tensor"))
-    rules = sharding.RULES | dict(sharding.rules_of(config.mesh)) | ({} if is_learner else sharding.OF_SAMPLER)
-    lies = {
-        name: sharding.axes_of(sharding.partition_spec(size, axes, mesh, rules)[axes.index("mlp")])
-        for name, size, axes, _ in (parameters(arch) if E else ())
-        if name in _AXES
-    }
-    # The devices that share an expert's ffn sum their outputs. They must hold the same rows, and the same parts of the
-    # ffn in all three matrices.
-    if len({*lies.values()}) > 1 or any({*axes} & {*sharding.TOKEN_AXES} for axes in lies.values()):
-        where = ", ".join(f"of {name} on {' and '.join(axes) or 'none'}" for name, axes in lies.items())
-        raise ConfigError(
-            f"mesh.rules={config.mesh.rules!r} must lay `mlp` of the {who}'s experts on `tensor`, or none, and in all "
-            f"three matrices on the same; it lies {where}"
-        )
+    num_parts = mesh.shape["expert"]
+    E = arch.num_experts
+    if E % num_parts:
+        divisors = ", ".join(str(d) for d in range(1, E + 1) if E % d == 0)
+        raise ConfigError(f"mesh.expert={num_parts} must divide the {who}'s {E} experts: one of {divisors}")
+    if E:
+        _check_rules(config, arch, mesh, who)
     if config.model.routing_replay and config.external.groups_per_iteration:
-        others = f"external.groups_per_iteration={config.external.groups_per_iteration}"
-        raise ConfigError(f"model.routing_replay=True must be False with {others}: nobody noted the experts of others")
-    for name, value, otherwise in (
+        raise ConfigError(
+            f"model.routing_replay=True cannot be used with external.groups_per_iteration="
+            f"{config.external.groups_per_iteration}: external rollouts have no record of the experts. Set "
+            "model.routing_replay=False"
+        )
+    if E or who != "model":
+        return
+    for name, value, off in (
         ("model.routing_replay", config.model.routing_replay, False),
         ("update.load_balance", config.update.load_balance, 0.0),
     ):
-        if value and not E and who == "model":
-            raise ConfigError(f"{name}={value!r} must be {otherwise!r}: the model has no experts")
+        if value:
+            raise ConfigError(f"{name}={value!r} needs a model with experts. Set {name}={off!r}")
+
+
+def _check_rules(config: Config, arch: Architecture, mesh: Mesh, who: str) -> None:
+    """Check the sharding of the experts' matrices.
+
+    The devices that share an expert's ffn sum their outputs. They must hold the same rows, and the same parts of the
+    ffn in all three matrices.
+
+    Raises:
+        ConfigError: ``mesh.rules`` shard the matrices in another way.
+    """
+    is_learner = all(mesh.shape[axis] == getattr(config.mesh, axis) for axis in ("context", "tensor"))
+    rules = sharding.RULES | dict(sharding.rules_of(config.mesh))
+    if not is_learner:
+        rules |= sharding.OF_SAMPLER
+    ffn_axes = {}
+    for parameter in parameters(arch):
+        if parameter.name in _AXES:
+            spec = sharding.partition_spec(parameter.shape, parameter.axes, mesh, rules)
+            ffn_axes[parameter.name] = sharding.axes_of(spec[parameter.axes.index("mlp")])
+    splits_rows = any({*axes} & {*sharding.TOKEN_AXES} for axes in ffn_axes.values())
+    if len(set(ffn_axes.values())) > 1 or splits_rows:
+        current = ", ".join(f"{name} on {' and '.join(axes) or 'no axis'}" for name, axes in ffn_axes.items())
+        raise ConfigError(
+            f"mesh.rules={config.mesh.rules!r} must map `mlp` of the {who}'s experts to `tensor` or to no axis, and to "
+            f"the same axes in all three matrices. It is: {current}"
+        )
 
 
 def parameters(arch: Architecture) -> Iterator[Parameter]:
@@ -147,21 +171,29 @@ def _grouped_by_xla(rows_AI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array) ->
     return jax.lax.ragged_dot(rows_AI, w_EOI.mT, sizes_E)
 
 
-def by_token(hidden: jax.Array, made: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+def by_token(hidden: jax.Array, results: tuple[Any, ...]) -> tuple[jax.Array, ...]:
     """Return the results of ``Model.forward`` by token, without keys and values.
 
     Args:
-        hidden, made: the two results of ``Model.forward``.
+        hidden, results: the two results of ``Model.forward``.
 
     Returns:
         The hidden states. With experts, also the chosen experts [B,T,layers*k]. If balance costs were computed, also
         their means over the layers, [B,T,1] f32.
     """
-    if len(made) == 2:  # keys and values
-        return (hidden,)
-    chosen, *cost = (jnp.stack(x) if isinstance(x, tuple) else x for x in made[2:])
+    routed = _routed(results)
+    return (hidden, *routed)
+
+
+def _routed(results: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+    """Return the results of ``by_token`` without the hidden states."""
+    mlp_results = results[2:]  # after keys and values
+    if not mlp_results:
+        return ()
+    chosen, *costs = (jnp.stack(x) if isinstance(x, tuple) else x for x in mlp_results)
     chosen = jnp.moveaxis(chosen, 0, 2)
-    return (hidden, chosen.reshape(*chosen.shape[:2], -1), *(jnp.mean(x, axis=0)[..., None] for x in cost))
+    chosen = chosen.reshape(*chosen.shape[:2], -1)
+    return (chosen, *(jnp.mean(x, axis=0)[..., None] for x in costs))
 
 
 def in_lines(
@@ -171,9 +203,10 @@ def in_lines(
     if routing is None or routing.chosen is None:
         return routing
     n, K, S, m = routing.chosen.shape
-    number = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32).reshape(1, K, S), (n, K, S))
-    at = packing.lay(number, prompt_length, length, width=width, group_size=group_size).tokens[:, :, None]
-    return routing.replace(chosen=jnp.take_along_axis(routing.chosen.reshape(n, K * S, m), at, axis=1))
+    index = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32).reshape(1, K, S), (n, K, S))
+    line = packing.lay(index, prompt_length, length, width=width, group_size=group_size)
+    chosen = jnp.take_along_axis(routing.chosen.reshape(n, K * S, m), line.tokens[:, :, None], axis=1)
+    return dataclasses.replace(routing, chosen=chosen)
 
 
 def of_groups(
@@ -185,32 +218,37 @@ def of_groups(
     B, S, m = routing.chosen.shape
     prompts = routing.chosen.reshape(B // group_size, group_size, S, m)[:, 0, : S - completion_width]
     completions = completion_window(routing.chosen, prompt_length, completion_width)
-    return routing.replace(chosen=jnp.concatenate([prompts, completions.reshape(len(prompts), -1, m)], axis=1))
+    completions = completions.reshape(len(prompts), -1, m)
+    return dataclasses.replace(routing, chosen=jnp.concatenate([prompts, completions], axis=1))
 
 
-def noted(made: tuple[Any, ...], length: jax.Array, row_width: int) -> jax.Array:
+def prompt_experts(results: tuple[Any, ...], length: jax.Array, row_width: int) -> jax.Array:
     """Return the experts that prompts chose, [P,S,layers*k], shifted right by one token.
 
     Each position holds the choice of the previous token. Positions without a choice hold 0.
 
     Args:
-        made: the second result of ``Model.forward`` for the prompts [P,L].
+        results: the second result of ``Model.forward`` for the prompts [P,L].
         length: [P] i32 prompt lengths.
         row_width: S.
     """
-    chosen_PLm = by_token(None, made)[1]
-    chosen_PLm = jnp.where((jnp.arange(chosen_PLm.shape[1])[None] < length[:, None])[..., None], chosen_PLm, 0)
-    return jnp.pad(chosen_PLm, ((0, 0), (1, row_width - chosen_PLm.shape[1] - 1), (0, 0)))
+    chosen_PLm, *_ = _routed(results)
+    L = chosen_PLm.shape[1]
+    is_prompt_token = jnp.arange(L)[None] < length[:, None]
+    chosen_PLm = jnp.where(is_prompt_token[..., None], chosen_PLm, 0)
+    return jnp.pad(chosen_PLm, ((0, 0), (1, row_width - L - 1), (0, 0)))
 
 
-def replay(noted: jax.Array | None, counts: jax.Array | None) -> Routing:
+def replay(experts: jax.Array | None, counts: jax.Array | None) -> Routing:
     """Return the routing that replays the sampler's choices.
 
     Args:
-        noted: [...,S,m] with each token, the choice of the previous token (``noted``); None = replay nothing.
+        experts: [...,S,m] with each token, the choice of the previous token (``prompt_experts``); None = replay
+            nothing.
         counts: ``counts`` of the batch; None = compute no balance cost.
     """
-    return Routing(None if noted is None else jnp.roll(noted, -1, axis=-2), counts)
+    chosen = None if experts is None else jnp.roll(experts, -1, axis=-2)
+    return Routing(chosen, counts)
 
 
 def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
@@ -221,9 +259,10 @@ def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
         mask: [...] the tokens to count.
     """
     L, E = arch.num_layers, arch.num_experts
-    at = chosen.reshape(-1, L, arch.experts_per_token).astype(jnp.int32) + E * jnp.arange(L)[None, :, None]
-    weight = jnp.broadcast_to(mask.reshape(-1, 1, 1).astype(jnp.float32), at.shape)
-    return jnp.zeros(L * E, jnp.float32).at[at.reshape(-1)].add(weight.reshape(-1)).reshape(L, E)
+    index = chosen.reshape(-1, L, arch.experts_per_token).astype(jnp.int32) + E * jnp.arange(L)[None, :, None]
+    weight = jnp.broadcast_to(mask.reshape(-1, 1, 1).astype(jnp.float32), index.shape)
+    sums = jnp.zeros(L * E, jnp.float32).at[index.reshape(-1)].add(weight.reshape(-1))
+    return sums.reshape(L, E)
 
 
 def _load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
@@ -232,21 +271,28 @@ def _load(counts_LE: jax.Array, arch: Architecture) -> jax.Array:
     return arch.experts_per_token * jnp.sum(counts_LE, axis=0) / jnp.maximum(total, 1.0)
 
 
-def metrics(used: dict[str, Any]) -> dict[str, float]:
+def metrics(sums: dict[str, Any]) -> dict[str, float]:
     """Return metrics about the balance of the experts' loads, or {} without experts.
 
     Args:
-        used: the sums over an iteration's updates, on the host.
+        sums: the sums over an iteration's updates, on the host.
     """
-    if "expert_counts" not in used:
+    if "expert_counts" not in sums:
         return {}
-    counts_LE, num_updates = np.asarray(used["expert_counts"], np.float64), float(used["update_count"]) or math.nan
-    values = {"update/expert_balance": float(used["balance_sum"]) / num_updates} if "balance_sum" in used else {}
+    values = {}
+    if "balance_sum" in sums:
+        num_updates = float(sums["update_count"]) or math.nan
+        values["update/expert_balance"] = float(sums["balance_sum"]) / num_updates
+    counts_LE = np.asarray(sums["expert_counts"], np.float64)
+    num_experts = counts_LE.shape[1]
+    if counts_LE.sum() == 0:
+        values["update/expert_load_max"] = math.nan
+        values["update/expert_load_entropy_frac"] = math.nan
+        return values
     share_LE = counts_LE / np.maximum(counts_LE.sum(axis=1, keepdims=True), 1.0)
     entropy_L = -np.sum(share_LE * np.log(np.where(share_LE > 0, share_LE, 1.0)), axis=1)
-    E, is_any = share_LE.shape[1], counts_LE.sum() > 0
-    values["update/expert_load_max"] = float(share_LE.max()) * E if is_any else math.nan
-    values["update/expert_load_entropy_frac"] = float(entropy_L.mean()) / math.log(max(E, 2)) if is_any else math.nan
+    values["update/expert_load_max"] = float(share_LE.max()) * num_experts
+    values["update/expert_load_entropy_frac"] = float(entropy_L.mean()) / math.log(max(num_experts, 2))
     return values
 
 
@@ -261,11 +307,14 @@ def sums(
         routed: results of ``by_token`` without the hidden states; () = there are no experts.
         counts_LE: ``counts`` of the whole batch; None = there are no balance costs.
     """
-    found = {"expert_counts": counts(routed[0], mask, arch)} if routed else {}
+    sums_by_name = {}
+    if routed:
+        sums_by_name["expert_counts"] = counts(routed[0], mask, arch)
     if counts_LE is not None:
         num_tokens = jnp.sum(counts_LE[0]) / arch.experts_per_token
-        found["balance_sum"] = jnp.sum(jnp.where(mask, routed[1][..., 0], 0.0)) / jnp.maximum(num_tokens, 1.0)
-    return found
+        cost = routed[1][..., 0]
+        sums_by_name["balance_sum"] = jnp.sum(jnp.where(mask, cost, 0.0)) / jnp.maximum(num_tokens, 1.0)
+    return sums_by_name
 
 
 def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architecture) -> jax.Array:
@@ -278,8 +327,9 @@ def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architectur
 
     def add(i: jax.Array, total: jax.Array) -> jax.Array:
         rows, weights = micros.at(i)
-        known = rows.rollout.columns.get("experts")
-        chosen = routed(rows)[0] if known is None else known
+        chosen = rows.rollout.columns.get("experts")
+        if chosen is None:
+            chosen = routed(rows)[0]
         return total + counts(chosen, weights.policy > 0, arch)
 
     return jax.lax.fori_loop(0, micros.count, add, jnp.zeros((arch.num_layers, arch.num_experts), jnp.float32))
@@ -295,7 +345,7 @@ def mlp(
     arch: Architecture,
     lora: LoraConfig,
     rules: dict[str, Any],
-    grouped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    grouped: Grouped,
     rounded: str = "compute",
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Return the weighted sum of the chosen experts' outputs in the dtype of x, and the routing.
@@ -315,7 +365,7 @@ def mlp(
         The output [B,T,D], and a tuple. The tuple has the chosen experts [B,T,k], likeliest first unless they are
         replayed. With ``load``, it also has each token's balance cost [B,T] f32: E sum_e f_e p_e.
     """
-    k, dtype = arch.experts_per_token, id_dtype(arch)
+    k = arch.experts_per_token
     logits_BTE = jnp.einsum(
         "BTD,ED->BTE", x_BTD.astype(jnp.float32), weight("router").astype(jnp.float32), precision="highest"
     )
@@ -326,47 +376,72 @@ def mlp(
     share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
     if arch.norm_topk:
         share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
-    axes_of = _of_experts(arch, lora)
-    kind = lambda name: rounded if name in _AXES else "compute"
-    weights = [quantised.of_experts(weight(name), x_BTD.dtype, kind(name)) for name in axes_of]
-    mesh = jax.sharding.get_abstract_mesh()
-    split = [jax.P()] * len(weights)
-    if not (mesh.empty or mesh.size == 1):
-        both = zip(weights, axes_of.values(), strict=True)
-        split = [sharding.partition_spec(w.shape, axes, mesh, rules) for w, axes in both]
-        # The constraint keeps the sharding. With it, gradients are values and not refs (see
-        # ``sharding.gather_copies``), and a reduce-scatter gives each device its part.
-        weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, split, strict=True)]
-    of_tokens, scale = ("batch", "length"), adapters.scale(lora) if lora.rank else 0.0
-    y_BTD = sharding.by_device(
-        functools.partial(_by_experts, axes=axes_of, split=split, arch=arch, scale=scale, grouped=grouped),
-        *(x_BTD, chosen_BTk, share_BTk, *weights),
-        axes=(of_tokens, of_tokens, of_tokens, *split),
-        shared=2,
-    )
+    y_BTD = _by_device(x_BTD, chosen_BTk, share_BTk, weight, arch, lora, rules, grouped, rounded)
     if arch.experts_bias:  # added here: devices that share an expert's ffn would each add the output bias
         share_BTE = jnp.sum(jax.nn.one_hot(chosen_BTk, arch.num_experts) * share_BTk[..., None], axis=2)
         bias_ED = weight("experts_down_bias").astype(jnp.float32)
         y_BTD += jnp.einsum("BTE,ED->BTD", share_BTE, bias_ED, precision="highest").astype(y_BTD.dtype)
     if arch.shared_ffn:
         row = weight("shared_router").astype(jnp.float32)
-        share_BT1 = jax.nn.sigmoid(jnp.einsum("BTD,ED->BTE", x_BTD.astype(jnp.float32), row, precision="highest"))
+        logits_BT1 = jnp.einsum("BTD,ED->BTE", x_BTD.astype(jnp.float32), row, precision="highest")
+        share_BT1 = jax.nn.sigmoid(logits_BT1)
         y_BTD += share_BT1.astype(y_BTD.dtype) * dense(x_BTD, prefix="shared_")
-    made = (chosen_BTk.astype(dtype),)
-    if load is not None:
-        made += (arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load),)
-    return y_BTD, made
+    stored_choice = chosen_BTk.astype(id_dtype(arch))
+    if load is None:
+        return y_BTD, (stored_choice,)
+    cost_BT = arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load)
+    return y_BTD, (stored_choice, cost_BT)
 
 
-def _of_experts(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, ...]]:
+def _by_device(
+    x_BTD: jax.Array,
+    chosen_BTk: jax.Array,
+    share_BTk: jax.Array,
+    weight: Callable[[str], Any],
+    arch: Architecture,
+    lora: LoraConfig,
+    rules: dict[str, Any],
+    grouped: Grouped,
+    rounded: str,
+) -> jax.Array:
+    """Return the sum of the chosen experts' outputs by their shares. Each device computes its own experts."""
+    axes_by_name = _expert_axes(arch, lora)
+    weights = []
+    for name in axes_by_name:
+        kind = rounded if name in _AXES else "compute"
+        weights.append(quantised.of_experts(weight(name), x_BTD.dtype, kind))
+    mesh = jax.sharding.get_abstract_mesh()
+    specs = [jax.P()] * len(weights)
+    if not (mesh.empty or mesh.size == 1):
+        specs = [
+            sharding.partition_spec(w.shape, axes, mesh, rules)
+            for w, axes in zip(weights, axes_by_name.values(), strict=True)
+        ]
+        # The constraint keeps the sharding. With it, gradients are values and not refs (see
+        # ``sharding.gather_copies``), and a reduce-scatter gives each device its part.
+        weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, specs, strict=True)]
+    token_axes = ("batch", "length")
+    scale = adapters.scale(lora) if lora.rank else 0.0
+    return sharding.by_device(
+        functools.partial(_by_experts, axes=axes_by_name, specs=specs, arch=arch, scale=scale, grouped=grouped),
+        x_BTD,
+        chosen_BTk,
+        share_BTk,
+        *weights,
+        axes=(token_axes, token_axes, token_axes, *specs),
+        shared=2,
+    )
+
+
+def _expert_axes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, ...]]:
     """Return the logical axes, by name, of the experts' matrices, adapters and biases.
 
     The output bias is not included, because ``mlp`` adds it outside the experts.
     """
-    own = list(parameters(arch))
-    matrices = [parameter for parameter in own if parameter.name in _AXES]
-    every = [*matrices, *adapters.matrices(lora, matrices), *own]
-    return {parameter.name: parameter.axes for parameter in every if "expert" in parameter.axes}
+    all_parameters = list(parameters(arch))
+    matrices = [parameter for parameter in all_parameters if parameter.name in _AXES]
+    ordered = [*matrices, *adapters.matrices(lora, matrices), *all_parameters]
+    return {parameter.name: parameter.axes for parameter in ordered if "expert" in parameter.axes}
 
 
 def grouped_by_kernel(
@@ -380,9 +455,12 @@ def grouped_by_kernel(
         turned: the weights are stored in memory as [E,I,O].
         interpret: run the kernel in Pallas' interpreter.
     """
-    A, w = len(rows_AI), w_EOI.mT if turned else w_EOI
-    rows_AI = jnp.pad(rows_AI, ((0, -A % min(512, -(-A // 128) * 128)), (0, 0)))
-    return megablox.gmm(rows_AI, w, sizes_E, rows_AI.dtype, _tiles, None, None, not turned, interpret)[:A]
+    A = len(rows_AI)
+    w = w_EOI.mT if turned else w_EOI
+    tile = min(512, -(-A // 128) * 128)
+    rows_AI = jnp.pad(rows_AI, ((0, -A % tile), (0, 0)))
+    out_AO = megablox.gmm(rows_AI, w, sizes_E, rows_AI.dtype, _tiles, None, None, not turned, interpret)
+    return out_AO[:A]
 
 
 def _tiles(rows: int, num_in: int, num_out: int) -> tuple[int, int, int]:
@@ -390,51 +468,76 @@ def _tiles(rows: int, num_in: int, num_out: int) -> tuple[int, int, int]:
     return min(512, rows), min(1024, num_in), min(1024, num_out)
 
 
-def _by_experts(x_BTD, chosen_BTk, share_BTk, *weights, axes, split, arch, scale, grouped):
+def _by_experts(
+    x_BTD: jax.Array,
+    chosen_BTk: jax.Array,
+    share_BTk: jax.Array,
+    *weights: jax.Array,
+    axes: dict[str, tuple[str, ...]],
+    specs: list[PartitionSpec],
+    arch: Architecture,
+    scale: float,
+    grouped: Grouped,
+) -> jax.Array:
     """Return the outputs of one device's rows, summed over all devices that hold experts or parts of their ffn.
 
     Args:
-        weights: the experts' weights, in the order of ``axes`` (logical axes by name) and ``split`` (shardings).
+        weights: the experts' weights, in the order of ``axes`` (logical axes by name) and ``specs`` (shardings).
         scale: factor of the adapters.
     """
-    named = lambda spec, dim: sharding.axes_of(spec[dim]) if len(spec) else ()
-    expert, ffn = named(split[0], 0), named(split[0], 1)
-
-    def whole(w, spec, logical):  # gather along the width, which the learner's sharding splits
-        width = named(spec, logical.index("embed")) if "embed" in logical else ()
-        return jax.lax.all_gather(w, width, axis=logical.index("embed"), tiled=True) if width else w
-
-    each = zip(weights, split, axes.values(), strict=True)
-    own = dict(zip(axes, (whole(*x) for x in each), strict=True))
-
-    def by_matrix(rows_AI, name):
-        out_AO = grouped(rows_AI, own[name], sizes_E)
-        if name + adapters.A in own:
-            rows_AR = grouped(rows_AI, own[name + adapters.A], sizes_E) * scale
-            out_AO += grouped(rows_AR, own[name + adapters.B], sizes_E)
-        return out_AO + is_of_AE.astype(out_AO.dtype) @ own[f"{name}_bias"] if f"{name}_bias" in own else out_AO
-
+    expert_axes = _mesh_axes(specs[0], 0)
+    ffn_axes = _mesh_axes(specs[0], 1)
+    local = {}
+    for name, w, spec in zip(axes, weights, specs, strict=True):
+        local[name] = _gather_width(w, spec, axes[name])
     flat = [x.reshape(-1, x.shape[-1]) for x in (x_BTD, chosen_BTk, share_BTk)]
-    if expert:
-        flat = [jax.lax.all_gather(x, expert, tiled=True) for x in flat]
-    (x_XD, chosen_Xk, share_Xk), E, k = flat, weights[0].shape[0], chosen_BTk.shape[-1]
-    first = jax.lax.axis_index(expert) * E if expert else 0
-    own_A = chosen_Xk.reshape(-1) - first
-    own_A = jnp.where((own_A >= 0) & (own_A < E), own_A, E)  # E marks experts of other devices, sorted last
-    order_A = jnp.argsort(own_A, stable=True)
-    is_of_AE = own_A[order_A][:, None] == jnp.arange(E)[None]
-    sizes_E = jnp.sum(is_of_AE, axis=0, dtype=jnp.int32)
-    here_A = jnp.arange(own_A.size) < jnp.sum(sizes_E)
-    rows_AD = jnp.where(here_A[:, None], x_XD[order_A // k], 0)
-    with jax.named_scope(f"experts_in_{jax.lax.axis_size(expert) if expert else 1}_parts"):  # ``plan`` reads this name
-        hidden_AF = dense_mlp.gated(by_matrix(rows_AD, "experts_gate"), by_matrix(rows_AD, "experts_up"), arch)
-        said_AD = by_matrix(hidden_AF, "experts_down")
-    said_AD = jnp.where(here_A[:, None], said_AD, 0)
-    back_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)
-    said_XkD = said_AD[back_A].reshape(-1, k, said_AD.shape[-1])
-    y_XD = jnp.einsum("XkD,Xk->XD", said_XkD.astype(jnp.float32), share_Xk).astype(x_BTD.dtype)
-    if ffn:
-        y_XD = jax.lax.psum(y_XD, ffn)
-    if expert:
-        y_XD = jax.lax.psum_scatter(y_XD, expert, tiled=True)
+    if expert_axes:
+        flat = [jax.lax.all_gather(x, expert_axes, tiled=True) for x in flat]
+    x_XD, chosen_Xk, share_Xk = flat
+    E = weights[0].shape[0]
+    k = chosen_BTk.shape[-1]
+    first_expert = jax.lax.axis_index(expert_axes) * E if expert_axes else 0
+    expert_A = chosen_Xk.reshape(-1) - first_expert
+    expert_A = jnp.where((expert_A >= 0) & (expert_A < E), expert_A, E)  # E: an expert of another device, sorted last
+    order_A = jnp.argsort(expert_A, stable=True)
+    is_expert_AE = expert_A[order_A][:, None] == jnp.arange(E)[None]
+    sizes_E = jnp.sum(is_expert_AE, axis=0, dtype=jnp.int32)
+    is_here_A = jnp.arange(expert_A.size) < jnp.sum(sizes_E)
+    rows_AD = jnp.where(is_here_A[:, None], x_XD[order_A // k], 0)
+
+    def multiply(rows_AI: jax.Array, name: str) -> jax.Array:
+        out_AO = grouped(rows_AI, local[name], sizes_E)
+        if name + adapters.A in local:
+            rows_AR = grouped(rows_AI, local[name + adapters.A], sizes_E) * scale
+            out_AO += grouped(rows_AR, local[name + adapters.B], sizes_E)
+        bias_EO = local.get(f"{name}_bias")
+        return out_AO if bias_EO is None else out_AO + is_expert_AE.astype(out_AO.dtype) @ bias_EO
+
+    num_parts = jax.lax.axis_size(expert_axes) if expert_axes else 1
+    with jax.named_scope(f"experts_in_{num_parts}_parts"):  # ``plan`` reads this name
+        gate_AF = multiply(rows_AD, "experts_gate")
+        up_AF = multiply(rows_AD, "experts_up")
+        out_AD = multiply(dense_mlp.gated(gate_AF, up_AF, arch), "experts_down")
+    out_AD = jnp.where(is_here_A[:, None], out_AD, 0)
+    position_A = jnp.zeros_like(order_A).at[order_A].set(jnp.arange(order_A.size), unique_indices=True)
+    out_XkD = out_AD[position_A].reshape(-1, k, out_AD.shape[-1])
+    y_XD = jnp.einsum("XkD,Xk->XD", out_XkD.astype(jnp.float32), share_Xk).astype(x_BTD.dtype)
+    if ffn_axes:
+        y_XD = jax.lax.psum(y_XD, ffn_axes)
+    if expert_axes:
+        y_XD = jax.lax.psum_scatter(y_XD, expert_axes, tiled=True)
     return y_XD.reshape(x_BTD.shape)
+
+
+def _mesh_axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:
+    """Return the mesh axes that split a dimension; () if the sharding has no entries."""
+    return sharding.axes_of(spec[dim]) if len(spec) else ()
+
+
+def _gather_width(w: jax.Array, spec: PartitionSpec, logical_axes: tuple[str, ...]) -> jax.Array:
+    """Gather a weight along the width, which the learner's sharding splits."""
+    if "embed" not in logical_axes:
+        return w
+    dim = logical_axes.index("embed")
+    width_axes = _mesh_axes(spec, dim)
+    return jax.lax.all_gather(w, width_axes, axis=dim, tiled=True) if width_axes else w

@@ -134,7 +134,7 @@ def test_units_of_a_line_are_a_rule_to_splash_which_passes_over_blocks_where_non
 
     # What is passed over, by hand: of 5 x 5 blocks, causal ones with a unit in common.
     mask = splash_attention.MultiHeadMask([splash_attention.CausalMask((640, 640))] * 2)
-    kernel = kernels._where_units_meet(kernels._splash_of(mask), jnp.pad(unit, (0, 640 - width)))
+    kernel = kernels._skip_other_units(kernels._splash_of(mask), jnp.pad(unit, (0, 640 - width)))
     blocks = np.pad(seen if window is None else unit[:, None] == unit[None, :], ((0, 40), (0, 40)))
     live = (np.tril(blocks).reshape(5, 128, 5, 128).any((1, 3))).sum()
     assert (np.asarray(kernel.fwd_mask_info.block_mask) > 0).sum() == live < 15

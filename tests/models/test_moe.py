@@ -371,15 +371,15 @@ def run_of(arch, devices=1, **settings):
     return assemble(freeze({"mesh": dataclasses.asdict(mesh), **settings}), arch, (0,), made)
 
 
-RULES = "mesh.rules=.* must lay `mlp` of the model's experts on `tensor`, or none, and in all three .* it lies "
+RULES = "mesh.rules=.*`mlp` of the model's experts.* It is: "
 
 
 @pytest.mark.parametrize(
     ("arch", "settings", "message"),
     [
         (EXPERTS, {"mesh": {"data": 1, "expert": 4}, "devices": 4}, "mesh.expert=4 must .* 6 experts: one of 1, 2, 3"),
-        (TINY, {"model": {"routing_replay": True}}, "model.routing_replay=True must be False: the model has no"),
-        (TINY, {"update": {"load_balance": 0.1}}, "update.load_balance=0.1 must be 0.0: the model has no experts"),
+        (TINY, {"model": {"routing_replay": True}}, "model.routing_replay=True .*model.routing_replay=False"),
+        (TINY, {"update": {"load_balance": 0.1}}, "update.load_balance=0.1 .*update.load_balance=0.0"),
         (
             EXPERTS,
             {
@@ -387,35 +387,35 @@ RULES = "mesh.rules=.* must lay `mlp` of the model's experts on `tensor`, or non
                 "external": {"groups_per_iteration": 8, "paths": ["x.jsonl"]},
                 "algorithm": {"cross_entropies": [{"name": "imitation", "coefficient": 0.5}]},
             },
-            "model.routing_replay=True must be False with external.groups_per_iteration=8",
+            "model.routing_replay=True .*external.groups_per_iteration=8",
         ),
         # Devices along data, fsdp, expert and context have other rows, whose sums would be added.
         (
             EXPERTS,
             {"mesh": {"data": 2, "rules": {"mlp": "data"}}, "devices": 2},
-            RULES + "of experts_gate on data, of ",
+            RULES + "experts_gate on data, ",
         ),
         (
             EXPERTS,
             {"mesh": {"data": 1, "fsdp": 2, "rules": {"embed": None, "mlp": "fsdp"}}, "devices": 2},
-            RULES + "of experts_gate on fsdp, of experts_up on fsdp, of experts_down on fsdp",
+            RULES + "experts_gate on fsdp, experts_up on fsdp, experts_down on fsdp",
         ),
         (
             EXPERTS,
             {"mesh": {"data": 1, "fsdp": 2, "tensor": 2, "rules": {"mlp": ["fsdp", "tensor"]}}, "devices": 4},
-            RULES + "of experts_gate on fsdp and tensor, of ",
+            RULES + "experts_gate on fsdp and tensor, ",
         ),
         # Gate and up take the axis for mlp, down for embed.
         (
             EXPERTS,
             {"mesh": {"data": 1, "tensor": 2, "rules": {"embed": "tensor"}}, "devices": 2},
-            RULES + "of experts_gate on tensor, of experts_up on tensor, of experts_down on none",
+            RULES + "experts_gate on tensor, experts_up on tensor, experts_down on no axis",
         ),
         # The sampler has rows along fsdp where the learner has parts of rows.
         (
             EXPERTS,
             {"mesh": {"data": 1, "context": 2, "rules": {"mlp": "fsdp"}}, "devices": 2},
-            RULES + "of experts_gate on fsdp, of experts_up on fsdp, of experts_down on fsdp",
+            RULES + "experts_gate on fsdp, experts_up on fsdp, experts_down on fsdp",
         ),
     ],
 )

@@ -1,9 +1,9 @@
 """Context parallelism: ``mesh.context`` splits rows over devices, by tokens outside attention and by heads inside.
 
-    outside attention    tokens do not depend on each other; each device computes its own tokens of every row
-    all-to-all           as in DeepSpeed-Ulysses: devices exchange tokens of some heads
-    inside attention     a query needs the keys of its whole row; each device computes whole rows of fewer heads
-    all-to-all           back to the devices' own tokens
+    outside attention    tokens do not depend on each other. Each device computes its own tokens of every row.
+    all-to-all           devices exchange tokens of some heads, as in DeepSpeed-Ulysses.
+    inside attention     a query needs the keys of its whole row. Each device computes whole rows of fewer heads.
+    all-to-all           each device receives the outputs of its own tokens.
 
 Inside attention, visibility rules, kernels and windows are therefore the same as on a single device. All devices have
 the same number of query-key pairs, and no sum over keys is split. A gated delta rule needs a row from its beginning. It
@@ -15,29 +15,33 @@ Letters as in attention. Owns: the split of heads and tokens over devices. Does 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.runtime import sharding
 
 
-def check(arch: Architecture, mesh: Any) -> None:
+def check(arch: Architecture, mesh: Mesh) -> None:
     """Check that the model's heads can be split over the devices that share a row.
 
     Raises:
         ConfigError: the number of heads, or of value heads of the gated delta rule, is not divisible.
     """
-    context, tensor = mesh.shape["context"], mesh.shape["tensor"]
-    kinds = {"heads": arch.num_heads} | ({"value heads": arch.delta.value_heads} if arch.delta and context > 1 else {})
-    for kind, count in kinds.items():
+    context = mesh.shape["context"]
+    tensor = mesh.shape["tensor"]
+    counts = {"heads": arch.num_heads}
+    if arch.delta is not None and context > 1:
+        counts["value heads"] = arch.delta.value_heads
+    for kind, count in counts.items():
         if count % (context * tensor):
-            fit = ", ".join(str(n) for n in range(1, count + 1) if count % (n * tensor) == 0)
+            allowed = ", ".join(str(n) for n in range(1, count + 1) if count % (n * tensor) == 0)
             raise ConfigError(
-                f"mesh.context={context} must divide the model's {count} {kind} over mesh.tensor={tensor}: one of {fit}"
+                f"mesh.context={context} must divide the model's {count} {kind} over mesh.tensor={tensor}: "
+                f"one of {allowed}"
             )
 
 
@@ -57,12 +61,13 @@ def to_heads(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array) -> tuple[j
     """
     if not is_split():
         return q_BTNH, k_BKTH, v_BKTH
-    parts, K = sharding.parts(q_BTNH.shape[2], "attended"), k_BKTH.shape[1]
+    num_parts = sharding.parts(q_BTNH.shape[2], "attended")
+    num_repeats = num_parts // math.gcd(num_parts, k_BKTH.shape[1])
 
-    def whole_rows(x_BKTH):
+    def whole_rows(x_BKTH: jax.Array) -> jax.Array:
         # First keep the split by tokens. Otherwise XLA would gather the activations and compute keys from them.
         x_BKTH = sharding.constrain(x_BKTH, "batch", "kv_heads", "length", "head_size")
-        x_BKTH = jnp.repeat(x_BKTH, parts // math.gcd(parts, K), axis=1)
+        x_BKTH = jnp.repeat(x_BKTH, num_repeats, axis=1)
         return sharding.constrain(x_BKTH, "batch", "attended", None, "head_size")
 
     q_BTNH = sharding.constrain(q_BTNH, "batch", None, "attended", "head_size")
@@ -71,4 +76,6 @@ def to_heads(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array) -> tuple[j
 
 def to_tokens(out_BTNH: jax.Array) -> jax.Array:
     """Split the output of attention by tokens again, so that each device has its own tokens."""
-    return sharding.constrain(out_BTNH, "batch", "length", "heads", "head_size") if is_split() else out_BTNH
+    if not is_split():
+        return out_BTNH
+    return sharding.constrain(out_BTNH, "batch", "length", "heads", "head_size")

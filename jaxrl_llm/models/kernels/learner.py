@@ -22,7 +22,7 @@ Owns: which kernel serves which device, and how rows are laid out for it. Does n
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,24 @@ class Units(NamedTuple):
     unit: jax.Array  # [B,T] i32 1, 2, ... from left to right, 0 for padding (``ops.packing.Line``)
 
 
+class PromptKeys(Protocol):
+    """The fields of ``attention.Prompt`` that the kernels read."""
+
+    keys: jax.Array
+    values: jax.Array
+    visible: jax.Array
+    member: jax.Array | None
+
+
+class CacheBlocks(Protocol):
+    """The fields of ``attention.Cache`` that the kernels read."""
+
+    keys: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...]
+    length: jax.Array
+    end: jax.Array
+
+
 def choose(setting: str, device: Any, compute_dtype: str, arch: Architecture) -> str:
     """Return the implementation of attention for a device: "xla", "splash" (TPU) or "cudnn" (NVIDIA GPU).
 
@@ -57,10 +75,11 @@ def choose(setting: str, device: Any, compute_dtype: str, arch: Architecture) ->
         return "splash"
     # NVIDIA's compute capability is a number. AMD's has the form gfx90a.
     generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
-    ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
-    head_size = arch.head_size
-    fits = compute_dtype == "bfloat16" and head_size % 8 == 0 and head_size <= 128  # limits of cuDNN's kernels
-    return "cudnn" if ampere and fits else "xla"
+    is_ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
+    head_size_fits = arch.head_size % 8 == 0 and arch.head_size <= 128  # limits of cuDNN's kernels
+    if is_ampere and compute_dtype == "bfloat16" and head_size_fits:
+        return "cudnn"
+    return "xla"
 
 
 def cache_length(tokens: int) -> int:
@@ -79,13 +98,14 @@ def by_window(visible: Any, windows: set[int], positions: jax.Array, implementat
         windows: the windows of the layers.
         positions: [B,T] i32 in the row.
     """
-    visible = packing.visible(visible) if isinstance(visible, packing.Line) else visible
+    if isinstance(visible, packing.Line):
+        visible = packing.visible(visible)
 
-    def within(window: int):
-        lines = visible if isinstance(visible, jax.Array) else of_lines(visible, implementation)
-        if isinstance(lines, jax.Array) and 0 < window < positions.shape[1]:
-            lines &= positions[:, :, None] - positions[:, None, :] < window
-        return of_lines(lines, implementation)
+    def within(window: int) -> Any:
+        rule = visible if isinstance(visible, jax.Array) else of_lines(visible, implementation)
+        if isinstance(rule, jax.Array) and 0 < window < positions.shape[1]:
+            rule &= positions[:, :, None] - positions[:, None, :] < window
+        return of_lines(rule, implementation)
 
     return {window: within(window) for window in windows}
 
@@ -102,7 +122,8 @@ def of_lines(visible: Any, implementation: str) -> Any:
     """
     if isinstance(visible, Units) and implementation != "splash":
         T = visible.unit.shape[1]
-        return (visible.unit[:, :, None] == visible.unit[:, None, :]) & jnp.tril(jnp.ones((T, T), bool))[None]
+        is_same_unit = visible.unit[:, :, None] == visible.unit[:, None, :]
+        return is_same_unit & jnp.tril(jnp.ones((T, T), bool))[None]
     if implementation != "splash" or not isinstance(visible, jax.Array):
         return visible
     fill = -visible.shape[1] % LANES
@@ -114,7 +135,15 @@ def of_lines(visible: Any, implementation: str) -> Any:
     return jax.lax.optimization_barrier(as_bytes)
 
 
-def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str, window: int | None = None) -> jax.Array:
+def attend(
+    q_BTNH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    prompt: PromptKeys | None,
+    visible: Any,
+    implementation: str,
+    window: int | None = None,
+) -> jax.Array:
     """Return the attention of ``attention.attend``, computed by a kernel.
 
     Args:
@@ -128,32 +157,39 @@ def attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation: str, window:
         [B,T,N,H] in the dtype of the queries.
     """
     is_rule = visible is None or isinstance(visible, Units)
-    assert is_rule or window is None, "the mask of packed lines says what a window shows"
+    assert is_rule or window is None, "a mask of packed lines includes the window"
     visible = of_lines(visible, implementation)
-    k_BKSH, v_BKSH, visible_BL = k_BKTH, v_BKTH, None
+    k_BKSH = k_BKTH
+    v_BKSH = v_BKTH
+    visible_BL = None
     if prompt is not None:
         assert prompt.member is None, "rows of a group are neighbours"
-        group = q_BTNH.shape[0] // prompt.keys.shape[0]
-        shown = prompt.visible[:, None, :, None]
-
-        def before(x_PKLH, x_BKTH):
-            x_BKLH = jnp.repeat(jnp.where(shown, x_PKLH, 0), group, axis=0)  # 0 * nan is nan
-            return jnp.concatenate([x_BKLH, x_BKTH], axis=2)
-
-        k_BKSH, v_BKSH = before(prompt.keys, k_BKTH), before(prompt.values, v_BKTH)
-        visible_BL = jnp.repeat(prompt.visible, group, axis=0)
-    kernel = functools.partial({"splash": _splash, "cudnn": _cudnn}[implementation], window=window)
-    of_keys, of_rows = ("batch", "attended"), ("batch",)
-    axes = (("batch", None, "attended"), of_keys, of_keys, of_rows, of_rows)
+        group_size = q_BTNH.shape[0] // prompt.keys.shape[0]
+        is_prompt_token = prompt.visible[:, None, :, None]
+        k_BKSH = _after_prompt(prompt.keys, k_BKTH, is_prompt_token, group_size)
+        v_BKSH = _after_prompt(prompt.values, v_BKTH, is_prompt_token, group_size)
+        visible_BL = jnp.repeat(prompt.visible, group_size, axis=0)
+    kernel = {"splash": _splash, "cudnn": _cudnn}[implementation]
+    key_axes = ("batch", "attended")
+    axes = (("batch", None, "attended"), key_axes, key_axes, ("batch",), ("batch",))
+    kernel = functools.partial(kernel, window=window)
     return sharding.by_device(kernel, q_BTNH, k_BKSH, v_BKSH, visible_BL, visible, axes=axes, shared=3)
 
 
-def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
+def _after_prompt(x_PKLH: jax.Array, x_BKTH: jax.Array, is_prompt_token: jax.Array, group_size: int) -> jax.Array:
+    """Return keys or values [B,K,L+T,H]: those of each row's prompt, then those of its new tokens."""
+    x_BKLH = jnp.repeat(jnp.where(is_prompt_token, x_PKLH, 0), group_size, axis=0)  # 0 * nan is nan
+    return jnp.concatenate([x_BKLH, x_BKTH], axis=2)
+
+
+def decode(
+    q_BKRH: jax.Array, k_BK1H: jax.Array, v_BK1H: jax.Array, prompt_piece: tuple[jax.Array, ...], cache: CacheBlocks
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a decode step's attention on TPU to prompt, cache and new token, and write the new token to the cache.
 
     Args:
         q_BKRH: rotated and scaled queries of one token per row.
-        of_prompt: the result of ``attention._attend_prompt``.
+        prompt_piece: attention to the prompts, an ``attention.Piece``.
         cache: an ``attention.Cache``. Only its live part is read.
 
     Returns:
@@ -161,7 +197,7 @@ def decode(q_BKRH, k_BK1H, v_BK1H, of_prompt, cache):
     """
     from jaxrl_llm.models.kernels import tpu_decode  # imported here for the same reason as splash below
 
-    out, total, peak = of_prompt
+    out, total, peak = prompt_piece
     args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys[0], cache.values[0])
     axes = (*(("batch", "kv_heads") for _ in args), ("batch",), ())
     return sharding.by_device(tpu_decode.attend, *args, cache.length, cache.end, axes=axes, shared=2)
@@ -171,98 +207,151 @@ def _splash_of(mask: Any) -> Any:
     """Return the Splash kernel of one row for a mask of its heads: [1,Q,S] bool in whole lanes, or a rule."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash  # saves half a second on CPUs
 
-    bq, bk = (next(size for size in BLOCKS if n % size == 0) for n in mask.shape[1:])
-    sizes = {f"block_{of}{way}": n for of, n in (("q", bq), ("kv", bk)) for way in ("", "_dkv", "_dq")}
-    kernel = splash.make_splash_mha_single_device(mask, block_sizes=splash.BlockSizes(**sizes))
+    block_q, block_kv = (next(size for size in BLOCKS if n % size == 0) for n in mask.shape[1:])
+    block_sizes = splash.BlockSizes(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_q_dkv=block_q,
+        block_kv_dkv=block_kv,
+        block_q_dq=block_q,
+        block_kv_dq=block_kv,
+    )
+    kernel = splash.make_splash_mha_single_device(mask, block_sizes=block_sizes)
     for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
         # For a traced mask this field is a traced True. jax 0.10 would use it in the name of a scope.
         setattr(kernel, name, getattr(kernel, name)._replace(is_dynamic_mask=None))
     return kernel
 
 
-def _splash(q_BTNH, k_BKSH, v_BKSH, visible_BL, lines, *, window):
+def _splash(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    visible_BL: jax.Array | None,
+    lines: Any,
+    *,
+    window: int | None,
+) -> jax.Array:
+    """Return attention by Splash. Queries and keys are padded to whole lanes."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    (_, T, N, H), S = q_BTNH.shape, k_BKSH.shape[2]
-    queries, keys = (-(-n // LANES) * LANES for n in (T, S))
-    fill = lambda x, width: jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))
-    q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), queries)
+    _, T, N, H = q_BTNH.shape
+    S = k_BKSH.shape[2]
+    num_queries = -(-T // LANES) * LANES
+    num_keys = -(-S // LANES) * LANES
+
+    def fill(x: jax.Array, width: int) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))
+
+    q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), num_queries)
     if window is not None and visible_BL is not None:
         # A window counts back from the row's tokens to the prompt's end, so padding must come before the prompt.
-        at, length_B1 = jnp.arange(S - T)[None, :], jnp.sum(visible_BL, axis=1, keepdims=True)
-        order_BS = jnp.concatenate([(at + length_B1) % (S - T), 0 * length_B1 + jnp.arange(S - T, S)[None, :]], axis=1)
-        k_BKSH, v_BKSH = (jnp.take_along_axis(x, order_BS[:, None, :, None], axis=2) for x in (k_BKSH, v_BKSH))
-        visible_BL = at >= S - T - length_B1
-
+        L = S - T
+        place = jnp.arange(L)[None, :]
+        length_B1 = jnp.sum(visible_BL, axis=1, keepdims=True)
+        order_BS = jnp.concatenate([(place + length_B1) % L, 0 * length_B1 + jnp.arange(L, S)[None, :]], axis=1)
+        k_BKSH = jnp.take_along_axis(k_BKSH, order_BS[:, None, :, None], axis=2)
+        v_BKSH = jnp.take_along_axis(v_BKSH, order_BS[:, None, :, None], axis=2)
+        visible_BL = place >= L - length_B1
     units = lines if isinstance(lines, Units) else None
 
-    def of_row(q, k, v, shown, kernel):
+    def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, kernel: Any) -> jax.Array:
         if kernel is None or units:
             # Query t is token S - T + t of its row. Padding of the keys comes after every real query.
-            seen = splash.LocalMask((queries, keys), (None if window is None else window - 1, 0), offset=S - T)
-            kernel = _splash_of(splash.MultiHeadMask([seen] * N))
-            kernel = _where_units_meet(kernel, shown.q) if units else kernel
+            window_before = None if window is None else window - 1
+            mask = splash.LocalMask((num_queries, num_keys), (window_before, 0), offset=S - T)
+            kernel = _splash_of(splash.MultiHeadMask([mask] * N))
+            if units:
+                kernel = _skip_other_units(kernel, segments.q)
         else:
             kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
-        return kernel(q, k, v, shown)
+        return kernel(q, k, v, segments)
 
-    shown = None
+    segments = None
     if visible_BL is not None:  # a query attends to the keys of its segment
-        own = ((0, 0), (0, keys - visible_BL.shape[1]))
-        shown_BS = jnp.pad(visible_BL.astype(jnp.int32), own, constant_values=1)
-        shown = splash.SegmentIds(q=jnp.ones_like(shown_BS, shape=(shown_BS.shape[0], queries)), kv=shown_BS)
+        padding = ((0, 0), (0, num_keys - visible_BL.shape[1]))
+        key_segments = jnp.pad(visible_BL.astype(jnp.int32), padding, constant_values=1)
+        query_segments = jnp.ones_like(key_segments, shape=(key_segments.shape[0], num_queries))
+        segments = splash.SegmentIds(q=query_segments, kv=key_segments)
     if units:
-        unit_BS = jnp.pad(units.unit, ((0, 0), (0, keys - S)))
-        shown = splash.SegmentIds(unit_BS, unit_BS)
+        unit_BS = jnp.pad(units.unit, ((0, 0), (0, num_keys - S)))
+        segments = splash.SegmentIds(unit_BS, unit_BS)
     elif lines is not None:
         lines, q = jax.lax.optimization_barrier((lines, q))  # delays the 4-byte words until they are needed
-    out = jax.vmap(of_row)(q, fill(k_BKSH, keys), fill(v_BKSH, keys), shown, lines)
+    out = jax.vmap(attend_row)(q, fill(k_BKSH, num_keys), fill(v_BKSH, num_keys), segments, lines)
     return out[:, :, :T].swapaxes(1, 2)
 
 
-def _where_units_meet(kernel: Any, unit_S: jax.Array) -> Any:
+def _skip_other_units(kernel: Any, unit_S: jax.Array) -> Any:
     """Return a Splash kernel that skips blocks in which no query has a key of its own unit.
 
     Units must be in ascending order.
     """
     order = jnp.where(unit_S > 0, unit_S, unit_S.shape[0] + 1)
     sizes = kernel.kwargs["block_sizes"]
-    (low_q, high_q), (low_k, high_k) = (
-        (jnp.min(blocks, axis=1), jnp.max(blocks, axis=1))
-        for blocks in (order.reshape(-1, sizes.block_q), order.reshape(-1, sizes.block_kv))
-    )
-    meet = (low_q[:, None] <= high_k[None, :]) & (low_k[None, :] <= high_q[:, None])
+    query_blocks = order.reshape(-1, sizes.block_q)
+    key_blocks = order.reshape(-1, sizes.block_kv)
+    low_q, high_q = jnp.min(query_blocks, axis=1), jnp.max(query_blocks, axis=1)
+    low_k, high_k = jnp.min(key_blocks, axis=1), jnp.max(key_blocks, axis=1)
+    have_common_unit = (low_q[:, None] <= high_k[None, :]) & (low_k[None, :] <= high_q[:, None])
     for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
         info = getattr(kernel, name)
-        if info.data_next is not None:  # for each query block and step, the index of the key block; in dkv, the reverse
-            steps = info.data_next.astype(jnp.int32)
-            rows, columns = (jax.lax.broadcasted_iota(jnp.int32, steps.shape, axis) for axis in (1, 2))
-            pair = (steps, columns) if name == "dkv_mask_info" else (rows, steps)
-            block_mask = jnp.where(meet[pair], info.block_mask, 0).astype(info.block_mask.dtype)
-            setattr(kernel, name, info._replace(block_mask=block_mask))
+        if info.data_next is None:
+            continue
+        # For each query block and step, the index of the key block; in dkv, the reverse.
+        steps = info.data_next.astype(jnp.int32)
+        rows = jax.lax.broadcasted_iota(jnp.int32, steps.shape, 1)
+        columns = jax.lax.broadcasted_iota(jnp.int32, steps.shape, 2)
+        pair = (steps, columns) if name == "dkv_mask_info" else (rows, steps)
+        block_mask = jnp.where(have_common_unit[pair], info.block_mask, 0).astype(info.block_mask.dtype)
+        setattr(kernel, name, info._replace(block_mask=block_mask))
     return kernel
 
 
-def _cudnn(q_BTNH, k_BKSH, v_BKSH, visible_BL, visible_BTT, *, window):
+def _cudnn(
+    q_BTNH: jax.Array,
+    k_BKSH: jax.Array,
+    v_BKSH: jax.Array,
+    visible_BL: jax.Array | None,
+    visible_BTT: jax.Array | None,
+    *,
+    window: int | None,
+) -> jax.Array:
     """Return attention by cuDNN.
 
     With a prompt, a row's own tokens are moved to the end of its prompt. The attention is then plain causal attention,
     which cuDNN computes fastest. Queries at the prompt's positions are padding, and their outputs are dropped.
     """
-    (_, T, _, H), S = q_BTNH.shape, k_BKSH.shape[2]
-    q, k, v = q_BTNH * H**-0.5, k_BKSH.swapaxes(1, 2), v_BKSH.swapaxes(1, 2)  # same rounding as in a decode step
+    _, T, _, H = q_BTNH.shape
+    S = k_BKSH.shape[2]
+    q = q_BTNH * H**-0.5  # the same rounding as in a decode step
+    k = k_BKSH.swapaxes(1, 2)
+    v = v_BKSH.swapaxes(1, 2)
 
-    def take(x, index_BS):
+    def take(x: jax.Array, index_BS: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x, index_BS[:, :, None, None], axis=1)
 
+    length_B1 = None
     if visible_BL is not None:
         length_B1 = jnp.sum(visible_BL, axis=1, keepdims=True, dtype=jnp.int32)
-        at = jnp.arange(S)[None, :]
-        source = jnp.minimum(jnp.where(at < length_B1, at, at - length_B1 + S - T), S - 1)
-        q, k, v = take(q, jnp.clip(at - length_B1, 0, T - 1)), take(k, source), take(v, source)
-    even = ((0, 0), (0, S % 2), (0, 0), (0, 0))  # the backward kernel requires an even length
-    q, k, v = (jnp.pad(x, even) for x in (q, k, v))
-    mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), *2 * ((0, S % 2),)))[:, None]
-    how = {"scale": 1.0, "is_causal": True, "local_window_size": None if window is None else (window - 1, 0)}
-    out = jax.nn.dot_product_attention(q, k, v, mask=mask, **how, implementation="cudnn")
-    return out[:, :T] if visible_BL is None else take(out, length_B1 + jnp.arange(T)[None, :])
+        place = jnp.arange(S)[None, :]
+        source = jnp.minimum(jnp.where(place < length_B1, place, place - length_B1 + S - T), S - 1)
+        q = take(q, jnp.clip(place - length_B1, 0, T - 1))
+        k = take(k, source)
+        v = take(v, source)
+    to_even = (0, S % 2)  # the backward kernel requires an even length
+    q, k, v = (jnp.pad(x, ((0, 0), to_even, (0, 0), (0, 0))) for x in (q, k, v))
+    mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), to_even, to_even))[:, None]
+    out = jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        mask=mask,
+        scale=1.0,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+    if length_B1 is None:
+        return out[:, :T]
+    return take(out, length_B1 + jnp.arange(T)[None, :])
