@@ -51,25 +51,33 @@ def kinds(config: Config, arch: Architecture, who: str, mesh: Mesh) -> tuple[str
     Raises:
         ConfigError: qwix is not installed, or a matrix's number of inputs does not fit the scales or the mesh.
     """
-    kind, wanted = config.rollout.weights, config.update.weights
-    if KINDS[kind] and importlib.util.find_spec("qwix") is None:
-        raise ConfigError(f"rollout.weights={kind!r} wants the package qwix: pip install 'jaxrl_llm[quant]'")
-    each, tensor = PER_SCALE.get(kind, 1), mesh.shape["tensor"]
-    split = {arch.num_heads * arch.head_size, arch.ffn, arch.shared_ffn}
-    split |= {arch.delta.value_heads * arch.delta.value_size} if arch.delta else set()
-    if uneven := [size for size in sorted(split | {arch.width}) if size % each]:
-        raise ConfigError(
-            f"rollout.weights={kind!r} wants multiples of {each}; the {who} has matrices of {uneven[0]} inputs"
-        )
+    kind = config.rollout.weights
+    if KINDS[kind] is not None and importlib.util.find_spec("qwix") is None:
+        raise ConfigError(f"rollout.weights={kind!r} needs the package qwix: pip install 'jaxrl_llm[quant]'")
+    inputs_per_scale = PER_SCALE.get(kind, 1)
+    # Numbers of inputs that ``tensor`` may split over devices.
+    split_sizes = {arch.num_heads * arch.head_size, arch.ffn, arch.shared_ffn}
+    if arch.delta is not None:
+        split_sizes.add(arch.delta.value_heads * arch.delta.value_size)
+    for size in sorted(split_sizes | {arch.width}):
+        if size % inputs_per_scale:
+            raise ConfigError(
+                f"rollout.weights={kind!r} needs matrices whose number of inputs is a multiple of {inputs_per_scale}; "
+                f"the {who} has matrices of {size} inputs. Choose another kind of rollout.weights"
+            )
     # A byte holds two float4 numbers. A dimension that ``tensor`` does not divide is not split.
-    if uneven := [size for size in sorted(split) if each > 1 and size % tensor == 0 and size // tensor % 2]:
-        name = "tensor" if tensor == config.mesh.tensor else "sampler_tensor"
-        raise ConfigError(
-            f"rollout.weights={kind!r} wants an even number of inputs on every device: mesh.{name}={tensor} leaves "
-            f"{uneven[0] // tensor} of the {uneven[0]} of the {who}'s matrices"
-        )
-    rounds = wanted == "rollout" and (who == "model" or not config.model.reference_path)
-    return kind if rounds else "compute", kind
+    tensor = mesh.shape["tensor"]
+    for size in sorted(split_sizes):
+        if inputs_per_scale > 1 and size % tensor == 0 and size // tensor % 2:
+            name = "tensor" if tensor == config.mesh.tensor else "sampler_tensor"
+            raise ConfigError(
+                f"mesh.{name}={tensor} leaves {size // tensor} of {size} inputs of the {who}'s matrices on a device; "
+                f"rollout.weights={kind!r} needs an even number. Set a smaller mesh.{name}"
+            )
+    is_trained_rounded = config.update.weights == "rollout"
+    is_policy = who == "model" or not config.model.reference_path
+    learner_kind = kind if is_trained_rounded and is_policy else "compute"
+    return learner_kind, kind
 
 
 def _is_rounded(name: str, kind: str) -> bool:
@@ -83,9 +91,13 @@ def multiply(
 
     Other weights are used unchanged. ``name`` decides whether a weight can be rounded.
     """
-    w_OI, scale_O = factors(w, x_BTI.shape[-1], kind if _is_rounded(name, kind) else "compute")
+    if not _is_rounded(name, kind):
+        kind = "compute"
+    w_OI, scale_O = factors(w, x_BTI.shape[-1], kind)
     out_BTO = linear(x_BTI, w_OI)
-    return out_BTO if scale_O is None else (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
+    if scale_O is None:
+        return out_BTO
+    return (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
 
 
 def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
@@ -99,8 +111,10 @@ def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
     """
     if not _is_rounded(name, kind):
         return w_OI
-    made = _round(w_OI, kind)
-    return made.replace(qvalue=_packed(made.qvalue)) if kind == "fp4" else made
+    rounded_OI = _round(w_OI, kind)
+    if kind != "fp4":
+        return rounded_OI
+    return rounded_OI.replace(qvalue=_packed(rounded_OI.qvalue))
 
 
 def _packed(values: jax.Array) -> jax.Array:
@@ -110,7 +124,8 @@ def _packed(values: jax.Array) -> jax.Array:
     cannot pass float4 arrays between programs, and XLA's bitcasts of float4 fail there.
     """
     x = values.astype(jnp.float32)
-    bits = 8 * (x < 0) + sum((jnp.abs(x) >= least).astype(jnp.int32) for least in (0.5, 1, 1.5, 2, 3, 4, 6))
+    magnitude = sum((jnp.abs(x) >= least).astype(jnp.int32) for least in (0.5, 1, 1.5, 2, 3, 4, 6))
+    bits = 8 * (x < 0) + magnitude
     return (bits[..., ::2] + 16 * bits[..., 1::2]).astype(jnp.uint8)
 
 
@@ -120,9 +135,10 @@ def _values(w: Any) -> jax.Array:
         return w.qvalue
     bits = w.qvalue.astype(jnp.int32)
     bits = jnp.stack([bits & 15, bits >> 4], axis=-1).reshape(*bits.shape[:-1], -1)
-    exponent, half = (bits >> 1) & 3, 0.5 * (bits & 1)
-    size = jnp.where(exponent == 0, half, (1 + half) * (1 << exponent) / 2)
-    return jnp.where(bits > 7, -size, size)
+    exponent = (bits >> 1) & 3
+    mantissa = 0.5 * (bits & 1)
+    magnitude = jnp.where(exponent == 0, mantissa, (1 + mantissa) * (1 << exponent) / 2)
+    return jnp.where(bits > 7, -magnitude, magnitude)
 
 
 def _round(w_OI: jax.Array, kind: str) -> Any:
@@ -130,10 +146,17 @@ def _round(w_OI: jax.Array, kind: str) -> Any:
 
     # qwix divides by 127.5, so that each row's largest weight is halfway between two integers. Two programs may then
     # round it differently. This factor changes the divisor to 127.
-    how = f"absmax,{127.5 / 127}" if kind == "int8" else "absmax"
-    tiles = {w_OI.ndim - 1: PER_SCALE[kind]} if kind in PER_SCALE else {}
-    given = {"channelwise_axes": list(range(w_OI.ndim - 1)), "tiled_axes": tiles, "calibration_method": how}
-    return qwix.quantize(w_OI.astype(jnp.float32), KINDS[kind], **given)
+    qtype = KINDS[kind]
+    assert qtype is not None, "only matrices of a rounded kind are rounded"
+    method = f"absmax,{127.5 / 127}" if kind == "int8" else "absmax"
+    last_axis = w_OI.ndim - 1
+    return qwix.quantize(
+        w_OI.astype(jnp.float32),
+        qtype,
+        channelwise_axes=list(range(last_axis)),
+        tiled_axes={last_axis: PER_SCALE[kind]} if kind in PER_SCALE else {},
+        calibration_method=method,
+    )
 
 
 def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:
@@ -147,13 +170,17 @@ def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: st
         return w_IO
     import qwix
 
-    *expert, _, out = layout.spec
-    qtype, of_scales = KINDS[kind], NamedSharding(layout.mesh, PartitionSpec(*expert, None, out))
-    dtype, each = (jnp.uint8, 2) if kind == "fp4" else (qtype, 1)
-    size = (*w_IO.shape[:-2], w_IO.shape[-2] // each, w_IO.shape[-1])
-    values = jax.ShapeDtypeStruct(size, dtype, sharding=w_IO.format)
-    parts = w_IO.shape[-2] // PER_SCALE.get(kind, w_IO.shape[-2])
-    scales = jax.ShapeDtypeStruct((*w_IO.shape[:-2], parts, w_IO.shape[-1]), jnp.float32, sharding=of_scales)
+    *expert_axes, _, out_axes = layout.spec
+    *num_experts, num_inputs, num_outputs = w_IO.shape
+    qtype = KINDS[kind]
+    assert qtype is not None, "only matrices of a rounded kind are rounded"
+    values_dtype, values_per_element = (jnp.uint8, 2) if kind == "fp4" else (qtype, 1)
+    values_shape = (*num_experts, num_inputs // values_per_element, num_outputs)
+    num_scales = num_inputs // PER_SCALE.get(kind, num_inputs)
+    scales_sharding = NamedSharding(layout.mesh, PartitionSpec(*expert_axes, None, out_axes))
+    # qwix declares arrays; an abstract QArray has their shapes.
+    values: Any = jax.ShapeDtypeStruct(values_shape, values_dtype, sharding=w_IO.format)
+    scales: Any = jax.ShapeDtypeStruct((*num_experts, num_scales, num_outputs), jnp.float32, sharding=scales_sharding)
     return qwix.QArray(values, scales, qtype=qtype)
 
 
@@ -166,32 +193,40 @@ def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.
         inputs: I.
     """
     if hasattr(w, "qvalue"):
-        values, scale = _values(w), w.scale
+        values = _values(w)
+        scale = w.scale
     elif KINDS[kind] is None:
         return w, None
     else:
-        values, scale = _through(w.reshape(-1, inputs).astype(jnp.float32), kind)
+        values, scale = _round_straight_through(w.reshape(-1, inputs).astype(jnp.float32), kind)
     if scale.shape[-1] > 1:  # several scales per output cannot be applied after the sum over inputs
-        return values.astype(jnp.float32) * _each(scale, inputs), None
+        return values.astype(jnp.float32) * _scale_by_input(scale, inputs), None
     return values, scale.reshape(-1)
 
 
 def of_experts(w: Any, dtype: Any, kind: str = "compute") -> jax.Array:
     """Return the experts' matrices [E,O,I] times their scales; ``w`` and ``kind`` as in ``factors``."""
-    if not hasattr(w, "qvalue") and KINDS[kind] is None:
+    if hasattr(w, "qvalue"):
+        values = _values(w)
+        scale = w.scale
+    elif KINDS[kind] is None:
         return w.astype(dtype)
-    values, scale = (_values(w), w.scale) if hasattr(w, "qvalue") else _through(w.astype(jnp.float32), kind)
-    return (values.astype(jnp.float32) * _each(scale, values.shape[-1])).astype(dtype)
+    else:
+        values, scale = _round_straight_through(w.astype(jnp.float32), kind)
+    return (values.astype(jnp.float32) * _scale_by_input(scale, values.shape[-1])).astype(dtype)
 
 
-def _each(scale: jax.Array, inputs: int) -> jax.Array:
+def _scale_by_input(scale: jax.Array, inputs: int) -> jax.Array:
     """Return the scale of each input, or [...,1] if all inputs share one scale."""
-    return scale if scale.shape[-1] == 1 else jnp.repeat(scale, inputs // scale.shape[-1], axis=-1)
+    if scale.shape[-1] == 1:
+        return scale
+    return jnp.repeat(scale, inputs // scale.shape[-1], axis=-1)
 
 
-def _through(w: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
+def _round_straight_through(w: jax.Array, kind: str) -> tuple[jax.Array, jax.Array]:
     """Return rounded values and their scales. The gradient of their product goes straight through to w."""
-    made = jax.lax.stop_gradient(_round(w, kind))
+    rounded_w = jax.lax.stop_gradient(_round(w, kind))
+    unrounded = w / _scale_by_input(rounded_w.scale, w.shape[-1])
     # The result is exactly q, because the added difference is zero. It only carries the gradient.
-    own = w / _each(made.scale, w.shape[-1])
-    return made.qvalue.astype(jnp.float32) + (own - jax.lax.stop_gradient(own)), made.scale
+    values = rounded_w.qvalue.astype(jnp.float32) + (unrounded - jax.lax.stop_gradient(unrounded))
+    return values, rounded_w.scale

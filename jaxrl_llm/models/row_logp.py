@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.attention import Groups
+from jaxrl_llm.models.blocks import Routing
 from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.ops import packing
@@ -60,8 +61,13 @@ def chunk_tokens(setting: int, device: Any, *, most: int, vocab: int, packed: bo
         most: number of positions of a micro-batch on one device.
         packed: rows are packed in lines.
     """
-    by_cpu = most if most * vocab <= 2**26 else 128 if packed else 256
-    return setting or (by_cpu if device.platform == "cpu" else 1024)
+    if setting:
+        return setting
+    if device.platform != "cpu":
+        return 1024
+    if most * vocab <= 2**26:
+        return most
+    return 128 if packed else 256
 
 
 class Part(NamedTuple):
@@ -84,7 +90,7 @@ def row_logp(
     length: jax.Array,
     support: jax.Array | None = None,
     *,
-    routing: moe.Routing | None = None,
+    routing: Routing | None = None,
     sampling: SamplingConfig,
     completion_width: int,
     chunk_positions: int,
@@ -114,92 +120,168 @@ def row_logp(
     Returns:
         Values of B rows; B = n*K with lines.
     """
-    rows, head_VD = (tokens, prompt_length, length, support, routing), model.head(params)
-    how = {"chunk": chunk_positions, "group_size": group_size, "remat": remat}
+    rows = (tokens, prompt_length, length, support, routing)
     if line_width:
-        completions, prompts = _in_lines(model, params, *rows, width=line_width, **how)
+        completions, prompts = _in_lines(
+            model, params, *rows, width=line_width, chunk=chunk_positions, group_size=group_size, remat=remat
+        )
     else:
-        completions, prompts = _padded(model, params, *rows, completion_width=completion_width, **how)
-
-    def logp(part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:
-        def of_rows(hidden, target, support, live, head_1VD, cast_1VD):
-            how = {"chunk": part.chunk, "settings": Filter.of(sampling), "support_BCK": support}
-            how["live"] = None if live is None else live[0]
-            return chunked_logp(hidden, head_1VD[0], target, cast_VD=cast_1VD[0], **how)
-
-        # The head is gathered once for all chunks, in the dtype of the matmuls. Its gradient is scattered once.
-        head = (sharding.gather_copies(x, model.table_spec) for x in (head_VD, head_VD.astype(part.hidden.dtype)))
-        C, live = part.hidden.shape[1], part.live
-        if live is not None:  # number of live positions in each device's part of a line
-            live = live - C // (n := sharding.parts(C, "length")) * jnp.arange(n)
-        args, of_part = (part.hidden, part.target, part.support, live, *head), ("batch", "length")
-        axes = (*(of_part,) * 3, of_part[1:], *(jax.P(sharding.TOKEN_AXES),) * 2)
-        both = sharding.by_device(of_rows, *args, axes=axes, shared=2, over=sharding.TOKEN_AXES)
-        return tuple(part.place(x) for x in both)
-
+        completions, prompts = _padded(
+            model,
+            params,
+            *rows,
+            completion_width=completion_width,
+            chunk=chunk_positions,
+            group_size=group_size,
+            remat=remat,
+        )
+    head_VD = model.head(params)
     routed = tuple(completions.place(x.astype(jnp.float32)) for x in completions.routed)
-    seen = RowValues(*logp(completions, sampling), routed=routed)
+    logp, entropy = _part_logp(model, head_VD, completions, sampling)
+    values = RowValues(logp, entropy, routed=routed)
     if readout is not None:
-        seen = seen._replace(readout=completions.place(readout(completions.hidden)))
+        values = values._replace(readout=completions.place(readout(completions.hidden)))
     if with_prompts:
-        seen = seen._replace(prompt_logp=logp(prompts, PLAIN)[0])
-    return seen
+        prompt_logp, _ = _part_logp(model, head_VD, prompts, PLAIN)
+        values = values._replace(prompt_logp=prompt_logp)
+    return values
+
+
+def _part_logp(model: Model, head_VD: jax.Array, part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:
+    """Return log-probability and entropy of one part of the rows, placed in the rows."""
+
+    def chunks(
+        hidden: jax.Array,
+        target: jax.Array,
+        support: jax.Array | None,
+        live: jax.Array | None,
+        head_1VD: jax.Array,
+        cast_1VD: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        return chunked_logp(
+            hidden,
+            head_1VD[0],
+            target,
+            cast_VD=cast_1VD[0],
+            chunk=part.chunk,
+            settings=Filter.of(sampling),
+            support_BCK=support,
+            live=None if live is None else live[0],
+        )
+
+    live = part.live
+    if live is not None:  # number of live positions in each device's part of a line
+        num_positions = part.hidden.shape[1]
+        num_parts = sharding.parts(num_positions, "length")
+        live = live - num_positions // num_parts * jnp.arange(num_parts)
+    # The head is gathered once for all chunks, in the dtype of the matmuls. Its gradient is scattered once.
+    head = sharding.gather_copies(head_VD, model.table_spec)
+    cast_head = sharding.gather_copies(head_VD.astype(part.hidden.dtype), model.table_spec)
+    part_axes = ("batch", "length")
+    head_spec = jax.P(sharding.TOKEN_AXES)
+    logp, entropy = sharding.by_device(
+        chunks,
+        part.hidden,
+        part.target,
+        part.support,
+        live,
+        head,
+        cast_head,
+        axes=(part_axes, part_axes, part_axes, part_axes[1:], head_spec, head_spec),
+        shared=2,
+        over=sharding.TOKEN_AXES,
+    )
+    return part.place(logp), part.place(entropy)
 
 
 def _padded(
-    model, params, tokens_BS, prompt_length, length, support_BSN, routing, *, completion_width, chunk, group_size, remat
-):
+    model: Model,
+    params: Params,
+    tokens_BS: jax.Array,
+    prompt_length: jax.Array,
+    length: jax.Array,
+    support_BSN: jax.Array | None,
+    routing: Routing | None,
+    *,
+    completion_width: int,
+    chunk: int,
+    group_size: int,
+    remat: bool,
+) -> tuple[Part, Part]:
     """Return two parts of padded rows [B,S]: completions and prompts."""
     B, S = tokens_BS.shape
     target_BC = completion_window(tokens_BS, prompt_length, completion_width)
     if group_size == 1:
         positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-        seen = moe.by_token(*model.forward(params, tokens_BS, positions, remat=remat, routing=routing))
-        hidden_BCD, *routed = (completion_window(x, prompt_length - 1, completion_width) for x in seen)
-        hidden_PLD = seen[0][:, : S - completion_width]
+        results = moe.by_token(*model.forward(params, tokens_BS, positions, remat=remat, routing=routing))
+        hidden_BCD, *routed = (completion_window(x, prompt_length - 1, completion_width) for x in results)
+        hidden_PLD = results[0][:, : S - completion_width]
     else:
         (hidden_BCD, *routed), hidden_PLD = _hidden_of_groups(
             model, params, tokens_BS, prompt_length, target_BC, routing, group_size, remat
         )
 
     def place(values: jax.Array) -> jax.Array:
-        put = place_completion
-        if values.ndim == 3:
-            put = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
-        return put(values, prompt_length, length, S)
+        if values.ndim < 3:
+            return place_completion(values, prompt_length, length, S)
+        place_each = jax.vmap(place_completion, in_axes=(2, None, None, None), out_axes=2)
+        return place_each(values, prompt_length, length, S)
 
     support = None if support_BSN is None else completion_window(support_BSN, prompt_length, completion_width)
-    completions = Part(hidden_BCD, target_BC, support, chunk, None, place, (*routed,))
+    completions = Part(hidden_BCD, target_BC, support, chunk, None, place, tuple(routed))
     target_PL = tokens_BS.reshape(-1, group_size, S)[:, 0, 1 : S - completion_width]
 
     def place_prompts(values_PL: jax.Array) -> jax.Array:
         values_BL = jnp.repeat(values_PL, group_size, axis=0)  # rows of a group share a prompt
         return place_completion(values_BL, jnp.ones_like(length), prompt_length, S)
 
-    return completions, Part(hidden_PLD[:, :-1], target_PL, None, chunk * group_size, None, place_prompts)
+    prompts = Part(hidden_PLD[:, :-1], target_PL, None, chunk * group_size, None, place_prompts)
+    return completions, prompts
 
 
-def _in_lines(model, params, tokens_nKS, prompt_length, length, support, routing, *, width, chunk, group_size, remat):
+def _in_lines(
+    model: Model,
+    params: Params,
+    tokens_nKS: jax.Array,
+    prompt_length: jax.Array,
+    length: jax.Array,
+    support: jax.Array | None,
+    routing: Routing | None,
+    *,
+    width: int,
+    chunk: int,
+    group_size: int,
+    remat: bool,
+) -> tuple[Part, Part]:
     """Return two parts of rows [n,K,S] that are packed in lines [n,W]: completions and prompts."""
     line = packing.lay(tokens_nKS, prompt_length, length, width=width, group_size=group_size)
     rule = line if group_size > 1 else Units(line.unit)
     routing = moe.in_lines(routing, prompt_length, length, width=width, group_size=group_size)
-    how = {"visible": rule, "remat": remat, "routing": routing}
-    seen = moe.by_token(*model.forward(params, line.tokens, line.position, **how))
+    forward = model.forward(params, line.tokens, line.position, visible=rule, remat=remat, routing=routing)
+    results = moe.by_token(*forward)
 
     def part(reading: packing.Reading, support: jax.Array | None = None) -> Part:
         def place(values: jax.Array) -> jax.Array:  # [n,W,...] to [n*K,S,...]
-            taken = packing.take_rows(values, reading)
-            return taken.reshape(-1, *taken.shape[2:])
+            rows = packing.take_rows(values, reading)
+            return rows.reshape(-1, *rows.shape[2:])
 
-        hidden, *routed = (jnp.take_along_axis(x, reading.source[:, :, None], axis=1) for x in seen)
-        return Part(hidden, reading.target, support, chunk, jnp.max(reading.count), place, (*routed,))
+        hidden, *routed = (jnp.take_along_axis(x, reading.source[:, :, None], axis=1) for x in results)
+        return Part(hidden, reading.target, support, chunk, jnp.max(reading.count), place, tuple(routed))
 
-    support = None if support is None else packing.of_targets(support, line.completions)
-    return part(line.completions, support), part(line.prompts)
+    target_support = None if support is None else packing.of_targets(support, line.completions)
+    return part(line.completions, target_support), part(line.prompts)
 
 
-def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, routing, group_size, remat):
+def _hidden_of_groups(
+    model: Model,
+    params: Params,
+    tokens_BS: jax.Array,
+    prompt_length: jax.Array,
+    completion_BC: jax.Array,
+    routing: Routing | None,
+    group_size: int,
+    remat: bool,
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Return hidden states of whole groups.
 
     Returns:
@@ -208,25 +290,31 @@ def _hidden_of_groups(model, params, tokens_BS, prompt_length, completion_BC, ro
     """
     B, S = tokens_BS.shape
     C = completion_BC.shape[1]
-    L, P = S - C, B // group_size
+    L = S - C
+    P = B // group_size
     # After a short prompt, the first L tokens include tokens of a completion. No used token attends to these tokens.
     prompts_PL = tokens_BS.reshape(P, group_size, S)[:, 0, :L]
-    own_length = prompt_length[::group_size]
+    group_prompt_length = prompt_length[::group_size]
     position_PL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
-    position_PC = own_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
-    made = model.forward(
+    position_PC = group_prompt_length[:, None] + jnp.arange(C, dtype=jnp.int32)[None, :]
+    hidden, mlp_results = model.forward(
         params,
         jnp.concatenate([prompts_PL, completion_BC.reshape(P, -1)], axis=1),
         jnp.concatenate([position_PL, jnp.tile(position_PC, group_size)], axis=1),
-        visible=Groups(own_length, prompt_width=L, size=group_size),
+        visible=Groups(group_prompt_length, prompt_width=L, size=group_size),
         remat=remat,
         routing=moe.of_groups(routing, prompt_length, completion_width=C, group_size=group_size),
     )
 
-    def predicting(x_PW):
-        x_PL, x_BC = x_PW[:, :L], x_PW[:, L:].reshape(B, C, -1)
-        last_P1 = completion_window(x_PL, own_length - 1, 1)
-        # The prompt's last token predicts the first completion token, and each completion token the next.
+    def predicting(x_PW: jax.Array) -> jax.Array:
+        """Return the values of the positions that predict completion tokens.
+
+        The prompt's last token predicts the first completion token, and each completion token the next.
+        """
+        x_PL = x_PW[:, :L]
+        x_BC = x_PW[:, L:].reshape(B, C, -1)
+        last_P1 = completion_window(x_PL, group_prompt_length - 1, 1)
         return jnp.concatenate([jnp.repeat(last_P1, group_size, axis=0), x_BC[:, :-1]], axis=1)
 
-    return tuple(map(predicting, moe.by_token(*made))), made[0][:, :L]
+    results = tuple(predicting(x) for x in moe.by_token(hidden, mlp_results))
+    return results, hidden[:, :L]

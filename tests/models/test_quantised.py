@@ -279,16 +279,14 @@ def test_what_the_sampler_notes_is_what_the_learner_finds_where_both_round(
 def test_four_bits_want_inputs_in_sixteens_and_whole_bytes_on_every_device():
     config = freeze({"rollout": {"weights": "fp4"}, "mesh": {"tensor": 16}})
     quantised.kinds(config, TINY, "model", mesh_of(ONE))
-    with pytest.raises(
-        ConfigError, match=r"rollout.weights='fp4' wants multiples of 16; the model has .* of 40 inputs"
-    ):
+    with pytest.raises(ConfigError, match=r"rollout.weights='fp4' .* 16; the model has .* of 40 inputs"):
         quantised.kinds(config, dataclasses.replace(TINY, ffn=40), "model", mesh_of(ONE))
     sixteen, arch = jax.sharding.AbstractMesh((16,), ("tensor",)), dataclasses.replace(TINY, num_heads=32)
     quantised.kinds(config, arch, "model", sixteen)
     quantised.kinds(config, dataclasses.replace(arch, ffn=1040), "model", mesh_of(CUBE))
     for setting in ("tensor", "sampler_tensor"):
         config = freeze({"rollout": {"weights": "fp4"}, "mesh": {setting: 16}})
-        said = rf"'fp4' wants an even number .*: mesh\.{setting}=16 leaves 3 of the 48 of the model's matrices"
+        said = rf"mesh\.{setting}=16 leaves 3 of 48 inputs of the model's matrices.*'fp4'"
         with pytest.raises(ConfigError, match=said):
             quantised.kinds(config, dataclasses.replace(arch, ffn=48), "model", sixteen)
     eight = freeze({"rollout": {"weights": "int8"}, "mesh": {"tensor": 16}})
@@ -299,7 +297,7 @@ def test_without_qwix_a_run_says_what_to_install(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "qwix" else find(name))
     config = freeze(SETTINGS | {"rollout": SETTINGS["rollout"] | {"weights": "fp8"}})
-    with pytest.raises(ConfigError, match=r"rollout\.weights='fp8' wants the package qwix: pip install"):
+    with pytest.raises(ConfigError, match=r"rollout\.weights='fp8' .* qwix: pip install"):
         train_module.train(config, tmp_path)
 
 
