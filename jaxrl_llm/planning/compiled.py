@@ -15,7 +15,6 @@ import pathlib
 import re
 import statistics
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -83,41 +82,56 @@ def compile_rows(run: Run, names: Iterable[str] | None = None, *, keep: bool = F
 
 def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool = False) -> Row:
     """Compile one program of the run. A program that does not fit still gets its counts and its temporary memory."""
-    refused, compiled = "", None
+    refused = ""
+    compiled = None
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_plan_") as folder:
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
-            found = re.search(r"Ran out of memory.*?exceeds available HBM \([^)]*\)", str(error), re.DOTALL)
-            if found is None:
+            message = re.search(r"Ran out of memory.*?exceeds available HBM \([^)]*\)", str(error), re.DOTALL)
+            if message is None:
                 raise  # our own error: the compiler does not accept the program
-            refused = found.group()
-        text, report = (_newest(folder, f"*after_optimizations{end}.txt") for end in ("", "-memory-usage-report"))
-    if compiled is not None:
-        text = text or compiled.as_text()
+            refused = message.group()
+        text = _newest(folder, "*after_optimizations.txt")
+        report = _newest(folder, "*after_optimizations-memory-usage-report.txt")
+    if compiled is not None and not text:
+        text = compiled.as_text() or ""
+    return Row(
+        name,
+        memory=None if compiled is None else memory(compiled),
+        refused=refused,
+        counts=_counts(run, name, text) if text else None,
+        buffers=temporaries(report),
+        executable=compiled if keep else None,
+        lowered=lowered if keep else None,
+    )
+
+
+def _counts(run: Run, name: str, text: str) -> counting.Counts:
+    """Return the counts of one program of the run, from its optimised text."""
     share = live_share(run)
-    counts = text and counting.count(
+    return counting.count(
         text,
         turns_of=lambda _: micro_batches(run) if name == "update" else 1,
         read_share=lambda call: share if "decode_attention" in call else 1.0,
         attended=functools.partial(attended_share, run, name),
         taken=lambda branch: head_share(run, name) if LIVE_CHUNK in branch else 1.0,
     )
-    known = compiled and memory(compiled)
-    return Row(name, known, refused, counts or None, temporaries(report), *((compiled, lowered) if keep else ()))
 
 
 def _newest(folder: str, pattern: str) -> str:
+    """Return the text of the last file that matches, or ""."""
     paths = sorted(pathlib.Path(folder).glob(pattern))
     return paths[-1].read_text() if paths else ""
 
 
 def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
     """Write the executables of rows that have them. ``train`` loads them (runtime.executables.load_all)."""
-    where = saved_in(folder, mesh)
-    where.mkdir(parents=True, exist_ok=True)
+    mesh_folder = saved_in(folder, mesh)
+    mesh_folder.mkdir(parents=True, exist_ok=True)
     for row in rows:
-        (where / saved_as(row.lowered, mesh)).write_bytes(serialize(row.executable)[0])
+        if row.executable is not None and row.lowered is not None:
+            (mesh_folder / saved_as(row.lowered, mesh)).write_bytes(serialize(row.executable)[0])
 
 
 def micro_batches(run: Run) -> int:
@@ -143,21 +157,27 @@ def attended_share(run: Run, program: str, queries: int, keys: int, block: int) 
     in their own rows.
     """
     config, update = run.config, run.learner.update
-    P, C = config.prompts.max_tokens, config.sampling.max_completion_tokens
+    prompt_tokens = config.prompts.max_tokens
+    row_tokens = prompt_tokens + config.sampling.max_completion_tokens
 
-    def seen(tokens: int, window: int) -> float:  # sum over all tokens of a row
+    def num_pairs(tokens: int, window: int) -> float:
+        """Return the number of query-key pairs of a row."""
         full = min(tokens, window)
         return full * (full + 1) / 2 + (tokens - full) * window
 
-    def of_layer(window: int) -> float:
+    def layer_share(window: int) -> float:
         if program != "update" or not update.num_lines:
             return counting.causal_share(queries, keys, block, window)
-        prompt, row = (seen(n, window or keys) for n in (P, P + C))
-        draws = _draws(run) / (micro_batches(run) * update.num_lines)  # per line
-        return draws * (prompt + config.rows_per_draw * (row - prompt)) / (queries * keys)
+        prompt = num_pairs(prompt_tokens, window or keys)
+        row = num_pairs(row_tokens, window or keys)
+        draws_per_line = _draws(run) / (micro_batches(run) * update.num_lines)
+        return draws_per_line * (prompt + config.rows_per_draw * (row - prompt)) / (queries * keys)
 
-    models = (run.model, run.learner.reference_model)
-    return min(statistics.fmean(of_layer(x.window) for x in m.arch.by_layer if not x.is_recurrent) for m in models)
+    shares = []
+    for model in (run.model, run.learner.reference_model):
+        windows = [layer.window for layer in model.arch.by_layer if not layer.is_recurrent]
+        shares.append(statistics.fmean(layer_share(window) for window in windows))
+    return min(shares)
 
 
 def head_share(run: Run, program: str) -> float:
@@ -168,19 +188,23 @@ def head_share(run: Run, program: str) -> float:
     config, update = run.config, run.learner.update
     if program != "update" or not update.num_lines:
         return 1.0
-    draws = _draws(run) / (micro_batches(run) * update.num_lines)  # per line
+    draws_per_line = _draws(run) / (micro_batches(run) * update.num_lines)
     targets = config.rows_per_draw * config.sampling.max_completion_tokens
     if reads_prompts(config):  # prompts have their own chunks
         targets = min(targets, config.prompts.max_tokens - 1)
-    return min(1.0, draws * targets / config.line_tokens)
+    return min(1.0, draws_per_line * targets / config.line_tokens)
 
 
 def live_share(run: Run) -> float:
     """Return the share of a cache that decode steps on TPU read in whole blocks, averaged from empty to full."""
-    tokens, arch, mesh = run.config.sampling.max_completion_tokens, run.model.arch, run.sampler.mesh
-    rows, heads = run.config.num_slots // sharding.num_data_shards(mesh), arch.num_kv_heads // mesh.shape["tensor"]
+    tokens = run.config.sampling.max_completion_tokens
+    arch = run.model.arch
+    mesh = run.sampler.mesh
+    rows = run.config.num_slots // sharding.num_data_shards(mesh)
+    heads = arch.num_kv_heads // mesh.shape["tensor"]
     token_bytes = heads * arch.head_size * jnp.dtype(run.config.model.compute_dtype).itemsize
-    return min(1.0, 0.5 * (1 + tpu_decode.step_of(rows, cache_length(tokens), token_bytes)[1] / tokens))
+    _, block_tokens = tpu_decode.step_of(rows, cache_length(tokens), token_bytes)
+    return min(1.0, 0.5 * (1 + block_tokens / tokens))
 
 
 def temporaries(report: str) -> tuple[Buffer, ...]:
@@ -194,14 +218,16 @@ def temporaries(report: str) -> tuple[Buffer, ...]:
     lines = max((_BUFFER.findall(table) for table in device.split("cumulative_size")), key=len, default=[])
     if len(lines) < 2:
         return ()
-    number: Counter[str] = Counter()
-    total: Counter[str] = Counter()
+    number: dict[str, int] = {}
+    total: dict[str, float] = {}
     ends = []
     for size, unit, offset, shapes in lines:
-        shape = re.search(r"\w+\[[\d,]*\]", shapes)
-        bytes_of = float(size) * _UNITS[unit]
-        ends.append(int(offset) + bytes_of)
-        number[shape[0] if shape else "?"] += 1
-        total[shape[0] if shape else "?"] += bytes_of
+        match = re.search(r"\w+\[[\d,]*\]", shapes)
+        shape = match[0] if match else "?"
+        num_bytes = float(size) * _UNITS[unit]
+        ends.append(int(offset) + num_bytes)
+        number[shape] = number.get(shape, 0) + 1
+        total[shape] = total.get(shape, 0.0) + num_bytes
     scale = min(1.0, max(ends) / sum(total.values()))
-    return tuple(Buffer(shape, number[shape], size * scale) for shape, size in total.most_common())
+    largest_first = sorted(total.items(), key=lambda item: item[1], reverse=True)
+    return tuple(Buffer(shape, number[shape], size * scale) for shape, size in largest_first)

@@ -32,7 +32,9 @@ RESOURCES = ("operations", "memory", "links", "host")
 class Seconds:
     """Least time of one call.
 
-    ``by``: time of each resource alone; ``bound``: the resource that limits most of the time.
+    Attributes:
+        by: time of each resource alone.
+        bound: the resource that limits most of the time.
     """
 
     total: float
@@ -41,24 +43,27 @@ class Seconds:
 
 
 def seconds(counts: counting.Counts, chip: Chip) -> Seconds:
-    by, bound = dict.fromkeys(RESOURCES, 0.0), dict.fromkeys(RESOURCES, 0.0)
+    """Return the least time of a program on a chip."""
+    by = dict.fromkeys(RESOURCES, 0.0)
+    bound = dict.fromkeys(RESOURCES, 0.0)
     for region in counts.regions:
-        each = dict(
-            zip(
-                RESOURCES,
-                (
-                    region.turns * region.flops / (chip.tflops * 1e12),
-                    region.turns * region.hbm_bytes / (chip.hbm_gb * 1e9),
-                    region.turns * sum(region.link_bytes.values()) / (chip.link_gb * 1e9),
-                    region.turns * max(region.host_read_bytes, region.host_written_bytes) / (chip.host_gb * 1e9),
-                ),
-                strict=True,
-            )
-        )
-        by = {name: by[name] + each[name] for name in RESOURCES}
-        longest = max(each, key=each.get)
-        bound[longest] += each[longest]
-    return Seconds(sum(bound.values()), by, max(bound, key=bound.get))
+        host_bytes = max(region.host_read_bytes, region.host_written_bytes)
+        region_seconds = {
+            "operations": region.turns * region.flops / (chip.tflops * 1e12),
+            "memory": region.turns * region.hbm_bytes / (chip.hbm_gb * 1e9),
+            "links": region.turns * sum(region.link_bytes.values()) / (chip.link_gb * 1e9),
+            "host": region.turns * host_bytes / (chip.host_gb * 1e9),
+        }
+        for name in RESOURCES:
+            by[name] += region_seconds[name]
+        longest = _largest(region_seconds)
+        bound[longest] += region_seconds[longest]
+    return Seconds(sum(bound.values()), by, _largest(bound))
+
+
+def _largest(values: Mapping[str, float]) -> str:
+    """Return the name of the largest value, the first of equal ones."""
+    return max(values, key=lambda name: values[name])
 
 
 # Programs that an iteration calls once, if the run has them.
@@ -76,7 +81,8 @@ PARTS = {
 
 def decode_steps(config: Config) -> int:
     """Return the decode steps of an iteration, if all rows have full length. With a lookahead no slot is ever idle."""
-    rollouts, tokens = config.rollouts_per_iteration, config.sampling.max_completion_tokens
+    rollouts = config.rollouts_per_iteration
+    tokens = config.sampling.max_completion_tokens
     if config.rollout.lookahead_prompts:
         return -(-rollouts * tokens // config.num_slots)
     return -(-rollouts // config.num_slots) * tokens
@@ -85,19 +91,21 @@ def decode_steps(config: Config) -> int:
 def calls(run: Run, names: Mapping[str, object]) -> dict[str, int]:
     """Return how often an iteration calls each program. Programs that run only at start or end, or never, have 0."""
     config = run.config
-    often = {
+    counts = {
         **dict.fromkeys(ONCE, 1),
         "decode": -(-decode_steps(config) // config.rollout.chunk_steps),
         "read_group": config.rollout.prompts_per_iteration,
     }
-    return {name: often.get(name, 0) for name in names}
+    return {name: counts.get(name, 0) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class Iteration:
-    """Lower bound of an iteration. ``mfu`` counts only the model's operations, without recomputation and attention.
+    """Lower bound of an iteration.
 
-    ``parts`` are the seconds of each of ``PARTS``, and the least seconds of kernels that are not counted.
+    Attributes:
+        parts: the seconds of each of ``PARTS``, and the least seconds of kernels that are not counted.
+        mfu: model FLOPs utilisation. It counts the model's operations, without recomputation and attention.
     """
 
     seconds: float
@@ -119,7 +127,7 @@ def active_params(arch: Architecture) -> int:
 
 def reads_prompts(config: Config) -> bool:
     """Return whether a cross-entropy also covers prompts, from their second token on."""
-    return any(one.facts.reads == "prompt_logp" for one in config.algorithm.cross_entropies)
+    return any(entropy.facts.reads == "prompt_logp" for entropy in config.algorithm.cross_entropies)
 
 
 def model_flops(config: Config, arch: Architecture) -> float:
@@ -142,15 +150,29 @@ def model_flops(config: Config, arch: Architecture) -> float:
 
 def iteration(run: Run, chip: Chip, counts: Mapping[str, counting.Counts]) -> Iteration:
     """Return the lower bound of an iteration whose programs have these ``counts``, on the run's mesh of such chips."""
-    often, config = calls(run, counts), run.config
-    each = {name: often[name] * seconds(of, chip).total for name, of in counts.items() if often[name]}
-    if "decode" in each:  # the last chunk of steps ends early, with the last row
-        each["decode"] *= decode_steps(config) / (often["decode"] * config.rollout.chunk_steps)
-    parts = {part: sum(each.get(name, 0.0) for name in names) for part, names in PARTS.items()}
-    total, chips = sum(parts.values()), run.mesh.size
+    config = run.config
+    num_calls = calls(run, counts)
+    program_seconds = {}
+    for name, program_counts in counts.items():
+        if num_calls[name]:
+            program_seconds[name] = num_calls[name] * seconds(program_counts, chip).total
+    if "decode" in program_seconds:  # the last chunk of steps ends early, with the last row
+        program_seconds["decode"] *= decode_steps(config) / (num_calls["decode"] * config.rollout.chunk_steps)
+    parts = {}
+    for part, names in PARTS.items():
+        parts[part] = sum(program_seconds.get(name, 0.0) for name in names)
+    total = sum(parts.values())
+    num_chips = run.mesh.size
     flops = model_flops(config, run.model.arch)
-    least = flops / (chips * chip.tflops * 1e12)
-    if least > total and any(counts[name].uncounted for name in each):
-        parts["not counted"], total = least - total, least
+    least = flops / (num_chips * chip.tflops * 1e12)
+    if least > total and any(counts[name].uncounted for name in program_seconds):
+        parts["not counted"] = least - total
+        total = least
     generated = config.rollouts_per_iteration * config.sampling.max_completion_tokens
-    return Iteration(total, parts, generated / total / chips, least / total, flops)
+    return Iteration(
+        seconds=total,
+        parts=parts,
+        tokens_per_s_chip=generated / total / num_chips,
+        mfu=least / total,
+        model_flops=flops,
+    )

@@ -14,6 +14,7 @@ Owns: trip counts, these sums. Does not know: how the text is read (hlo), chips,
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import re
@@ -70,16 +71,17 @@ class Region:
         return self.host_read_bytes + self.host_written_bytes
 
     @property
-    def link_bytes(self) -> Counter[str]:
+    def link_bytes(self) -> dict[str, float]:
         """Return the bytes that a device sends, by kind of collective."""
-        total: Counter[str] = Counter()
-        for one in self.sent:
-            total[one.kind] += one.num_bytes
+        total: dict[str, float] = {}
+        for sent in self.sent:
+            total[sent.kind] = total.get(sent.kind, 0.0) + sent.num_bytes
         return total
 
     @property
-    def collectives(self) -> Counter[str]:
-        return Counter(one.kind for one in self.sent)
+    def collectives(self) -> dict[str, int]:
+        """Return the number of collectives by kind."""
+        return dict(Counter(sent.kind for sent in self.sent))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,15 +101,17 @@ class Counts:
         return sum(region.turns * getattr(region, name) for region in self.regions)
 
     def by_collective(self, name: str = "link_bytes") -> dict[str, float]:
-        total: Counter[str] = Counter()
+        """Return the sum of a region's property by kind of collective, over all regions and turns."""
+        total: dict[str, float] = {}
         for region in self.regions:
-            total.update({kind: region.turns * n for kind, n in getattr(region, name).items()})
-        return dict(total)
+            for kind, count_of_kind in getattr(region, name).items():
+                total[kind] = total.get(kind, 0.0) + region.turns * count_of_kind
+        return total
 
     @property
     def sent(self) -> list[tuple[float, Sent]]:
         """Return every collective, with the number of times that it runs."""
-        return [(region.turns, one) for region in self.regions for one in region.sent]
+        return [(region.turns, sent) for region in self.regions for sent in region.sent]
 
 
 # ---- operations ----------------------------------------------------------------------------------------------
@@ -139,6 +143,7 @@ def _convolution(x: Instruction, lhs: Shape, rhs: Shape) -> float:
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.attributes)
     window = re.search(r"window=\{([^}]*)\}", x.attributes)
+    assert labels is not None, "every convolution has dim_labels"
     left, right, out = labels.groups()
     spatial = sorted(c for c in out if c.isdigit())
     n, window = len(spatial), window[1] if window else ""
@@ -208,7 +213,7 @@ class _Program:
         self.turns_of, self.read_share, self.attended, self.taken = turns_of, read_share, attended, taken
         self.regions: list[Region] = []
         self.guessed: dict[str, float] = {}
-        self.uncounted: Counter[str] = Counter()
+        self.uncounted: collections.defaultdict[str, float] = collections.defaultdict(float)
         header = re.search(r"num_partitions=(\d+)", text)
         self.num_devices = int(header[1]) if header else 1
         self.entry = next(c for c in self.computations.values() if c.is_entry)
@@ -434,7 +439,10 @@ def _add(region: Region, other: Region) -> None:
 
 
 def _index(x: Instruction) -> int:
-    return int(re.search(r"index=(\d+)", x.attributes)[1])
+    """Return the index of a get-tuple-element instruction."""
+    match = re.search(r"index=(\d+)", x.attributes)
+    assert match is not None, "get-tuple-element has an index"
+    return int(match[1])
 
 
 def _identity(x: Instruction) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models.architecture import Architecture
@@ -28,13 +28,20 @@ SAMPLER = ("init_sampler", "publish", "publish_base", "prefill", "decode", "coll
 LEARNER = ("init_ring", "init_state", "annotate", "update")
 
 
+Remat = Literal["none", "dots", "full"]
+REMATS: tuple[Remat, ...] = ("none", "dots", "full")
+
+
 @dataclasses.dataclass(frozen=True)
 class Layout:
+    """The settings that a search varies."""
+
     mesh: MeshConfig
     micro_batch_size: int
-    remat: str
+    remat: Remat
 
     def of(self, config: Config) -> Config:
+        """Return the config with these settings."""
         update = dataclasses.replace(config.update, micro_batch_size=self.micro_batch_size)
         model = dataclasses.replace(config.model, remat=self.remat)
         return dataclasses.replace(config, mesh=self.mesh, update=update, model=model)
@@ -48,45 +55,57 @@ def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator
     """Yield the meshes whose axes divide the model's experts, heads and key-value heads evenly."""
     divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
     for fsdp, expert, context, tensor in itertools.product(divisors, repeat=4):
-        used = fsdp * expert * context * tensor
-        idle = (expert > 1 and arch.num_experts % expert) or (context > 1 and arch.num_heads % (context * tensor))
-        if num_devices % used or arch.num_kv_heads % tensor or (expert > 1 and not arch.num_experts) or idle:
+        num_used = fsdp * expert * context * tensor
+        if num_devices % num_used or arch.num_kv_heads % tensor:
             continue
-        axes = {"fsdp": fsdp, "expert": expert, "context": context, "tensor": tensor}
-        yield dataclasses.replace(config, data=num_devices // used, **axes)
+        if expert > 1 and (arch.num_experts == 0 or arch.num_experts % expert):
+            continue
+        if context > 1 and arch.num_heads % (context * tensor):
+            continue
+        data = num_devices // num_used
+        yield dataclasses.replace(config, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
 
 
 def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
     """Yield all layouts of a mesh. Many do not divide the run's numbers."""
     batch = config.update.batch_size
-    packed = config.update.micro_batch_tokens > 0
-    sizes = [config.update.micro_batch_size] if packed else [n for n in range(1, batch + 1) if batch % n == 0]
-    yield from (Layout(mesh, *each) for each in itertools.product(sizes, ("none", "dots", "full")))
+    sizes = [n for n in range(1, batch + 1) if batch % n == 0]
+    if config.update.micro_batch_tokens > 0:  # packed: the number of rows is not used
+        sizes = [config.update.micro_batch_size]
+    for size in sizes:
+        for remat in REMATS:
+            yield Layout(mesh, size, remat)
 
 
 def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
     """Return estimated seconds of an iteration, by the algebra of weights and activations. It only ranks layouts."""
-    update, mesh = config.update, config.mesh
-    chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
-    repeated = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0) / 6.0
-    flops = cost.model_flops(config, arch) * repeated / chips
-    size = 2 if config.model.compute_dtype == "bfloat16" else 4
-    of_experts = 3 * arch.num_layers * arch.num_experts * arch.width * arch.ffn
-    of_device = size * (arch.num_params - of_experts + of_experts / mesh.expert)
-    rows = update.updates_per_iteration * update.batch_size
-    tokens, micros = rows * config.row_tokens / (chips / mesh.tensor), rows // update.micro_batch_size
-    # Weights are gathered twice, gradients are reduced in float32, and publishing gathers once.
-    sent = of_device / mesh.tensor * (1 + 4 * micros) * (mesh.fsdp * mesh.context > 1)
+    update = config.update
+    mesh = config.mesh
+    num_chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
+    recomputation = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0) / 6.0
+    flops = cost.model_flops(config, arch) * recomputation / num_chips
+    itemsize = 2 if config.model.compute_dtype == "bfloat16" else 4
+    expert_params = 3 * arch.num_layers * arch.num_experts * arch.width * arch.ffn
+    weight_bytes = itemsize * (arch.num_params - expert_params + expert_params / mesh.expert)
+    num_rows = update.updates_per_iteration * update.batch_size
+    num_micros = num_rows // update.micro_batch_size
+    learner_tokens = num_rows * config.row_tokens / (num_chips / mesh.tensor)
+    sent = 0.0
+    if mesh.fsdp * mesh.context > 1:
+        # Weights are gathered twice, gradients are reduced in float32, and publishing gathers once.
+        sent = weight_bytes / mesh.tensor * (1 + 4 * num_micros)
     tensor = mesh.sampler_tensor or mesh.tensor
-    weights, slots = of_device / tensor, config.num_slots / (chips / tensor)
-    steps = cost.decode_steps(config)
-    for count, passes, parts in ((tokens, 2, mesh.tensor), (slots * steps, 1, tensor)):
-        activations = passes * size * count * arch.num_layers
-        sent += activations * arch.width * (4 * (parts > 1) + 2 * (mesh.expert - 1))
-        if passes == 2:  # only the learner splits rows over the context axis
-            sent += activations * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_size * (mesh.context > 1)
-    cache = slots * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * size
-    read = steps * (weights + cache * arch.num_layers / tensor / 2) + 6 * of_device / mesh.tensor * micros
+    sampler_weight_bytes = weight_bytes / tensor
+    num_slots = config.num_slots / (num_chips / tensor)
+    num_steps = cost.decode_steps(config)
+    for num_tokens, num_passes, num_parts in ((learner_tokens, 2, mesh.tensor), (num_slots * num_steps, 1, tensor)):
+        activations = num_passes * itemsize * num_tokens * arch.num_layers
+        sent += activations * arch.width * (4 * (num_parts > 1) + 2 * (mesh.expert - 1))
+        if num_passes == 2 and mesh.context > 1:  # only the learner splits rows over the context axis
+            sent += activations * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_size
+    cache_bytes = num_slots * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * itemsize
+    decode_bytes = num_steps * (sampler_weight_bytes + cache_bytes * arch.num_layers / tensor / 2)
+    read = decode_bytes + 6 * weight_bytes / mesh.tensor * num_micros
     return flops / chip.tflops / 1e12 + read / chip.hbm_gb / 1e9 + sent / chip.link_gb / 1e9
 
 
@@ -95,11 +114,14 @@ def kept_for_backward(config: Config, arch: Architecture) -> float:
 
     These are each layer's input and the MLP values that ``model.remat`` keeps.
     """
-    mesh, size = config.mesh, 2 if config.model.compute_dtype == "bfloat16" else 4
-    of_rows = config.update.micro_batch_size * config.sampling.max_completion_tokens
-    tokens = (config.update.micro_batch_tokens or of_rows) / (mesh.data * mesh.fsdp * mesh.expert * mesh.context)
+    mesh = config.mesh
+    itemsize = 2 if config.model.compute_dtype == "bfloat16" else 4
+    row_tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens
+    num_parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context
+    tokens = (config.update.micro_batch_tokens or row_tokens) / num_parts
     ffn = arch.ffn * max(1, arch.experts_per_token) / mesh.tensor
-    return size * arch.num_layers * tokens * (arch.width + {"none": 6, "dots": 2}.get(config.model.remat, 0) * ffn)
+    mlp_values = {"none": 6, "dots": 2}.get(config.model.remat, 0) * ffn
+    return itemsize * arch.num_layers * tokens * (arch.width + mlp_values)
 
 
 def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> tuple[list[Layout], int]:

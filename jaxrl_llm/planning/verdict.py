@@ -8,7 +8,6 @@ Owns: kinds of memory, the settings that lower each, with values that divide. Do
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -19,10 +18,16 @@ from jaxrl_llm.run import Run
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.runtime.programs import SAMPLING, START_UP, Memory
 
-STATE, RING, PUBLISHED, SLOTS = "weights and moments", "ring", "published weights", "sampler's slots"
+STATE = "weights and moments"
+RING = "ring"
+PUBLISHED = "published weights"
+SLOTS = "sampler's slots"
 FROZEN = "frozen weights"  # a reference's weights, and the base weights of adapters
-LOGITS, KEPT, LAYER = "logits", "layers' inputs kept for the backward pass", "values of a layer"
-MATRICES, OTHER = "weights gathered, laid out anew, or their gradients", "other temporary memory"
+LOGITS = "logits"
+KEPT = "layers' inputs kept for the backward pass"
+LAYER = "values of a layer"
+MATRICES = "weights gathered, laid out anew, or their gradients"
+OTHER = "other temporary memory"
 
 
 def host_bytes(memories: Mapping[str, Memory]) -> int:
@@ -32,14 +37,18 @@ def host_bytes(memories: Mapping[str, Memory]) -> int:
 
 def kept(run: Run, *, sampling: bool) -> dict[str, int]:
     """Return a device's bytes by kind while a program of the sampler (``sampling``) or of the learner runs."""
-    beside = sampling or run.config.rollout.lookahead_prompts > 0
     learner = run.learner
     kinds = {STATE: sharding.device_bytes(learner.abstract_state), RING: sharding.device_bytes(learner.abstract_ring)}
-    kinds |= {FROZEN: frozen} if (frozen := sharding.device_bytes(learner.frozen)) else {}
-    slots = {SLOTS: sharding.device_bytes(run.sampler.abstract_state())} if beside else {}
-    own, *base = lora.split(run.sampler_params)
-    published = sharding.device_bytes((own if sampling else (), *base))
-    return kinds | ({PUBLISHED: published} if published else {}) | slots
+    frozen = sharding.device_bytes(learner.frozen)
+    if frozen:
+        kinds[FROZEN] = frozen
+    trained, *base = lora.split(run.sampler_params)
+    published = sharding.device_bytes((trained if sampling else (), *base))
+    if published:
+        kinds[PUBLISHED] = published
+    if sampling or run.config.rollout.lookahead_prompts > 0:
+        kinds[SLOTS] = sharding.device_bytes(run.sampler.abstract_state())
+    return kinds
 
 
 def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
@@ -74,12 +83,14 @@ def kind_of(run: Run, dims: tuple[int, ...]) -> str:
 
 def made_of(run: Run, row: Row) -> dict[str, float]:
     """Return a device's bytes by kind while a program runs, the largest first."""
-    total = Counter() if row.name in START_UP else Counter(kept(run, sampling=row.name in (*SAMPLING, "publish")))
-    found = Counter()
+    sizes: dict[str, float] = {}
+    if row.name not in START_UP:
+        sizes |= kept(run, sampling=row.name in (*SAMPLING, "publish"))
     for buffer in row.buffers:
-        found[kind_of(run, buffer.dims)] += buffer.size
-    total.update(found)
-    return {kind: size for kind, size in total.most_common() if size > 0}
+        kind = kind_of(run, buffer.dims)
+        sizes[kind] = sizes.get(kind, 0.0) + buffer.size
+    largest_first = sorted(sizes.items(), key=lambda item: item[1], reverse=True)
+    return {kind: size for kind, size in largest_first if size > 0}
 
 
 def suggestions(run: Run, row: Row, most: int = 3) -> list[str]:
