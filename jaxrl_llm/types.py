@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from typing import Annotated, Any, Protocol, Self, TypeVar, cast
 
 import flax.struct
 import jax
@@ -77,9 +77,14 @@ class PromptBatch:
 
 
 class WithColumns:
+    """Base of the dataclasses that have columns."""
+
+    columns: Mapping[str, jax.Array]
+
     def with_columns(self, **columns: jax.Array) -> Self:
         """Return a copy with these columns added. Columns of the same names are replaced."""
-        return self.replace(columns={**self.columns, **columns})
+        record = cast(Any, self)  # every subclass is a dataclass, which the type of this base cannot express
+        return dataclasses.replace(record, columns={**self.columns, **columns})
 
 
 @flax.struct.dataclass
@@ -93,7 +98,7 @@ class Rollout(WithColumns):
     group_id: jax.Array  # [B] i32, the same for all rows of one prompt; below 0 for external rows
     policy_version: jax.Array  # [B, S] i32 per token, -1 off the completion and for tokens of an environment
     stop_reason: jax.Array  # [B] i8, STOP_*
-    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # columns of the method (views.COLUMNS)
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # columns of the method (inputs.COLUMNS)
 
 
 class OpenRollouts(Protocol):
@@ -199,7 +204,7 @@ class Experience(WithColumns):
     reward: jax.Array  # [B] f32 as scored, before any shaping; 0.0 if not trainable
     advantage: jax.Array  # [B, S] f32, 0.0 off the completion
     trainable: jax.Array  # [B] bool, False if the reward failed, the row is filtered out or is padding
-    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # columns of the method (views.COLUMNS)
+    columns: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # columns of the method (inputs.COLUMNS)
 
 
 @flax.struct.dataclass

@@ -816,7 +816,7 @@ def failures(config, folder, monkeypatch):
 
 def gap(config, folder, monkeypatch):
     """What is said where sampler and learner differ by 0.01 nats."""
-    return faults.gap_said(config, {"own_token_count": 1, "gap_max": 0.01, "gap_sum": 0.01, "gap_high_count": 0})
+    return faults.gap_message(config, {"own_token_count": 1, "gap_max": 0.01, "gap_sum": 0.01, "gap_high_count": 0})
 
 
 def broken(config, folder, monkeypatch):

@@ -38,12 +38,12 @@ from jaxrl_llm.models import lora
 
 
 class Modules(NamedTuple):
-    """Optimizer state, learning module and its step count (each [] i32), the last W rewards ([W] f32), newest last."""
+    """State of an optimizer that trains one module at a time."""
 
-    own: Any
-    module: jax.Array
-    count: jax.Array
-    rewards: jax.Array
+    own: Any  # state of the optimizer of the learning module
+    module: jax.Array  # [] i32, number of the learning module, from 0
+    count: jax.Array  # [] i32, steps of the learning module
+    rewards: jax.Array  # [W] f32, rewards of the last W steps, newest last
 
 
 def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -> optax.GradientTransformation:
@@ -62,26 +62,34 @@ def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -
             raise ConfigError(f"model.lora.module_steps={steps} needs a model.lora.modules of at least 2")
         return optimizer
 
-    def init(params: Any) -> Modules:
+    def init(params: optax.Params) -> Modules:
         first = jnp.int32(0)
-        return Modules(optimizer.init(lora.of_module(params, first, config)), first, jnp.int32(0), jnp.zeros(steps))
+        own = optimizer.init(lora.of_module(params, first, config))
+        return Modules(own, first, jnp.int32(0), jnp.zeros(steps))
 
-    def update(gradient: Any, state: Modules, params: Any = None, *, reward: jax.Array) -> tuple[Any, Modules]:
-        own, module, count, rewards = state
-        count, rewards = count + 1, jnp.concatenate([rewards[1:], reward[None]])
-        part = lambda of: lora.of_module(of, module, config)
-        updates, own = optimizer.update(part(gradient), own, part(params))
+    def update(
+        updates: optax.Updates, state: Modules, params: optax.Params | None = None, *, reward: jax.Array
+    ) -> tuple[optax.Updates, Modules]:
+        module = state.module
+        count = state.count + 1
+        rewards = jnp.concatenate([state.rewards[1:], reward[None]])
+        updates, own = optimizer.update(
+            lora.of_module(updates, module, config), state.own, lora.of_module(params, module, config)
+        )
         # Subtract the first reward: with constant rewards such as 0.1, rounding errors alone could make a slope.
         slope = jnp.sum((jnp.arange(steps) - (steps - 1) / 2) * (rewards - rewards[0]))
         stalls = (count >= steps) & (slope <= 0) & (module < config.modules - 1)
-        own, count = optim.forgotten(own, lambda _: stalls), jnp.where(stalls, 0, count)
+        own = optim.forgotten(own, lambda _: stalls)
+        count = jnp.where(stalls, 0, count)
         return lora.in_whole(updates, module, config), Modules(own, module + stalls, count, rewards)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)  # pyrefly: ignore[bad-argument-type], it needs `reward`
 
 
 def sums(opt_state: Any) -> dict[str, jax.Array]:
     """Return the number of the learning module, counted from 1, as a metric sum; {} if the rank is not split."""
-    of_modules = lambda x: isinstance(x, Modules)
-    found = [x for x in jax.tree.leaves(opt_state, is_leaf=of_modules) if of_modules(x)]
-    return {"adapter_module_sum": found[0].module + jnp.float32(1)} if found else {}
+    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, Modules))
+    for leaf in leaves:
+        if isinstance(leaf, Modules):
+            return {"adapter_module_sum": leaf.module + jnp.float32(1)}
+    return {}

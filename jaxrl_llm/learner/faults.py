@@ -10,6 +10,7 @@ Owns: the file, the count of faulty updates, the sampler-learner check. Does not
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -38,27 +39,40 @@ class SamplerLearnerGapError(ConfigError):
     """Error for sampler and learner that compute different probabilities for the sampled tokens."""
 
 
-def gap_said(config: Config, sums: dict[str, Any]) -> str:
+def gap_message(config: Config, sums: dict[str, Any]) -> str:
     """Return the message for a batch whose sampler-learner gap is above the limit; "" if the gap is allowed.
 
     Without rounding the limit applies to the largest gap. With rounding it applies to the mean gap, and at most
     ``HIGH_SHARE`` of the tokens may have a gap above ``HIGH_GAP`` times the limit.
     """
-    limit, count = config.update.max_sampler_learner_gap_nats, sums["own_token_count"]
-    weights = config.rollout.weights
-    rounding = [f"model.compute_dtype={config.model.compute_dtype!r}"] * (config.model.compute_dtype != "float32")
-    rounding += [f"rollout.weights={weights!r}"] * (weights != "compute" and config.update.weights == "full")
-    largest, mean, high = sums["gap_max"], sums["gap_sum"] / count, sums["gap_high_count"] / count
-    said = "the learner's log-probs differ from the sampler's by"
+    limit = config.update.max_sampler_learner_gap_nats
+    num_tokens = sums["own_token_count"]
+    largest = sums["gap_max"]
+    mean = sums["gap_sum"] / num_tokens
+    high_share = sums["gap_high_count"] / num_tokens
+    rounding = _rounding_settings(config)
+    beginning = "the learner's log-probs differ from the sampler's by"
     allowed = f"update.max_sampler_learner_gap_nats={limit}"
+    # The comparisons are negated so that a gap of NaN is above every limit.
     if not rounding and not largest <= limit:
-        return f"{said} up to {largest:.4f} nats, more than {allowed}"
-    if rounding and not (mean <= limit and high <= HIGH_SHARE):
+        return f"{beginning} up to {largest:.4f} nats, more than {allowed}"
+    if rounding and not (mean <= limit and high_share <= HIGH_SHARE):
         return (
-            f"{said} {mean:.4f} nats on average, and by more than {HIGH_GAP * limit:.4g} for {high:.1%} of the tokens; "
-            f"with {' and '.join(rounding)} {allowed} is allowed on average, and {HIGH_SHARE:.0%} of such tokens"
+            f"{beginning} {mean:.4f} nats on average, and by more than {HIGH_GAP * limit:.4g} nats for "
+            f"{high_share:.1%} of the tokens. With {' and '.join(rounding)}, the mean may be at most {allowed}, and at "
+            f"most {HIGH_SHARE:.0%} of the tokens may differ by more than {HIGH_GAP * limit:.4g} nats"
         )
     return ""
+
+
+def _rounding_settings(config: Config) -> list[str]:
+    """Return the settings, as text, that make sampler and learner round differently."""
+    settings = []
+    if config.model.compute_dtype != "float32":
+        settings.append(f"model.compute_dtype={config.model.compute_dtype!r}")
+    if config.rollout.weights != "compute" and config.update.weights == "full":
+        settings.append(f"rollout.weights={config.rollout.weights!r}")
+    return settings
 
 
 def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int) -> Experience:
@@ -69,7 +83,8 @@ def last_drawn(ring: RingState, *, batch_size: int, row_tokens: int) -> Experien
     is_drawn = ring.last_use == ring.num_draws[:, None]
     slot_index = jnp.argsort(~is_drawn, axis=1)[:, : batch_size // is_drawn.shape[0]]
     rows = replay.rows_at(ring, slot_index, row_tokens)
-    return rows.replace(trainable=rows.trainable & jnp.take_along_axis(is_drawn, slot_index, axis=1))
+    trainable = rows.trainable & jnp.take_along_axis(is_drawn, slot_index, axis=1)
+    return dataclasses.replace(rows, trainable=trainable)
 
 
 class Faults:
@@ -80,41 +95,52 @@ class Faults:
     """
 
     def __init__(self, config: Config, mesh: Mesh):
-        self._config, self._mesh = config, mesh
-        self.run, self._has_compared = 0, False
+        self._config = config
+        self._mesh = mesh
+        self.run = 0
+        self._has_compared = False
         self._last: tuple[int, Experience] | None = None  # iteration and rows of the update that reached the limit
 
     def observe(self, sums: dict[str, Any], iteration: int, ring: RingState) -> None:
         """Check an iteration's updates, given their sums and the ring after them. Iterations count from 1.
 
         Raises:
-            SamplerLearnerGapError: the first compared iteration of the run has a gap above the limit (``gap_said``).
+            SamplerLearnerGapError: the first compared iteration of the run has a gap above the limit (``gap_message``).
                 Later iterations only print a warning.
         """
         # Without tokens that the current weights drew there is no gap to compare.
         if sums["own_token_count"]:
-            if (said := gap_said(self._config, sums)) and not self._has_compared:
-                raise SamplerLearnerGapError(said)
-            if said and hosts.is_first():
-                print(f"warning: iteration {iteration}: {said}", file=sys.stderr)
+            message = gap_message(self._config, sums)
+            if message and not self._has_compared:
+                raise SamplerLearnerGapError(message)
+            if message and hosts.is_first():
+                print(f"warning: iteration {iteration}: {message}", file=sys.stderr)
             self._has_compared = True
-        at_end, config = int(sums["nonfinite_run"]), self._config
-        self.run = at_end + (self.run if at_end == config.update.updates_per_iteration else 0)
-        if self.run < config.update.max_nonfinite_steps:
-            return
-        whole = functools.partial(last_drawn, batch_size=config.update.batch_size, row_tokens=config.row_tokens)
+        run_at_end = int(sums["nonfinite_run"])
+        if run_at_end == self._config.update.updates_per_iteration:
+            self.run += run_at_end
+        else:
+            self.run = run_at_end
+        if self.run >= self._config.update.max_nonfinite_steps:
+            self._last = iteration, self._last_batch(ring)
+
+    def _last_batch(self, ring: RingState) -> Experience:
+        """Return the rows [B, ...] of the last draw, on the host."""
+        batch_size = self._config.update.batch_size
+        draw_again = functools.partial(last_drawn, batch_size=batch_size, row_tokens=self._config.row_tokens)
         # Compiled only here, because a run without faults never needs this program.
-        program = Program(whole, (ring,), sharding.replicated(self._mesh, 0))
+        program = Program(draw_again, (ring,), sharding.replicated(self._mesh, 0))
         rows = jax.device_get(compile_all({"last_drawn": program}, self._mesh)["last_drawn"](ring))
-        self._last = iteration, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)
 
     def state(self) -> list[int | bool]:
         """Return the state that ``restore`` takes, as plain JSON."""
         return [self.run, self._has_compared]
 
     def restore(self, state: list[int | bool]) -> None:
-        self.run, *compared = state
-        self._has_compared = any(compared)
+        """Restore the values that ``state()`` returned."""
+        self.run, *has_compared = state
+        self._has_compared = any(has_compared)
 
     def failure(self, workdir: pathlib.Path) -> str | None:
         """Return the error message if too many updates were not finite, else None. The first host writes the file."""
@@ -126,15 +152,15 @@ class Faults:
             np.savez(path, **by_name(rows))
         update = self._config.update
         return (
-            f"loss or gradient was not finite in {self.run} updates in a row (update.max_nonfinite_steps="
-            f"{update.max_nonfinite_steps}), the last of them update {update.updates_per_iteration} of iteration "
-            f"{iteration}; its batch is in {path}"
+            f"loss or gradient was not finite in {self.run} updates in a row, and update.max_nonfinite_steps="
+            f"{update.max_nonfinite_steps} are allowed. The last of them was update {update.updates_per_iteration} of "
+            f"iteration {iteration}. Its batch is in {path}"
         )
 
 
 def read(path: str | os.PathLike) -> Experience:
     """Return the rows [B, ...] of a ``nonfinite_*.npz`` file as numpy arrays."""
     with np.load(path) as file:
-        found = flax.traverse_util.unflatten_dict(dict(file), sep="/")
-    rollout = Rollout(**{"columns": {}} | found["rollout"])
-    return Experience(**{"columns": {}} | found | {"rollout": rollout})
+        arrays = flax.traverse_util.unflatten_dict(dict(file), sep="/")
+    rollout = Rollout(**arrays.pop("rollout"))
+    return Experience(rollout=rollout, **arrays)
