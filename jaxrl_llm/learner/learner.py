@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.runtime import hosts, rng, sharding
 from jaxrl_llm.runtime.checkpoint_files import MEMORY
 from jaxrl_llm.runtime.programs import Program, release_freed
-from jaxrl_llm.types import OpenRollouts, RingState, Rollout, ScoredRollouts, Scores, TrainState
+from jaxrl_llm.types import Experience, OpenRollouts, RingState, Rollout, ScoredRollouts, Scores, Sums, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +86,13 @@ class LearnerPrograms:
     @property
     def frozen(self) -> dict[str, Any]:
         """All frozen weights by name. A base is also the reference unless ``model.reference_path`` is set."""
-        own = None if self.base and not self.config.model.reference_path else self.reference
-        return ({"base": self.base[0]} if self.base else {}) | ({"reference": own} if own else {})
+        frozen = {}
+        is_base = bool(self.base) and not self.config.model.reference_path
+        if self.base:
+            frozen["base"] = self.base[0]
+        if self.reference and not is_base:
+            frozen["reference"] = self.reference
+        return frozen
 
     @functools.cached_property
     def sampled(self) -> Rollout:
@@ -102,23 +108,31 @@ class LearnerPrograms:
     def abstract_external(self) -> Rollout:
         """Abstract external rows as the host has them: without log-probs, policy versions and columns."""
         rows = self._resized(self.config.rows_per_iteration - self.config.rollouts_per_iteration)
-        return rows.replace(behaviour_logp=None, policy_version=None, columns={})
+        absent: Any = None  # None has no leaf, so the program gets no array for these fields
+        return dataclasses.replace(rows, behaviour_logp=absent, policy_version=absent, columns={})
 
     def _resized(self, B: int) -> Rollout:
+        """Return the abstract rollouts for B rows."""
         return jax.tree.map(lambda x: sharding.rows(self.mesh, (B, *x.shape[1:]), x.dtype), self.row_shapes)
 
     @functools.cached_property
     def abstract_scores(self) -> Scores:
         """Abstract scores that the host has for an iteration's rows."""
-        B, memory = self.config.rows_per_iteration, self.memory(Ledger())
-        rows = lambda dtype=jnp.float32, shape=(): sharding.rows(self.mesh, (B, *shape), dtype)
+        B = self.config.rows_per_iteration
+        memory = self.memory(Ledger())
+
+        # Any: the fields of Scores are arrays, and this record has their shapes.
+        def rows(dtype: jax.typing.DTypeLike = jnp.float32, shape: tuple[int, ...] = ()) -> Any:
+            return sharding.rows(self.mesh, (B, *shape), dtype)
+
+        whole: Any = {name: sharding.undivided(self.mesh, jnp.float32, shape) for name, shape in memory.whole.items()}
         return Scores(
             reward=rows(),
             trainable=rows(bool),
             question_id=rows(jnp.int32),
             parts=tuple(rows() for _ in memory.part_names),
             columns={name: rows(shape=shape) for name, shape in memory.columns.items()},
-            memory={name: sharding.undivided(self.mesh, jnp.float32, shape) for name, shape in memory.whole.items()},
+            memory=whole,
         )
 
     def memory(self, ledger: Ledger) -> Memory:
@@ -148,18 +162,23 @@ class LearnerPrograms:
     @property
     def abstract_columns(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Abstract columns that ``annotate`` returns for an iteration's rows."""
-        B, S, D = self.config.rows_per_iteration, self.config.row_tokens, self.model.arch.width
-        names = sorted(self.annotation.columns)
-        return {name: sharding.rows(self.mesh, (B, S if COLUMNS[name].per_token else D), jnp.float32) for name in names}
+        B = self.config.rows_per_iteration
+        columns = {}
+        for name in sorted(self.annotation.columns):
+            width = self.config.row_tokens if COLUMNS[name].per_token else self.model.arch.width
+            columns[name] = sharding.rows(self.mesh, (B, width), jnp.float32)
+        return columns
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
+        """Abstract train state."""
         state = jax.eval_shape(self._init_state, self.params)
         layout = sharding.replicated(self.mesh, state)
         of_params = sharding.of(self.params)
         offload = self.config.optimizer.offload
         optimizer = optim.abstract_state(self.update.optimizer, self.params, self.mesh, offload=offload)
-        layout = layout.replace(
+        layout = dataclasses.replace(
+            layout,
             params={**layout.params, "policy": of_params},
             opt_state={**layout.opt_state, "policy": sharding.of(optimizer)},
             others=dict.fromkeys(layout.others, of_params),
@@ -168,37 +187,45 @@ class LearnerPrograms:
 
     @functools.cached_property
     def abstract_ring(self) -> RingState:
+        """Abstract ring."""
         ring = jax.eval_shape(self._init_ring)
         layout = sharding.leading(self.mesh, ring)
         if self.config.replay.memory == "host":
-            layout = layout.replace(slots=sharding.on_host(layout.slots))
+            layout = dataclasses.replace(layout, slots=sharding.on_host(layout.slots))
         return sharding.placed(ring, layout)
 
     # ---- the functions that are compiled -------------------------------------------------------------
 
     def _init_state(self, params: Any) -> TrainState:
-        config, bonus = self.config, self.config.algorithm.entropy_bonus
-        head = (
-            {"critic": values.new_head(self.model.arch.width, self.update.objective.bins)} if config.has_critic else {}
-        )
-        learned = {"policy": params, **head}
-        kept = {
+        """Return the train state of a run that begins with these weights."""
+        config = self.config
+        learned = {"policy": params}
+        if config.has_critic:
+            learned["critic"] = values.new_head(self.model.arch.width, self.update.objective.bins)
+        is_kept = {
             "average": config.keeps_average,
             "previous": config.keeps_previous,
             "reference": bool(config.algorithm.reference_reset_iterations),
         }
-        moves = bool(bonus) and bonus.facts.moves
+        scalars = {}
+        bonus = config.algorithm.entropy_bonus
+        if bonus and bonus.facts.moves:
+            scalars["entropy_coefficient"] = jnp.float32(bonus["coefficient"])
         return TrainState(
             learned,
             {name: optimizer.init(learned[name]) for name, optimizer in self.update.optimizers.items()},
             jnp.zeros((), jnp.int32),
-            others={name: jax.tree.map(jnp.copy, params) for name, keeps in kept.items() if keeps},
-            scalars={"entropy_coefficient": jnp.float32(bonus["coefficient"])} if moves else {},
+            others={name: jax.tree.map(jnp.copy, params) for name in is_kept if is_kept[name]},
+            scalars=scalars,
         )
 
     def _init_ring(self) -> RingState:
-        given = self.abstract_rollout, self.abstract_scores, self.abstract_columns
-        shape = jax.eval_shape(lambda *given: credit.assign(*given, self.config)[0], *given)
+        """Return an empty ring."""
+
+        def experience(rollout: Rollout, scores: Scores, columns: dict[str, jax.Array]) -> Experience:
+            return credit.assign(rollout, scores, columns, self.config)[0]
+
+        shape = jax.eval_shape(experience, self.abstract_rollout, self.abstract_scores, self.abstract_columns)
         return replay.init(
             shape,
             capacity=self.config.ring_capacity,
@@ -208,22 +235,39 @@ class LearnerPrograms:
             page_tokens=self.config.page_tokens,
         )
 
-    def _insert(self, ring, rollout, scores, columns, iteration):
+    def _insert(
+        self, ring: RingState, rollout: Rollout, scores: Scores, columns: dict[str, jax.Array], iteration: jax.Array
+    ) -> tuple[RingState, dict[str, jax.Array]]:
         """Assign credit and insert the rows into the ring. Return the ring and the sums of credit and replaced rows."""
         experience, sums = credit.assign(rollout, scores, columns, self.config)
-        threshold = self.config.rewards.pass_threshold
-        imitates = self.config.algorithm.imitates
-        how = {"pass_threshold": threshold, "imitates": imitates, "group_size": self.config.rows_per_draw}
-        before = replay.usage(ring)
-        ring = replay.insert(ring, experience, iteration, self.config.replay, **how)
-        return ring, sums | replay.ended(before, ring, num_new=experience.reward.size)
+        usage_before = replay.usage(ring)
+        ring = replay.insert(
+            ring,
+            experience,
+            iteration,
+            self.config.replay,
+            pass_threshold=self.config.rewards.pass_threshold,
+            imitates=self.config.algorithm.imitates,
+            group_size=self.config.rows_per_draw,
+        )
+        return ring, sums | replay.ended(usage_before, ring, num_new=experience.reward.size)
 
-    def _update(self, state, ring, iteration, key, base=None):
+    def _update(
+        self, state: TrainState, ring: RingState, iteration: jax.Array, key: jax.Array, base: Any = None
+    ) -> tuple[TrainState, RingState, dict[str, Any]]:
+        """Take an iteration's optimizer steps. Return the state, the ring and the sums of the update by name."""
         config = self.config
-        how = dict(group_size=config.rows_per_draw, row_tokens=config.row_tokens, batch_size=config.update.batch_size)
 
-        def draw(ring, key):
-            ring, batch, info = replay.draw(ring, key, iteration, config.replay, **how)
+        def draw(ring: RingState, key: jax.Array) -> tuple[RingState, Experience, Sums]:
+            ring, batch, info = replay.draw(
+                ring,
+                key,
+                iteration,
+                config.replay,
+                group_size=config.rows_per_draw,
+                row_tokens=config.row_tokens,
+                batch_size=config.update.batch_size,
+            )
             return ring, batch, replay.sums(info)
 
         state, ring, sums = self.update.step(state, ring, iteration, jax.random.fold_in(key, iteration), draw, base)
@@ -248,38 +292,61 @@ class LearnerPrograms:
         """
         del ring
         reference = jax.tree.map(jnp.copy, state.params["policy"])
-        return state.replace(others={**state.others, "reference": reference}), self._init_ring()
+        state = dataclasses.replace(state, others={**state.others, "reference": reference})
+        return state, self._init_ring()
 
     def programs(self) -> dict[str, Program]:
         """Return every program of the learner by name."""
         config = self.config
-        annotation, columns = self.annotation, self.abstract_columns
+        annotation = self.annotation
+        columns = self.abstract_columns
+        params = self.params
+        state = self.abstract_state
+        ring = self.abstract_ring
+        rollout = self.abstract_rollout
+        state_layout = sharding.of(state)
+        ring_layout = sharding.of(ring)
         whole = sharding.replicated(self.mesh, 0)
         key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
-        iteration = version = sharding.undivided(self.mesh, jnp.int32)
-        scores = self.abstract_scores
-        params, state, ring, rollout = self.params, self.abstract_state, self.abstract_ring, self.abstract_rollout
-        both = sharding.of(state), sharding.of(ring)
+        number = sharding.undivided(self.mesh, jnp.int32)  # an iteration, or a version of the weights
         programs = {
             **publish.programs(self.model, self.mesh, sharding.sampler_mesh(self.config.mesh, self.mesh)),
-            "init_state": Program(self._init_state, (params,), sharding.of(state), donate=(0,)),
-            "init_ring": Program(self._init_ring, (), sharding.of(ring)),
+            "init_state": Program(self._init_state, (params,), state_layout, donate=(0,)),
+            "init_ring": Program(self._init_ring, (), ring_layout),
             "insert": Program(
-                self._insert, (ring, rollout, scores, columns, iteration), (sharding.of(ring), whole), donate=(0,)
+                self._insert,
+                (ring, rollout, self.abstract_scores, columns, number),
+                (ring_layout, whole),
+                donate=(0,),
             ),
-            "update": Program(self._update, (state, ring, iteration, key, *self.base), (*both, whole), donate=(0, 1)),
+            "update": Program(
+                self._update,
+                (state, ring, number, key, *self.base),
+                (state_layout, ring_layout, whole),
+                donate=(0, 1),
+            ),
         }
         if columns:
-            given = (state, self.reference, rollout, *self.base)
-            programs["annotate"] = Program(annotation.annotate, given, sharding.of(columns))
+            programs["annotate"] = Program(
+                annotation.annotate, (state, self.reference, rollout, *self.base), sharding.of(columns)
+            )
         if config.algorithm.reference_reset_iterations:
-            programs["reset_reference"] = Program(self._reset_reference, (state, ring), both, donate=(0, 1))
+            programs["reset_reference"] = Program(
+                self._reset_reference, (state, ring), (state_layout, ring_layout), donate=(0, 1)
+            )
         if self.open_rollouts is not None:
-            given = (params, version, self.open_rollouts, *self.base)
-            programs["score_open"] = Program(annotation.score_open, given, sharding.of(self.open_rollouts), donate=(2,))
+            programs["score_open"] = Program(
+                annotation.score_open,
+                (params, number, self.open_rollouts, *self.base),
+                sharding.of(self.open_rollouts),
+                donate=(2,),
+            )
         if config.external.groups_per_iteration:
-            given = (params, version, self.sampled, self.abstract_external, *self.base)
-            programs["join"] = Program(annotation.join, given, sharding.of(rollout))
+            programs["join"] = Program(
+                annotation.join,
+                (params, number, self.sampled, self.abstract_external, *self.base),
+                sharding.of(rollout),
+            )
         return programs
 
 
@@ -299,25 +366,39 @@ class Learner:
         faults: checks of the updates.
     """
 
-    def __init__(self, programs: LearnerPrograms, compiled: dict, ledger: Ledger, *, reference=None, base=None):
-        self.config, self._compiled, self._reference = programs.config, compiled, reference
+    def __init__(
+        self,
+        programs: LearnerPrograms,
+        compiled: dict[str, Callable[..., Any]],
+        ledger: Ledger,
+        *,
+        reference: Any = None,
+        base: Any = None,
+    ):
+        self.config = programs.config
+        self._compiled = compiled
+        self._reference = reference
         self._base = () if base is None else (base,)
-        self._published_base = tuple(map(compiled.get("publish_base"), self._base))
+        self._published_base = tuple(compiled["publish_base"](x) for x in self._base)
         self._identity = lora.identity(base, reference, self.config.model, compiled)
         shapes = programs.model.abstract_params(programs.mesh)
         self._new_adapters = functools.partial(lora.init, shapes, programs.model.lora, base, seed=self.config.seed)
         self._layout = sharding.of(programs.abstract_scores)
         self._everywhere = sharding.replicated(programs.mesh, 0)
         self._draw_key = sharding.put(rng.stream(self.config.seed, "draw"), self._everywhere)
-        self.memory, self.faults = programs.memory(ledger), Faults(self.config, programs.mesh)
-        self.state: TrainState | None = None
-        self.ring: RingState | None = None
+        self.memory = programs.memory(ledger)
+        self.faults = Faults(self.config, programs.mesh)
+        self.state: TrainState  # set by ``start`` or ``restore``
+        self.ring: RingState  # set by ``start`` or ``restore``
 
     def start(self, params: Any) -> None:
         """Start with these weights, which are donated, and an empty ring."""
-        self.state, self.ring = self._compiled["init_state"](params), self._compiled["init_ring"]()
-        if self.config.model.lora.path and "reference" in self.state.others:  # the reference is the base alone
-            self.state = self.state.replace(others={**self.state.others, "reference": self._new_adapters()})
+        self.state = self._compiled["init_state"](params)
+        self.ring = self._compiled["init_ring"]()
+        if self.config.model.lora.path and "reference" in self.state.others:
+            # The reference is the base without the loaded adapters.
+            others = {**self.state.others, "reference": self._new_adapters()}
+            self.state = dataclasses.replace(self.state, others=others)
 
     def restore(self, host_state: dict[str, Any], arrays: dict[str, Any], is_merged: bool = False) -> None:
         """Restore the values that ``host_state()`` and ``arrays()`` returned.
@@ -329,7 +410,8 @@ class Learner:
         remembered = {name: arrays.get(MEMORY + name) for name in self.memory.arrays()}
         self.memory.restore(host_state["memory"], {name: x for name, x in remembered.items() if x is not None})
         self.faults.restore(host_state["faults"])
-        self.state, self.ring = arrays["train"], arrays["ring"]
+        self.state = arrays["train"]
+        self.ring = arrays["ring"]
 
     def arrays(self) -> dict[str, Any]:
         """Return the device arrays that ``restore`` needs, by part of the checkpoint."""
@@ -361,7 +443,8 @@ class Learner:
             Sums of credit, ring and update by name, numpy (``reports.metrics``), and "update_s", the call's seconds.
             Also the new state of ``scored.open_rollouts``, whose arrays are donated.
         """
-        compiled, state, config = self._compiled, self.state, self.config
+        compiled = self._compiled
+        state = self.state
         hosts.doing(f"update of iteration {iteration + 1}")
         started = time.monotonic()
         release_freed(num_bytes(self.policy))  # the last published copy, if it was freed
@@ -369,7 +452,9 @@ class Learner:
         if scored.external is not None:
             rows = compiled["join"](self.policy, state.step, rows, scored.external, *self._base)
         scores = sharding.put(self.memory.scores(scored.rewards, scored.questions), self._layout)
-        columns = compiled["annotate"](state, self._reference, rows, *self._base) if "annotate" in compiled else {}
+        columns = {}
+        if "annotate" in compiled:
+            columns = compiled["annotate"](state, self._reference, rows, *self._base)
         open_rollouts = scored.open_rollouts
         if open_rollouts is not None:
             open_rollouts = compiled["score_open"](self.policy, state.step, open_rollouts, *self._base)
@@ -379,10 +464,11 @@ class Learner:
         sums = jax.device_get(update_sums | insert_sums)
         self.memory.observe(scored.rewards, scored.questions, sums)
         self.faults.observe(sums, iteration + 1, self.ring)
-        if iteration + 1 in config.algorithm.reference_reset_iterations:
+        if iteration + 1 in self.config.algorithm.reference_reset_iterations:
             self.state, self.ring = compiled["reset_reference"](self.state, self.ring)
         return sums | {"update_s": time.monotonic() - started}, open_rollouts
 
 
 def num_bytes(tree: Any) -> int:
+    """Return the size of all arrays of a tree."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

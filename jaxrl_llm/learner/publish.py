@@ -11,7 +11,7 @@ Layout of the matrices in memory:
     head            as in the learner, because a tied head is also the embedding
     q, k, v on TPU  as in the learner, because a TPU would otherwise transpose them back before each chunk of steps
 
-Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: what the weights mean.
+Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: what weights mean.
 """
 
 from __future__ import annotations
@@ -36,25 +36,34 @@ from jaxrl_llm.runtime.programs import Program
 
 def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
     """Return a parameter, or layer i of a stacked parameter, in the shape that files store; i = None: not stacked."""
-    return x if i is None else x[i].reshape(stored_shape(f"blocks.{name}", x.shape[1:]))
+    if i is None:
+        return x
+    return x[i].reshape(stored_shape(f"blocks.{name}", x.shape[1:]))
 
 
-def _turned(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    return _stored(name, x, i) if i is None else transpose(_stored(name, x, i))
+def _transposed(name: str, x: jax.Array, i: int | None) -> jax.Array:
+    """Return a parameter as ``_stored`` does, with the matrices of blocks as [I,O]."""
+    stored = _stored(name, x, i)
+    return stored if i is None else transpose(stored)
 
 
-def sampler_form(params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _turned) -> Params:
+def sampler_form(
+    params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _transposed
+) -> Params:
     """Return parameters with "layers", one dict for each block, instead of stacked "blocks". Matrices are [I,O].
 
     Args:
         take: (name, stacked parameter, i) -> its i-th layer; (name, parameter, None) -> a parameter outside the blocks.
     """
-    rest, blocks = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}, params["blocks"]
-    layers = tuple(
-        {name: take(name, x, arch.layers_with(name).index(n)) for name, x in blocks.items() if layer.has(name)}
-        for n, layer in enumerate(arch.by_layer)
-    )
-    return rest | {"layers": layers}
+    outside = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
+    layers = []
+    for number, layer in enumerate(arch.by_layer):
+        parameters = {}
+        for name, x in params["blocks"].items():
+            if layer.has(name):
+                parameters[name] = take(name, x, arch.layers_with(name).index(number))
+        layers.append(parameters)
+    return outside | {"layers": tuple(layers)}
 
 
 def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
@@ -67,13 +76,15 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
     def take(name: str, x: jax.ShapeDtypeStruct, i: int | None) -> jax.ShapeDtypeStruct:
         if i is None:
             return x
-        path, spec = f"blocks.{name}", tuple(x.sharding.spec)[1:]
-        stored = [spec[first] for first, *_ in stored_dims(path, len(spec))]
-        lies = layout = NamedSharding(mesh, PartitionSpec(*transposed(stored)))
+        path = f"blocks.{name}"
+        spec = tuple(x.sharding.spec)[1:]
+        stored_spec = [spec[first] for first, *_ in stored_dims(path, len(spec))]
+        place = NamedSharding(mesh, PartitionSpec(*transposed(stored_spec)))
+        layout: NamedSharding | Format = place
         if is_tpu and name in ("q", "k", "v"):  # XLA would transpose these back in every chunk of steps
-            layout = Format(Layout((1, 0)), lies)
+            layout = Format(Layout((1, 0)), place)
         shape = jax.ShapeDtypeStruct(transposed(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
-        return quantised.shape(name, shape, lies, model.published)
+        return quantised.shape(name, shape, place, model.published)
 
     stacked = model.abstract_params(mesh, rules=rules, dtype=model.compute_dtype)
     return sampler_form(stacked, model.arch, take)
@@ -85,7 +96,8 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
     "publish" takes the parts of ``lora.split`` and returns the trainable weights. With adapters, "publish_base"
     converts the frozen base, once for a run.
     """
-    sampler, learner = abstract_params(model, sampler_mesh), abstract_params(model, mesh, {})
+    sampler = abstract_params(model, sampler_mesh)
+    learner = abstract_params(model, mesh, {})
     parts = lora.split(model.abstract_params(mesh))
 
     def publish(params: Params) -> Params:
@@ -95,33 +107,39 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
 
         def take(name: str, x: jax.Array, i: int | None) -> Any:
             nonlocal always
-            layer = None if i is None else model.arch.layers_with(name)[i]
-            places = [(tree if i is None else tree["layers"][layer])[name] for tree in (learner, sampler)]
-            moves = len({jax.tree.leaves(place)[0].sharding for place in places}) > 1
-            if moves:
+            before = learner[name] if i is None else learner["layers"][model.arch.layers_with(name)[i]][name]
+            after = sampler[name] if i is None else sampler["layers"][model.arch.layers_with(name)[i]][name]
+            if jax.tree.leaves(before)[0].sharding != jax.tree.leaves(after)[0].sharding:
                 x, always = jax.lax.optimization_barrier((x, always))
-            made = quantised.rounded(name, _stored(name, x, i), model.published)
-            return jax.tree.map(functools.partial(put, i is not None), made, *places)
+            rounded = quantised.rounded(name, _stored(name, x, i), model.published)
+            return jax.tree.map(functools.partial(put, i is not None), rounded, before, after)
 
-        def put(turns: bool, x: jax.Array, lies: jax.ShapeDtypeStruct, to: jax.ShapeDtypeStruct) -> jax.Array:
-            """Cast, reshard and lay out an array of a file's shape for the sampler; transpose it if ``turns``."""
+        def put(is_matrix: bool, x: jax.Array, before: jax.ShapeDtypeStruct, after: jax.ShapeDtypeStruct) -> jax.Array:
+            """Cast, reshard and lay out an array of a file's shape for the sampler. Transpose a matrix of a block."""
             nonlocal always
-            turn_of, spec_of = (transpose, transposed) if turns else (lambda x: x, tuple)
-            x = x.astype(to.dtype)
-            if lies.sharding == to.sharding:
-                return turn_of(x)
+            x = x.astype(after.dtype)
+            if before.sharding == after.sharding:
+                return transpose(x) if is_matrix else x
             # Transpose after the gather. If a layer is transposed before, XLA transposes all layers for each layer.
-            for layout in (lies.sharding, to.sharding):
-                spec = PartitionSpec(*spec_of(layout.spec))
-                x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, spec))
-            x = with_layout_constraint(x, plain := Layout(tuple(range(x.ndim))))
-            x = with_layout_constraint(jnp.where(always, turn_of(x), 0), to.format.layout or plain)
+            for layout in (before.sharding, after.sharding):
+                spec = tuple(layout.spec)
+                file_spec = PartitionSpec(*(transposed(spec) if is_matrix else spec))
+                x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, file_spec))
+            row_major = Layout(tuple(range(x.ndim)))
+            x = with_layout_constraint(x, row_major)
+            x = jnp.where(always, transpose(x) if is_matrix else x, 0)
+            x = with_layout_constraint(x, after.format.layout or row_major)
             x, always = jax.lax.optimization_barrier((x, always))
             return x
 
         return sampler_form(params, model.arch, take)
 
+    def publish_trained(*parts: Params) -> Params:
+        params = lora.published(lora.join(*parts), model.lora)
+        return publish(lora.split(params)[0])
+
     layouts = lora.split(jax.tree.map(lambda x: x.format, sampler))
-    learned = lambda *given: publish(lora.split(lora.published(lora.join(*given), model.lora))[0])
-    bases = {"publish_base": Program(publish, parts[1:], *layouts[1:])} if parts[1:] else {}
-    return {"publish": Program(learned, parts, layouts[0])} | bases
+    programs = {"publish": Program(publish_trained, parts, layouts[0])}
+    if parts[1:]:
+        programs["publish_base"] = Program(publish, parts[1:], *layouts[1:])
+    return programs
