@@ -137,7 +137,8 @@ class LearnerPrograms:
 
     def memory(self, ledger: Ledger) -> Memory:
         """Return a new memory of earlier rewards for the method's functions."""
-        sampling, environments = self.config.sampling, self.config.environments
+        sampling = self.config.sampling
+        environments = self.config.environments
         turns = environments.max_turns if environments.factory else 1
         sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns, self.config.rollout.group_size)
         parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
@@ -152,7 +153,8 @@ class LearnerPrograms:
 
     @property
     def annotation(self) -> Annotation:
-        config, columns = self.config, self.config.algorithm.columns & {*COMPUTED_BY_LEARNER}
+        config = self.config
+        columns = self.config.algorithm.columns & {*COMPUTED_BY_LEARNER}
         # Every ring shard gets its share of own and external groups: no row moves between devices, and a shard holds
         # the same rows on any mesh.
         groups = config.rollout.prompts_per_iteration, config.external.groups_per_iteration

@@ -35,13 +35,17 @@ from typing import IO, Any
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.runtime.hosts import MachineError
 
-PREFIX, MARKER = "gs://", "commit_success.txt"  # both are defined by orbax
+# Both names are defined by orbax.
+PREFIX = "gs://"
+MARKER = "commit_success.txt"
 WRITER = "writer.txt"
 # Seconds between heartbeats of a holder, and seconds without a heartbeat after which a folder in a bucket is free.
-BEAT_S, STALE_S = 10.0, 45.0
+BEAT_S = 10.0
+STALE_S = 45.0
 # STALE_LOCK_S is the same time for a network disk: its server may not answer for a minute, and hosts may see old file
 # attributes for as long. WAIT_S limits the wait for a run on another machine that is being stopped or has died.
-STALE_LOCK_S, WAIT_S = 100.0, 120.0
+STALE_LOCK_S = 100.0
+WAIT_S = 120.0
 
 
 def place(where: str | os.PathLike) -> Any:
@@ -55,7 +59,8 @@ def place(where: str | os.PathLike) -> Any:
         return pathlib.Path(text)
     if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[\w.-]+)+/?", text, re.ASCII):
         raise ConfigError(f"{text!r} must be gs://BUCKET/FOLDER, of letters, digits and _.-/")
-    if missing := [name for name in ("gcsfs", "google.cloud.storage") if not _is_installed(name)]:
+    missing = [name for name in ("gcsfs", "google.cloud.storage") if not _is_installed(name)]
+    if missing:
         raise ConfigError(f"{text} needs the package {missing[0]}: pip install 'jaxrl_llm[gcs]'")
     import fsspec.config  # comes with gcsfs
     from etils import epath
@@ -104,7 +109,8 @@ def check(workdir: pathlib.Path, setting: str) -> None:
             f"checkpoint.bucket={setting!r}, but the run of --workdir={workdir} has its checkpoints in "
             f"{before or 'the workdir'}: set it back, or use another workdir"
         )
-    root, rows = place(setting or workdir / "checkpoints"), workdir / "metrics.jsonl"
+    root = place(setting or workdir / "checkpoints")
+    rows = workdir / "metrics.jsonl"
     has_report = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
     is_empty = not (root.is_dir() and any(path.name != WRITER for path in root.iterdir()))  # ignore the holder's object
     if has_report and is_empty and not _is_cut(workdir):
@@ -172,8 +178,11 @@ class _Writer:
     """
 
     def __init__(self, bucket: Any, name: str, who: str):
-        self._bucket, self._name, self._who = bucket, name, who
-        self._generation, self._writing = 0, threading.Lock()  # 0 = the object does not exist
+        self._bucket = bucket
+        self._name = name
+        self._who = who
+        self._generation = 0  # 0 = the object does not exist
+        self._writing = threading.Lock()
 
     def take(self, what: str) -> None:
         """Write the object as soon as it does not exist or its holder has sent no heartbeat for ``STALE_S`` seconds.
@@ -181,7 +190,8 @@ class _Writer:
         Raises:
             ConfigError: the holder is alive. The message begins with ``what``.
         """
-        before, since = 0, time.monotonic()
+        before = 0
+        since = time.monotonic()
         while True:
             self._generation, text = self._read()
             is_dead = before and time.monotonic() - since > STALE_S
@@ -254,7 +264,9 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
             once, so that run is alive. The message begins with ``what``.
         MachineError: a run on another machine still holds the folder after ``WAIT_S`` seconds.
     """
-    started, beat, since = time.monotonic(), 0, 0.0
+    started = time.monotonic()
+    beat = 0
+    since = 0.0
     while True:
         lock = open(path, "a+")  # noqa: SIM115, reopened each time: a network disk then shows its current content
         try:
@@ -276,7 +288,8 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
             said = f"{what} is in use by {who}, on another machine: waiting for its end, {WAIT_S:.0f} s at most"
             print(said, file=sys.stderr, flush=True)
         if seen != beat:
-            beat, since = seen, now
+            beat = seen
+            since = now
         if now - since > STALE_LOCK_S:
             new = path.with_name(f"{path.name}-{os.getpid()}-{machine()}")
             lock = open(new, "a+")  # noqa: SIM115
@@ -299,7 +312,8 @@ def alive(path: pathlib.Path, text: str) -> Iterator[None]:
     def keep() -> None:
         while not ended.wait(BEAT_S):
             with contextlib.suppress(OSError):  # network error: try again at the next heartbeat
-                if (found := path.read_text()) == text:
+                found = path.read_text()
+                if found == text:
                     os.utime(path)
                 elif found and not ended.is_set():
                     _end(f"--workdir={path.parent}", found)

@@ -156,7 +156,9 @@ class Checkpointer:
             ),
             force=True,
         )
-        self._current, self._is_new, self._saved_at = (iteration, is_inside), True, time.monotonic()
+        self._current = (iteration, is_inside)
+        self._is_new = True
+        self._saved_at = time.monotonic()
 
     def restore(
         self,
@@ -194,10 +196,12 @@ class Checkpointer:
             step, host, text, structure, arrays = found
             state = jax.tree.unflatten(structure, arrays.values())
             checkpoint_files.compare(text["arrays"], arrays, _sums(state, checksums))
-            state, shapes = dict.fromkeys(abstract_state) | state, {name: x[1] for name, x in text["arrays"].items()}
+            state = dict.fromkeys(abstract_state) | state
+            shapes = {name: x[1] for name, x in text["arrays"].items()}
             return Restored(step, state, host, text["is_inside"], shapes)
 
-        if restored := checkpoint_files.read_whole(self.directory, iteration, read, check):
+        restored = checkpoint_files.read_whole(self.directory, iteration, read, check)
+        if restored:
             self._current = restored.iteration, restored.is_inside
             self._pass_rates = {step: x for step, x in self._pass_rates.items() if step <= restored.iteration}
         return restored
@@ -207,7 +211,8 @@ class Checkpointer:
 
         The first host decides on the time and on the pass rate for all hosts.
         """
-        every, rates = self._config.every_iterations, self._pass_rates | {iteration: pass_rate}
+        every = self._config.every_iterations
+        rates = self._pass_rates | {iteration: pass_rate}
         steps = {step for step in self._manager.all_steps() if step < iteration} | {iteration}
         is_best = iteration in checkpoint_files.best_of(steps, rates, self._config.keep_best)
         waited, is_best = hosts.exchange((time.monotonic() - self._saved_at, is_best))[0]
@@ -239,7 +244,8 @@ class Checkpointer:
             return {}
         self.wait()
         self._is_new = False
-        if (seconds := self._last_write_s()) is None:
+        seconds = self._last_write_s()
+        if seconds is None:
             return {}
         if seconds > self._config.grace_s and hosts.is_first():
             print(f"warning: checkpoint {self.latest_iteration()}{self.last_write()}", file=sys.stderr)
@@ -247,7 +253,8 @@ class Checkpointer:
 
     def last_write(self) -> str:
         """Return text on the write time of the newest checkpoint, without its checksums; "" if the time is unknown."""
-        if (seconds := self._last_write_s()) is None:
+        seconds = self._last_write_s()
+        if seconds is None:
             return ""
         fits = "within" if seconds <= (grace := self._config.grace_s) else "too long for a preemption:"
         return f"; the last was written in {seconds:.1f} s, {fits} checkpoint.grace_s={grace:g}"
@@ -347,7 +354,8 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
             hosts.find(workdir, None)
         yield
         return
-    where, path = str(workdir.resolve()), workdir / "lock"
+    where = str(workdir.resolve())
+    path = workdir / "lock"
     if "[" in where or not where.isprintable():  # orbax reads '[' as a pattern; tensorstore requires UTF-8
         raise ConfigError(f"--workdir={where!r} must be without '[' and characters that cannot be printed")
     try:

@@ -49,7 +49,8 @@ FIXED_SETTINGS = ("rollout.group_size", "replay.unit", "replay.positive_fraction
 OF_ROUNDS = ("rewards.functions", "environments.factory", "environments.max_turns")
 
 # Names of arrays whose first axis is the number of shards of the ring and of the sampler.
-RING_ROWS, SAMPLER_ROWS = "ring/uses", "sampler/length"
+RING_ROWS = "ring/uses"
+SAMPLER_ROWS = "sampler/length"
 # Name of an array that exists only if the ring is stored in pages.
 RING_PAGES = "ring/pages/first"
 
@@ -60,12 +61,21 @@ PASSING = ("sampler", "rounds")
 # earlier version, or of a run with another method, does not have this part.
 MEMORY = "memory_"
 
-# MISSING and DAMAGE are errors that describe the content of the disk: it is absent or wrong. UNREAD lists how the
-# messages of tensorstore begin if the content could not be read.
+# Errors that mean that a file is absent.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+# Errors that mean that a file is absent or that its content is wrong.
 DAMAGE = (*MISSING, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
-UNREAD = ("ABORTED", "DEADLINE_EXCEEDED", "INTERNAL", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
-UNREAD += ("UNAVAILABLE", "UNKNOWN")
+# Beginnings of tensorstore's messages if the disk or the network did not answer.
+NO_ANSWER = (
+    "ABORTED",
+    "DEADLINE_EXCEEDED",
+    "INTERNAL",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "UNAUTHENTICATED",
+    "UNAVAILABLE",
+    "UNKNOWN",
+)
 
 
 class DamagedError(Exception):
@@ -73,28 +83,45 @@ class DamagedError(Exception):
 
 
 @contextlib.contextmanager
-def _asking(what: str) -> Iterator[None]:
-    """Raise a ``MachineError`` if a disk, a network or a bucket does not answer. Such a failure is not damage."""
+def _no_answer_is_no_damage(description: str) -> Iterator[None]:
+    """Raise a ``MachineError`` if a disk, a network or a bucket does not answer. Such a failure is not damage.
+
+    Args:
+        description: the data that is read, for the error message.
+    """
     try:
         yield
     except Exception as error:
-        is_unread = isinstance(error, ValueError) and str(error).startswith(UNREAD)
-        is_bucket = type(error).__module__.startswith(("aiohttp.", "gcsfs."))  # their errors have no common class
-        if is_unread or is_bucket or (isinstance(error, OSError) and not isinstance(error, MISSING)):
-            said = f"{type(error).__name__}: {str(error).split(' [')[0]}".removesuffix(": ")
-            raise hosts.MachineError(f"{what} cannot be read now: {said}; it may be whole: try again") from error
-        raise
+        if not _is_no_answer(error):
+            raise
+        message = f"{type(error).__name__}: {_without_location(error)}".removesuffix(": ")
+        raise hosts.MachineError(
+            f"{description} cannot be read now: {message}. It may be undamaged: try again"
+        ) from error
+
+
+def _is_no_answer(error: Exception) -> bool:
+    """Return whether an error means that a disk, a network or a bucket did not answer."""
+    if isinstance(error, OSError):
+        return not isinstance(error, MISSING)
+    if isinstance(error, ValueError) and str(error).startswith(NO_ANSWER):
+        return True
+    return type(error).__module__.startswith(("aiohttp.", "gcsfs."))  # the errors of buckets have no common class
+
+
+def _without_location(error: Exception) -> str:
+    """Return the message of an error without the locations in tensorstore's source code."""
+    return str(error).split(" [")[0]
 
 
 @contextlib.contextmanager
-def _reading(path: pathlib.Path, part: str) -> Iterator[None]:
+def _damage_of(path: pathlib.Path, part: str) -> Iterator[None]:
     """Convert an error of a wrong or missing part of a checkpoint into a ``DamagedError``."""
     try:
-        with _asking(f"{part} of checkpoint {path}"):
+        with _no_answer_is_no_damage(f"{part} of checkpoint {path}"):
             yield
     except DAMAGE as error:
-        said = str(error).split(" [")[0]  # tensorstore adds locations in its source code
-        raise DamagedError(f"{part}: {said}") from error
+        raise DamagedError(f"{part}: {_without_location(error)}") from error
 
 
 def step_of(name: str) -> int | None:
@@ -106,17 +133,20 @@ def step_of(name: str) -> int | None:
 def steps_in(directory: pathlib.Path) -> list[int]:
     """Return the iterations whose checkpoints are finished, the newest first."""
     # ``is_dir`` would return False for a bucket that does not answer, and the run would begin anew.
-    with contextlib.suppress(*MISSING), _asking(f"the list of checkpoints in {directory}"):
-        whole = (step_of(x.name) for x in directory.iterdir() if step_of(x.name) is not None and bucket.is_whole(x))
-        return sorted(whole, reverse=True)
-    return []
+    steps = []
+    with contextlib.suppress(*MISSING), _no_answer_is_no_damage(f"the list of checkpoints in {directory}"):
+        for folder in directory.iterdir():
+            step = step_of(folder.name)
+            if step is not None and bucket.is_whole(folder):
+                steps.append(step)
+    return sorted(steps, reverse=True)
 
 
 def read_whole(
     root: pathlib.Path,
     iteration: int | None,
     read: Callable[[pathlib.Path], Any],
-    check: Callable[[Any], Any] = lambda found: found,
+    check: Callable[[Any], Any] = lambda result: result,
     *,
     say: bool = True,
     is_alone: bool = False,
@@ -142,23 +172,25 @@ def read_whole(
         ConfigError: there is no checkpoint of ``iteration``, or all are damaged.
         MachineError: a checkpoint cannot be read now and may be undamaged.
     """
-    exchange = (lambda own: [own]) if is_alone else hosts.exchange
+    exchange: Callable[[Any], list[Any]] = (lambda value: [value]) if is_alone else hosts.exchange
     steps = exchange(steps_in(root))[0]
     if iteration is not None and iteration not in steps:
         raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
     damaged = None
     for step in steps if iteration is None else [iteration]:
-        found = path = root / str(step)  # also frees the arrays of the checkpoint tried before
+        path = root / str(step)
+        result: Any = path  # also frees the arrays of the checkpoint that was tried before
         for stage in (read, check):
-            said = None
+            message = None
             try:
-                found = stage(found)
+                result = stage(result)
             except DamagedError as error:
-                said = " ".join(f"checkpoint {path} is damaged: {error}".split())
-            if damaged := next(filter(None, exchange(said)), None):
+                message = " ".join(f"checkpoint {path} is damaged: {error}".split())
+            damaged = next(filter(None, exchange(message)), None)
+            if damaged:
                 break
         else:
-            return found
+            return result
         if say and iteration is None and step != steps[-1] and hosts.is_first():
             print(f"warning: {damaged}; taking the one before", file=sys.stderr)
     if damaged:
@@ -173,10 +205,10 @@ def digest(host: Any, text: dict[str, Any]) -> str:
 
 def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """Return the JSON objects that ``Checkpointer.save`` wrote into host/ and config/. Check their digest."""
-    with _reading(path, "host/ or config/"):
+    with _damage_of(path, "host/ or config/"):
         host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
         if text.pop("digest") != digest(host, text):
-            raise ValueError("another digest than they were saved with")
+            raise ValueError("the digest differs from the saved digest")
     return host, text
 
 
@@ -204,24 +236,39 @@ def read_fitting(
     check_settings(host, text, config, path, allow_changes)
     if int(path.name) > config.num_iterations:
         raise ConfigError(
-            f"num_iterations={config.num_iterations} must be at least the {path.name} of checkpoint {path}, which a "
-            "run does not go back from: raise it, or use another workdir"
+            f"num_iterations={config.num_iterations} must be at least {path.name}, the iterations that are finished in "
+            f"checkpoint {path}. Raise num_iterations, or use another workdir"
         )
-    part_of = lambda name: name.partition("/")[0]
-    has = {part_of(name) for name in text["arrays"]}
-    may_lack = lambda part: part in PASSING or part.startswith(MEMORY)
-    wanted = {part: x for part, x in abstract_state.items() if part in has or not may_lack(part)}
-    is_read = lambda part: part in wanted or not part.startswith(MEMORY)
-    saved = {name: about for name, about in text["arrays"].items() if is_read(part_of(name))}
-    check_arrays(saved, arrays := by_name(wanted), path, same_dtype=True)
+    saved_parts = {_part_of(name) for name in text["arrays"]}
+    wanted = {part: x for part, x in abstract_state.items() if part in saved_parts or not _is_optional(part)}
+    saved = {}
+    for name, description in text["arrays"].items():
+        part = _part_of(name)
+        if part in wanted or not part.startswith(MEMORY):
+            saved[name] = description
+    arrays = by_name(wanted)
+    check_arrays(saved, arrays, path, same_dtype=True)
     if config.rollout.max_lag_iterations and SAMPLER_ROWS in arrays:
-        before, now = text["arrays"][SAMPLER_ROWS][1][0], arrays[SAMPLER_ROWS].shape[0]
-        if before % now:  # prompts due at the same time may be in one shard, which could not return them in time
+        saved_shards = text["arrays"][SAMPLER_ROWS][1][0]
+        shards = arrays[SAMPLER_ROWS].shape[0]
+        if saved_shards % shards:
+            # Prompts that are due at the same time may then be in one shard, which could not return them in time.
             raise ConfigError(
-                f"rollouts in flight on {before} data-parallel devices with rollout.max_lag_iterations="
-                f"{config.rollout.max_lag_iterations}: go on on as many, or on a divisor of them, not on {now}"
+                f"the checkpoint has unfinished rollouts on {saved_shards} data-parallel devices, and "
+                f"rollout.max_lag_iterations={config.rollout.max_lag_iterations} limits their age. Continue on "
+                f"{saved_shards} devices or on a divisor of that number, not on {shards}"
             )
     return host, text, wanted
+
+
+def _part_of(name: str) -> str:
+    """Return the part of the state that an array belongs to: "train" of "train/step"."""
+    return name.partition("/")[0]
+
+
+def _is_optional(part: str) -> bool:
+    """Return whether a checkpoint may lack a part of the state."""
+    return part in PASSING or part.startswith(MEMORY)
 
 
 def pass_rates(directory: pathlib.Path) -> dict[int, float | None]:
@@ -238,8 +285,8 @@ def pass_rates(directory: pathlib.Path) -> dict[int, float | None]:
 
 def best_of(steps: Iterable[int], rates: dict[int, float | None], count: int) -> list[int]:
     """Return at most ``count`` iterations with the highest pass rates, best first. The earlier wins a tie."""
-    rated = sorted(step for step in steps if rates.get(step) is not None)
-    return sorted(rated, key=rates.get, reverse=True)[:count]
+    measured = {step: rate for step in sorted(steps) if (rate := rates.get(step)) is not None}
+    return sorted(measured, key=lambda step: measured[step], reverse=True)[:count]
 
 
 def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
@@ -251,8 +298,9 @@ def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
     try:
         return recorded(text["config"])
     except ConfigError as error:
-        said = f"checkpoint {path} was made by another version of jaxrl_llm, which alone can read it: {error}"
-        raise ConfigError(said) from error
+        raise ConfigError(
+            f"checkpoint {path} was made by another version of jaxrl_llm. Only that version can read it: {error}"
+        ) from error
 
 
 def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
@@ -264,26 +312,33 @@ def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
     base = bucket.store(path / "state")
 
     def read(name: str) -> Any:
-        with _reading(path, f"array {name}"):
+        with _damage_of(path, f"array {name}"):
             kvstore = {"driver": "ocdbt", "base": base, "path": name}
             stored = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
-            if (leaf := wanted[name]) is None:
+            leaf = wanted[name]
+            if leaf is None:
                 return stored.read().result()
             sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            read = (lambda index: stored[index].read().result()) if stored.shape == leaf.shape else _dealt(stored, leaf)
-            part = lambda index: read(index).astype(leaf.dtype, copy=False)
+            read_part = _part_reader(stored, leaf)
+
+            def part(index: tuple[slice, ...] | None) -> np.ndarray:
+                assert index is not None  # None is only for arrays without a shape
+                return read_part(index).astype(leaf.dtype, copy=False)
+
             return jax.make_array_from_callback(leaf.shape, sharding, part)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return dict(zip(wanted, pool.map(read, wanted), strict=True))
 
 
-def _dealt(stored: Any, leaf: jax.ShapeDtypeStruct) -> Callable[[tuple[slice, ...]], Any]:
-    """Return a function that reads a part of a sharded array for another number of shards.
+def _part_reader(stored: Any, leaf: jax.ShapeDtypeStruct) -> Callable[[tuple[slice, ...]], Any]:
+    """Return a function that reads a part of a stored array. The number of shards may differ from the stored number.
 
     An array [M, E, ...] has M shards of E rows, and the rows keep their order. An array [M] has one sum per shard: the
     total becomes the sum of the first shard, and the other sums become 0.
     """
+    if stored.shape == leaf.shape:
+        return lambda index: stored[index].read().result()
     if stored.ndim == 1:
         sums = np.zeros(leaf.shape, leaf.dtype)
         sums[0] = stored.read().result().sum()
@@ -291,7 +346,9 @@ def _dealt(stored: Any, leaf: jax.ShapeDtypeStruct) -> Callable[[tuple[slice, ..
 
     def part(index: tuple[slice, ...]) -> Any:
         first, last, _ = index[0].indices(leaf.shape[0])
-        start, stop, each = first * leaf.shape[1], last * leaf.shape[1], stored.shape[1]
+        start = first * leaf.shape[1]
+        stop = last * leaf.shape[1]
+        each = stored.shape[1]
         rows = stored[start // each : -(-stop // each)].read().result().reshape(-1, *leaf.shape[2:])
         rows = rows[start % each :][: stop - start].reshape(-1, *leaf.shape[1:])
         return rows[:, *index[1:]]
@@ -304,9 +361,12 @@ def compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> N
 
     An array whose size has changed is not compared: it has one sum per shard, and the number of shards differs.
     """
-    now = zip(arrays, sums, strict=True)
-    same_size = lambda name: math.prod(saved[name][1]) == arrays[name].size
-    if wrong := [name for name, value in now if value != saved[name][2] and same_size(name)]:
+    wrong = []
+    for name, checksum in zip(arrays, sums, strict=True):
+        _, saved_shape, saved_checksum = saved[name]
+        if checksum != saved_checksum and math.prod(saved_shape) == arrays[name].size:
+            wrong.append(name)
+    if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise DamagedError(f"array {wrong[0]}{more} has another checksum than when it was saved")
 
@@ -318,7 +378,8 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
         free = tuple(name for name in free if name != "num_iterations")  # a decay ends at the last iteration
     # The saved config went through JSON, which turns a tuple in a dictionary of arguments into a list. Do so here too.
     config = from_json(to_json(config))
-    if (day := saved.prompts.chat_template_kwargs.get(DATE)) is not None:  # a run sets its date itself
+    day = saved.prompts.chat_template_kwargs.get(DATE)
+    if day is not None:  # a run sets its date itself
         told = {DATE: day, **config.prompts.chat_template_kwargs}
         config = dataclasses.replace(config, prompts=dataclasses.replace(config.prompts, chat_template_kwargs=told))
     return {

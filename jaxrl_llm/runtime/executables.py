@@ -48,10 +48,13 @@ def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[s
     """
     if not folder:
         return {}
-    loaded, devices, where = {}, mesh.devices.flatten().tolist(), saved_in(folder, mesh)
+    loaded = {}
+    devices = mesh.devices.flatten().tolist()
+    where = saved_in(folder, mesh)
     for name, lowered in ((name, program.lower(mesh)) for name, program in programs.items()):
         if not (file := where / saved_as(lowered, mesh)).is_file():
-            there, here = sorted(x.name for x in pathlib.Path(folder).glob("*/")), where.name
+            there = sorted(x.name for x in pathlib.Path(folder).glob("*/"))
+            here = where.name
             differ = "of these settings and code" if here in there else f"but for {there}"
             raise ConfigError(f"executables={folder!r} has no {name!r} for {here!r} {differ}; run plan --save again")
         trees = jax.tree.structure(lowered.args_info), lowered.out_tree

@@ -51,7 +51,8 @@ from jaxrl_llm.runtime.run_record import versions
 # are longer than a user waits.
 TIMEOUT_S = 40
 # Seconds in which all hosts must join (some may still be starting), and in which NFS must show a new file.
-JOIN_S, FIND_S = 1200, 60.0
+JOIN_S = 1200
+FIND_S = 60.0
 # Seconds of silence of one host after which the others end. Later the service would abort them and name no host.
 SILENT_S = 25
 LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a barrier: ``_watch`` finds a missing host much earlier
@@ -59,7 +60,10 @@ LIMIT_FILES = "memory.max", "memory.limit_in_bytes"  # memory limits of a Linux 
 HANGING_S = 1800  # a process that stays in one activity prints the tracebacks of its threads every so many seconds
 
 T = TypeVar("T")
-_doing, _joined, _parting, _leaving = "start", threading.Event(), threading.Event(), threading.Lock()
+_doing = "start"
+_joined = threading.Event()
+_parting = threading.Event()
+_leaving = threading.Lock()
 _meetings = itertools.count()
 _heard: dict[str, tuple[str, float]] = {}  # latest message of each host, and when this host saw a new one
 
@@ -82,7 +86,8 @@ def initialize(*, alone: bool = False) -> None:
             - A job of several hosts is found for a command that runs ``alone``.
         MachineError: the other hosts do not join.
     """
-    wanted, address = os.environ.get("JAXRL_DISTRIBUTED", ""), os.environ.get("JAX_COORDINATOR_ADDRESS")
+    wanted = os.environ.get("JAXRL_DISTRIBUTED", "")
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     if wanted not in ("", "0", "1"):
         raise ConfigError(f"JAXRL_DISTRIBUTED={wanted!r} must be 1 (a job of several hosts), 0 (not) or unset")
     if wanted == "0" or not (wanted or address or _is_found()):
@@ -190,13 +195,15 @@ def end_at_sigterm() -> None:
 
 def _is_found() -> bool:
     """Return whether the environment belongs to a job of several hosts."""
-    of, counts = os.environ.get, ("MEGASCALE_NUM_SLICES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+    of = os.environ.get
+    counts = ("MEGASCALE_NUM_SLICES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
     return "," in of("TPU_WORKER_HOSTNAMES", "") or any(of(name, "") not in ("", "1") for name in counts)
 
 
 def _service() -> Any:
     """Return the client of the coordination service; a ``ConfigError`` if this process has joined no job."""
-    if (client := distributed.global_state.client) is None:
+    client = distributed.global_state.client
+    if client is None:
         raise ConfigError(f"jax finds {count()} processes, and this one has joined no job: set JAXRL_DISTRIBUTED=1")
     return client
 
@@ -226,7 +233,9 @@ def doing(what: str) -> None:
     """
     global _doing
     _doing = what
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is missing or has no file descriptor
+    if sys.__stderr__ is None:
+        return
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr has no file descriptor
         faulthandler.dump_traceback_later(HANGING_S, repeat=True, file=sys.__stderr__)
 
 
@@ -236,7 +245,8 @@ def memory_bytes(root: str | os.PathLike = "/") -> int:
     Args:
         root: folder that contains ``proc`` and ``sys``.
     """
-    found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], pathlib.Path(root, "proc/self/cgroup")
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    groups = pathlib.Path(root, "proc/self/cgroup")
     for line in groups.read_text().splitlines() if groups.is_file() else ():
         _, kind, place = line.split(":", 2)
         if kind in ("", "memory"):  # version 2, or the memory controller of version 1
@@ -254,7 +264,9 @@ def exchange(value: T) -> list[T]:
     """
     if count() == 1:
         return [value]
-    service, number, index = _service(), next(_meetings), jax.process_index()
+    service = _service()
+    number = next(_meetings)
+    index = jax.process_index()
     service.key_value_set_bytes(f"said/{number}/{index}", pickle.dumps(value))
     service.wait_at_barrier(f"said/{number}", LONGEST_WAIT_MS)
     said = {name.rpartition("/")[2]: text for name, text in service.key_value_dir_get_bytes(f"said/{number}/")}
@@ -277,13 +289,16 @@ def find(workdir: pathlib.Path, text: str | None) -> None:
     Raises:
         MachineError: a host does not find this content in its workdir.
     """
-    if (host := _missing(workdir / "lock", text, FIND_S)) is not None:
+    host = _missing(workdir / "lock", text, FIND_S)
+    if host is not None:
         raise MachineError(f"--workdir={workdir} must be a folder that all hosts share; host {host} has another")
 
 
 def _missing(path: pathlib.Path, text: str | None, seconds: float) -> int | None:
     """Return the first host that does not find the text of host 0 in the file within ``seconds``; None if all do."""
-    text, until, found = exchange(text)[0], time.monotonic() + seconds, False
+    text = exchange(text)[0]
+    until = time.monotonic() + seconds
+    found = False
     while text is not None and not found and time.monotonic() < until:
         with contextlib.suppress(OSError):  # not there yet, or a network disk is replacing the file
             found = path.read_text() == text
@@ -322,7 +337,8 @@ def agree(**facts: Any) -> None:
     texts = {name: fact if isinstance(fact, str) else repr(fact) for name, fact in {"code": _code(), **facts}.items()}
     digests = exchange({name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()})
     for name, text in texts.items():
-        if other := [i for i, digest in enumerate(digests) if digest[name] != digests[0][name]]:
+        other = [i for i, digest in enumerate(digests) if digest[name] != digests[0][name]]
+        if other:
             by_host = exchange(text)
             at, first = _difference(by_host[other[0]], by_host[0])
             raise ConfigError(f"{name} of host {other[0]} is not that of host 0: {at!r} instead of {first!r}")
@@ -331,7 +347,8 @@ def agree(**facts: Any) -> None:
 @functools.cache
 def _code() -> str:
     """Return the recorded versions and a digest of the files of this package."""
-    package, digest = pathlib.Path(__file__).parent.parent, hashlib.sha256()
+    package = pathlib.Path(__file__).parent.parent
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
     return f"{versions()}, files {digest.hexdigest()[:12]}"
@@ -399,7 +416,8 @@ def meet(*, key: str, timeout_ms: int) -> None:
     """
     if is_alone():
         return
-    if error := sys.exception():
+    error = sys.exception()
+    if error:
         _leave(_end(error, status=1))
     _service().wait_at_barrier(key, timeout_ms)
 
@@ -408,7 +426,9 @@ def _end(error: BaseException, status: int) -> str:
     """Publish to the other hosts the message of the error that ends this host, and return the message."""
     if "JaxRuntimeError" in (type(error).__name__, type(error.__cause__).__name__) or "Gloo" in str(error):
         time.sleep(SILENT_S + 5)  # another host may be gone: ``_watch`` then names it and ends this one
-    service, index, words = _service(), jax.process_index(), f"{type(error).__name__}: {error}"
+    service = _service()
+    index = jax.process_index()
+    words = f"{type(error).__name__}: {error}"
     with contextlib.suppress(Exception):  # the service may be gone
         service.key_value_set(f"failed/{index}", f"{status} {_doing}\n{words}", allow_overwrite=True)
     if index == 0:
@@ -418,7 +438,8 @@ def _end(error: BaseException, status: int) -> str:
 
 def _part() -> None:
     """Leave the job at the end of the process. The first host waits until the others have left its service."""
-    service, index = _service(), jax.process_index()
+    service = _service()
+    index = jax.process_index()
     _parting.set()
     with contextlib.suppress(Exception):  # the service may be gone
         service.key_value_set(f"left/{index}", "")
@@ -439,11 +460,13 @@ def _watch(service: Any) -> None:
             return None
         try:
             service.key_value_set(f"alive/{index}", f"{beat} {_doing}", allow_overwrite=True)
-            alive, failed = service.key_value_dir_get("alive/"), service.key_value_dir_get("failed/")
+            alive = service.key_value_dir_get("alive/")
+            failed = service.key_value_dir_get("failed/")
         except Exception as error:
             return None if _parting.is_set() else _leave(_of_host_0(f"is gone ({str(error).splitlines()[0][:100]})"))
         for name, text in failed:
-            if (host := name.rpartition("/")[2]) != str(index):
+            host = name.rpartition("/")[2]
+            if host != str(index):
                 (status, _, what), words = text.partition("\n")[0].partition(" "), text.partition("\n")[2]
                 return _leave(f"host {host} failed in: {what}: {words}", int(status))
         for name, text in alive:
@@ -471,13 +494,16 @@ def _aborted(_: int) -> None:
     if not _joined.is_set():
         os.write(2, f"error: this process cannot join its job: some did not come in {JOIN_S} s\n".encode())
         os._exit(1)
-    host, _, port = distributed.global_state.coordinator_address.rpartition(":")
+    coordinator = distributed.global_state.coordinator_address
+    assert coordinator is not None  # this process has joined a job
+    host, port = coordinator.rsplit(":", 1)
     time.sleep(1)  # a host that dies closes its connections one after the other
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
         _leave(_of_host_0(f"is gone ({error})"))
-    if (silent := time.monotonic() - _heard.get("0", ("", time.monotonic()))[1]) > SILENT_S:
+    silent = time.monotonic() - _heard.get("0", ("", time.monotonic()))[1]
+    if silent > SILENT_S:
         _leave(_of_host_0(f"has not been heard of for {silent:.0f} s"))
     faulthandler.dump_traceback()  # an abort with another cause: print the traceback that it would have printed
 

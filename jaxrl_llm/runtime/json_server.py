@@ -20,14 +20,13 @@ import socket
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-import waitress
 from waitress import wasyncore
 from waitress.channel import HTTPChannel
 from waitress.parser import HTTPRequestParser, ParsingError
-from waitress.server import TcpWSGIServer
+from waitress.server import TcpWSGIServer, create_server
 
 from jaxrl_llm.runtime import json_lines
 
@@ -40,7 +39,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 # Headers that a request may have only once. If two readers took different copies, they would see different requests.
 SINGLE = ("content-length", "host", "transfer-encoding")
 
-Events = Iterator[dict[str, Any]]
+Events = Generator[dict[str, Any], None, None]
 
 # By default, waitress warns about every request that waits for a thread and every client that leaves.
 logging.getLogger("waitress").setLevel(logging.ERROR)
@@ -130,7 +129,7 @@ class Server:
     def activate(self) -> None:
         """Accept connections. Before this call, a client's connection is refused at once."""
         _raise_file_limit()
-        self._server = waitress.create_server(
+        server = create_server(
             self._respond,
             map=self._connections,
             sockets=[self._socket],
@@ -146,7 +145,9 @@ class Server:
             asyncore_use_poll=True,  # `select` takes no descriptor above 1023
             clear_untrusted_proxy_headers=True,
         )
-        self._server.channel_class = _Channel
+        assert isinstance(server, TcpWSGIServer)  # it has one socket
+        server.channel_class = _Channel
+        self._server = server
 
     def serve_forever(self) -> None:
         """Serve until ``shutdown`` is called."""
@@ -159,6 +160,7 @@ class Server:
         """Raise the number of threads to at least ``num_threads``."""
         if num_threads > self._num_threads:
             self._num_threads = num_threads
+            assert self._server is not None, "the server must be activated first"
             self._server.task_dispatcher.set_thread_count(num_threads)
 
     def shutdown(self) -> None:
@@ -269,9 +271,11 @@ def _host_of(url: str) -> str:
 def _failure(error: Exception, exchange: Exchange) -> tuple[int, dict[str, Any]]:
     """Return the status and the body for an error. An error other than ``Refused`` is printed, too."""
     if isinstance(error, Refused):
-        status, text = error.status, str(error)
+        status = error.status
+        text = str(error)
     else:
-        status, text = 500, f"{type(error).__name__}: {error}"[:300]
+        status = 500
+        text = f"{type(error).__name__}: {error}"[:300]
         if not isinstance(error, ConnectionError):
             print(f"warning: {exchange.method} {exchange.path[:200]} failed: {text}", file=sys.stderr, flush=True)
     kind = "invalid_request_error" if status < 500 else "server_error"

@@ -111,7 +111,7 @@ def use_cache(folder: str) -> None:
             raise ConfigError(f"compilation_cache={folder!r} is no folder")
         jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-    used = jax.config.jax_compilation_cache_dir or ""
+    used = jax.config.values["jax_compilation_cache_dir"] or ""
     if hosts.count() > 1 and jax.default_backend() == "gpu" and not hosts.is_shared(used):
         jax.config.update("jax_compilation_cache_dir", None)
         if used and hosts.is_first():
@@ -156,6 +156,7 @@ def release_freed(freed: int | None = None) -> None:
 def memory(compiled: jax.stages.Compiled) -> Memory:
     """Return the device memory of a compiled program."""
     stats = compiled.memory_analysis()
+    assert stats is not None, "the compiler reports no memory"
     return Memory(
         arguments=stats.argument_size_in_bytes,
         outputs=stats.output_size_in_bytes,
@@ -212,20 +213,20 @@ def host_share(mesh: Mesh) -> int:
     return hosts.memory_bytes() // len(mesh.local_devices)
 
 
-def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int, **beside: int) -> None:
+def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int, **settings: Any) -> None:
     """Check that a run fits into a device with ``limit`` bytes of memory.
 
     Args:
-        beside: keyword arguments of ``in_use_bytes``.
+        settings: keyword arguments of ``in_use_bytes``.
 
     Raises:
         ConfigError: the run does not fit. The error names the largest program, its bytes and settings that lower them.
     """
-    in_use = in_use_bytes({name: memory(c) for name, c in compiled.items()}, **beside)
-    name = max(in_use, key=in_use.get)
+    in_use = in_use_bytes({name: memory(program) for name, program in compiled.items()}, **settings)
+    name = max(in_use, key=lambda name: in_use[name])
     if in_use[name] > limit:
         raise ConfigError(
-            f"program {name!r} and what lives beside it need {in_use[name] / 2**30:.2f} GiB per device, which has "
+            f"program {name!r} and the arrays beside it need {in_use[name] / 2**30:.2f} GiB per device, which has "
             f"{limit / 2**30:.2f} GiB: {MEMORY_SETTINGS}"
         )
 
@@ -248,7 +249,8 @@ class CompileCounter:
         self.warm = None
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **_: Any) -> None:
+        del duration_secs
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
     def after_warmup(self) -> int:

@@ -49,7 +49,7 @@ OF_WEIGHTS = ("vocab", "embed", "heads", "kv_heads", "mlp", "expert")
 HOST_MEMORY = "pinned_host"
 
 
-def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...] | None], ...]:
     """Return ``mesh.rules`` as pairs (logical axis of weights, its mesh axes). They replace entries of ``RULES``.
 
     Raises:
@@ -118,7 +118,8 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
         ConfigError: ``fsdp``, ``context`` and ``tensor`` cannot be split this way.
     """
     data, fsdp, expert, context, tensor = mesh.shape.values()
-    wanted, there = config.sampler_tensor or tensor, fsdp * context * tensor
+    wanted = config.sampler_tensor or tensor
+    there = fsdp * context * tensor
     if wanted % tensor or there % wanted:
         raise ConfigError(
             f"mesh.sampler_tensor={wanted} must be 0, or a multiple of mesh.tensor={tensor} that divides the "
@@ -136,7 +137,9 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
         ConfigError: sizes do not divide. The error names every such setting and the nearest sizes that divide.
     """
     devices = math.lcm(num_data_shards(mesh), num_data_shards(sampler_mesh(config.mesh, mesh)))
-    shards, draw, context = num_ring_shards(config, mesh), config.rows_per_draw, mesh.shape["context"]
+    shards = num_ring_shards(config, mesh)
+    draw = config.rows_per_draw
+    context = mesh.shape["context"]
     rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
     parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)
     parts |= dict.fromkeys(("update.batch_size", "replay.capacity"), shards * draw)
@@ -144,9 +147,12 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.facts.siblings else 1)
     parts["update.micro_batch_tokens"] = shards * max(config.line_tokens, 1)
     parts |= dict.fromkeys(("prompts.max_tokens", "sampling.max_completion_tokens", "update.pack_width"), context)
-    values, wrong = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}, []
+    values = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}
+    wrong = []
     for path, n in parts.items():
-        if rest := (value := values[path]) % n:
+        value = values[path]
+        rest = value % n
+        if rest:
             batch = config.update.batch_size if path == "update.micro_batch_size" else 0  # it must also divide this
             near = " or ".join(str(x) for x in (value - rest, value - rest + n) if x and batch % x == 0)
             wrong.append(f"{path}={value} must be a multiple of {n}" + f" ({near})" * bool(near))
@@ -168,7 +174,9 @@ def num_ring_shards(config: Config, mesh: Mesh) -> int:
 
 def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...], mesh, rules=RULES) -> PartitionSpec:
     """Return the mesh axes of each dimension of an array. A dimension that its mesh axes do not divide stays whole."""
-    spec, free = [], set(mesh.axis_names)  # a mesh axis can split only one dimension: the first that can use it
+    # A mesh axis can split only one dimension. The first dimension that can use the axis gets it.
+    spec = []
+    free = set(mesh.axis_names)
     for size, name in zip(shape, logical_axes, strict=True):
         axis = None if name is None else rules[name]
         parts = math.prod(mesh.shape[a] for a in axes_of(axis))
@@ -238,7 +246,8 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
     Args:
         function: receives in ``axis`` the mesh axes that shard the vocabulary, and returns arrays of rows [Z, ...].
     """
-    mesh, split = jax.sharding.get_abstract_mesh(), ("batch", "vocab")
+    mesh = jax.sharding.get_abstract_mesh()
+    split = ("batch", "vocab")
     axis = () if mesh.empty else axes_of(partition_spec(logits_ZV.shape, split, mesh)[1])
     return by_device(lambda *x: function(*x, axis), logits_ZV, *of_rows, axes=(split, *[("batch",)] * len(of_rows)))
 

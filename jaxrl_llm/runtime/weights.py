@@ -65,7 +65,8 @@ def check_workdir(folder: pathlib.Path) -> None:
     Raises:
         ConfigError: the folder has the files of a model, or files with the names of a run's files but not from a run.
     """
-    names, settings = [], {"made_with": ""}
+    names = []
+    settings = {"made_with": ""}
     with contextlib.suppress(OSError, ValueError, RecursionError):
         names = sorted(os.listdir(folder))
         settings = json.loads((folder / "config.json").read_bytes())
@@ -93,17 +94,20 @@ def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
         ConfigError: there is no finished checkpoint, or none with a pass rate for ``/best``.
     """
     path = bucket.absolute(bucket.place(os.path.expanduser(directory)))
-    if is_best := path.name == BEST and not path.is_dir():
+    is_best = path.name == BEST and not path.is_dir()
+    if is_best:
         path = path.parent
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
     step = step_of(path.name)
     if not is_best and step is not None and (path / "state").is_dir():
         return path.parent, step
-    if not (steps := steps_in(root)):
+    steps = steps_in(root)
+    if not steps:
         raise ConfigError(f"no finished checkpoint in {path}")
     if not is_best:
         return root, None
-    if not (rated := best_of(steps, pass_rates(root), 1)):
+    rated = best_of(steps, pass_rates(root), 1)
+    if not rated:
         raise ConfigError(f"no best one in {root}: none was written when held-out questions had been answered")
     return root, rated[0]
 

@@ -672,7 +672,7 @@ def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
     ("name", "error", "said"),
     [
         # Of gcsfs where a bucket answers 502; of a share; of a disk; of tensorstore when it has tried often enough.
-        ("host", lambda: pytest.importorskip("requests").exceptions.ProxyError(), "ProxyError; it may be whole"),
+        ("host", lambda: pytest.importorskip("requests").exceptions.ProxyError(), "ProxyError. It may be undamaged"),
         ("host", lambda: TimeoutError("too slow"), "TimeoutError: too slow"),
         ("config", lambda: OSError(errno.EIO, os.strerror(errno.EIO)), "OSError: [Errno 5] Input/output error"),
         (
@@ -709,7 +709,9 @@ def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(copy, mon
     """Of a bucket that does not answer ``is_dir`` says no: the run would have begun anew."""
     monkeypatch.setattr(pathlib.Path, "is_dir", lambda path: False)
     monkeypatch.setattr(pathlib.Path, "iterdir", mock.Mock(side_effect=ConnectionResetError("gone")))
-    with pytest.raises(MachineError, match=f"{copy} cannot be read now: ConnectionResetError: gone; it may be whole"):
+    with pytest.raises(
+        MachineError, match=f"{copy} cannot be read now: ConnectionResetError: gone. It may be undamaged"
+    ):
         checkpoint_files.steps_in(copy)
     monkeypatch.undo()
     assert (
