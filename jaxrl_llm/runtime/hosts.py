@@ -86,26 +86,22 @@ def initialize(*, alone: bool = False) -> None:
             - A job of several hosts is found for a command that runs ``alone``.
         MachineError: the other hosts do not join.
     """
-    wanted = os.environ.get("JAXRL_DISTRIBUTED", "")
-    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
-    if wanted not in ("", "0", "1"):
-        raise ConfigError(f"JAXRL_DISTRIBUTED={wanted!r} must be 1 (a job of several hosts), 0 (not) or unset")
-    if wanted == "0" or not (wanted or address or _is_found()):
+    required = os.environ.get("JAXRL_DISTRIBUTED", "")
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS") or None
+    if required not in ("", "0", "1"):
+        raise ConfigError(f"JAXRL_DISTRIBUTED={required!r} must be 1 (a job of several hosts), 0 (not) or unset")
+    if required == "0" or not (required or address or _is_found()):
         return
-    given: dict[str, Any] = dict.fromkeys(("heartbeat_timeout_seconds", "shutdown_timeout_seconds"), TIMEOUT_S)
+    num_processes = None
+    process_id = None
     if address:
-        numbers = {name: os.environ.get(name, "") for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
-        for name, value in numbers.items():
-            if not value.isdigit():
-                raise ConfigError(f"{name}={value!r} must be a number beside JAX_COORDINATOR_ADDRESS={address}")
-        count, index = map(int, numbers.values())
-        if index >= count:
-            raise ConfigError(f"JAX_PROCESS_ID={index} must be less than JAX_NUM_PROCESSES={count}")
-        given |= {"coordinator_address": address, "num_processes": count, "process_id": index}
-    elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):  # variables left by another job: jax would read slices
-        for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
-            del os.environ[name]
-    if alone and given.get("num_processes") != 1:
+        num_processes = _number_of("JAX_NUM_PROCESSES", address)
+        process_id = _number_of("JAX_PROCESS_ID", address)
+        if process_id >= num_processes:
+            raise ConfigError(f"JAX_PROCESS_ID={process_id} must be less than JAX_NUM_PROCESSES={num_processes}")
+    elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):
+        _remove_megascale_variables()
+    if alone and num_processes != 1:
         raise ConfigError("this command runs on one host, not in a job of several: start it with JAXRL_DISTRIBUTED=0")
     # Without recoverability the service would abort the other hosts and name no host. ``_watch`` ends them instead.
     jax.config.update("jax_enable_recoverability", True)
@@ -115,7 +111,14 @@ def initialize(*, alone: bool = False) -> None:
     if address and _is_loopback(address) and not _has_address(socket.gethostname()):
         _meet_on_loopback()
     try:
-        jax.distributed.initialize(**given, initialization_timeout=JOIN_S)
+        jax.distributed.initialize(
+            coordinator_address=address,
+            num_processes=num_processes,
+            process_id=process_id,
+            initialization_timeout=JOIN_S,
+            heartbeat_timeout_seconds=TIMEOUT_S,
+            shutdown_timeout_seconds=TIMEOUT_S,
+        )
     except (RuntimeError, ValueError) as error:  # ValueError: jax finds no job
         kind = MachineError if isinstance(error, RuntimeError) else ConfigError
         raise kind(f"this process cannot join its job: {error}") from error
@@ -125,6 +128,20 @@ def initialize(*, alone: bool = False) -> None:
         threading.Thread(target=_watch, args=(_service(),), daemon=True).start()
     if not is_first():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
+
+
+def _number_of(name: str, address: str) -> int:
+    """Return the value of an environment variable of the job at ``address``."""
+    value = os.environ.get(name, "")
+    if not value.isdigit():
+        raise ConfigError(f"{name}={value!r} must be a number beside JAX_COORDINATOR_ADDRESS={address}")
+    return int(value)
+
+
+def _remove_megascale_variables() -> None:
+    """Remove variables that another job has left in the environment. From them jax would read slices."""
+    for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
+        del os.environ[name]
 
 
 def _is_loopback(address: str) -> bool:
@@ -195,9 +212,10 @@ def end_at_sigterm() -> None:
 
 def _is_found() -> bool:
     """Return whether the environment belongs to a job of several hosts."""
-    of = os.environ.get
+    if "," in os.environ.get("TPU_WORKER_HOSTNAMES", ""):
+        return True
     counts = ("MEGASCALE_NUM_SLICES", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-    return "," in of("TPU_WORKER_HOSTNAMES", "") or any(of(name, "") not in ("", "1") for name in counts)
+    return any(os.environ.get(name, "") not in ("", "1") for name in counts)
 
 
 def _service() -> Any:
@@ -245,16 +263,29 @@ def memory_bytes(root: str | os.PathLike = "/") -> int:
     Args:
         root: folder that contains ``proc`` and ``sys``.
     """
-    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     groups = pathlib.Path(root, "proc/self/cgroup")
-    for line in groups.read_text().splitlines() if groups.is_file() else ():
-        _, kind, place = line.split(":", 2)
-        if kind in ("", "memory"):  # version 2, or the memory controller of version 1
-            top = pathlib.Path(root, "sys/fs/cgroup", kind)
-            folder = top / place.strip("/")
-            files = [at / name for at in (folder, *folder.parents) if at.is_relative_to(top) for name in LIMIT_FILES]
-            found += [int(text) for x in files if x.is_file() and (text := x.read_text().strip()).isdigit()]
-    return min(found)
+    if not groups.is_file():
+        return limits[0]
+    for line in groups.read_text().splitlines():
+        _, controller, place = line.split(":", 2)
+        if controller in ("", "memory"):  # version 2, or the memory controller of version 1
+            top = pathlib.Path(root, "sys/fs/cgroup", controller)
+            limits += _memory_limits(top, top / place.strip("/"))
+    return min(limits)
+
+
+def _memory_limits(top: pathlib.Path, folder: pathlib.Path) -> list[int]:
+    """Return the memory limits in a control group and in the groups around it, up to ``top``."""
+    limits = []
+    for group in (folder, *folder.parents):
+        if not group.is_relative_to(top):
+            continue
+        for file in (group / name for name in LIMIT_FILES):
+            text = file.read_text().strip() if file.is_file() else ""
+            if text.isdigit():
+                limits.append(int(text))
+    return limits
 
 
 def exchange(value: T) -> list[T]:
@@ -269,15 +300,21 @@ def exchange(value: T) -> list[T]:
     index = jax.process_index()
     service.key_value_set_bytes(f"said/{number}/{index}", pickle.dumps(value))
     service.wait_at_barrier(f"said/{number}", LONGEST_WAIT_MS)
-    said = {name.rpartition("/")[2]: text for name, text in service.key_value_dir_get_bytes(f"said/{number}/")}
+    by_host = {}
+    for name, data in service.key_value_dir_get_bytes(f"said/{number}/"):
+        by_host[name.rpartition("/")[2]] = data
     if number:  # every host has read the values of the call before this one
         service.key_value_delete(f"said/{number - 1}/{index}")
-    return [pickle.loads(said[str(i)]) for i in range(count())]
+    return [pickle.loads(by_host[str(i)]) for i in range(count())]
 
 
 def complete(values: list[T | None]) -> list[T | None]:
     """Return the list with each None replaced by the value that another host has at that position, if there is one."""
-    return [next((x for x in given if x is not None), None) for given in zip(*exchange(values), strict=True)]
+    merged = []
+    for candidates in zip(*exchange(values), strict=True):
+        known = [value for value in candidates if value is not None]
+        merged.append(known[0] if known else None)
+    return merged
 
 
 def find(workdir: pathlib.Path, text: str | None) -> None:
