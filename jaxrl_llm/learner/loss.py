@@ -205,6 +205,7 @@ def cross_entropies(objective: Objective, inputs: LossInputs) -> Term:
     totals = {}
     for chosen, weight in zip(objective.algorithm.cross_entropies, inputs.weights.cross_entropies, strict=True):
         logp = inputs.outputs.prompt_logp if _reads_prompts(chosen) else inputs.outputs.logp
+        assert logp is not None  # the forward pass returns the log-probs that the objective reads
         value = cross_entropy(logp, weight)
         contributions.append(chosen["coefficient"] * value)
         totals[f"{chosen.name}_loss_sum"] = value

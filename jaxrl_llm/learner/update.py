@@ -51,7 +51,7 @@ class Moment(NamedTuple):
 
     version: jax.Array  # [] i32, current weights; tokens sampled by this version measure the sampler-learner gap
     start_version: jax.Array  # [] i32, weights before the iteration's updates; a skipped update keeps the version
-    iteration: jax.Array  # [] i32
+    iteration: jax.Array | int  # [] i32, from 0
     others: Mapping[str, Any] = {}  # weights of other policies (inputs.OTHER_POLICIES) that the loss needs
     over_batch: jax.Array | None = None  # [] f32, statistic of the whole batch that the correction needs
     entropy_coefficient: jax.Array | None = None  # [] f32 weight of the entropy bonus, if the weight changes
@@ -279,6 +279,7 @@ class Update:
             _, backward, micro_sums = jax.vjp(
                 lambda learned: self._loss(learned, rows, weights, moment), learned, has_aux=True
             )
+            # pyrefly: ignore[missing-attribute], jax declares a plain function, and returns an object with this method
             backward.with_refs(accumulated)(jnp.float32(1))
             return jax.tree.map(jax.ref.freeze, accumulated), sums.plus(micro_sums)
 
