@@ -12,7 +12,7 @@ from support import building
 from jaxrl_llm.config import ConfigError, LoraConfig, OptimizerConfig, freeze
 from jaxrl_llm.learner import adapter_modules, low_memory, optim
 from jaxrl_llm.learner.update import Update
-from jaxrl_llm.types import TrainState
+from jaxrl_llm.types import Sums, TrainState
 from tests.reference import optimizers
 
 # Of rank 6; the axis that is the rank, in each.
@@ -119,7 +119,8 @@ class Still(Update):
     """An update whose gradient is 0."""
 
     def gradient(self, learned, batch, moment):
-        return jax.tree.map(jnp.zeros_like, learned), {"loss_sum": jnp.float32(0), "token_count": jnp.float32(1)}
+        totals = {"loss_sum": jnp.float32(0), "token_count": jnp.float32(1), "entropy_sum": jnp.float32(0)}
+        return jax.tree.map(jnp.zeros_like, learned), Sums(totals)
 
 
 def test_the_update_says_the_mean_reward_of_rows_that_count():

@@ -37,6 +37,7 @@ def learner_of(run):
     """A learner that has one number in place of its state."""
     learner = Learner(run.learner, {}, Ledger())
     learner.state = jnp.zeros((), jnp.int32)
+    learner.ring = None
     return learner
 
 
