@@ -428,7 +428,7 @@ class Update:
             rows.reward,
             mask,
             age=-((rollout.policy_version - moment.start_version) // self.config.updates_per_iteration),
-            iteration=moment.iteration,
+            iteration=jnp.asarray(moment.iteration),
             group_size=self.group_size,
             columns=columns,
         )
