@@ -45,8 +45,8 @@ FLOORS = [
     "examples",
     "recipes",
 ]
-# Thin runners, so that ``python -m jaxrl_llm.NAME`` works. They import nothing of the package.
-RUNNERS = {path.stem for path in (PACKAGE / "commands").glob("[!_]*.py")}
+# Thin runners, so that ``python -m jaxrl_llm.NAME`` works: modules beside the folders, and those of packages.
+RUNNERS = {PACKAGE / path.name for path in (PACKAGE / "commands").glob("[!_]*.py")}
 
 
 def module_file(name: str) -> pathlib.Path | None:
@@ -92,7 +92,7 @@ def test_folders_import_downward():
     for path in modules():
         name = name_of(path)
         folder = name.split(".")[0]
-        if name == "__init__" or folder in RUNNERS or path.name == "__main__.py":
+        if name == "__init__" or path in RUNNERS or path.name == "__main__.py":
             continue
         for other in own_imports(path):
             other_folder = other.split(".")[0]
