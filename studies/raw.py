@@ -258,7 +258,21 @@ def _as_setting(value: Any) -> Any:
 def configs(study: Study, runs: Sequence[Run]) -> list[Config]:
     """Return the whole config of each of the runs."""
     base = runpy.run_path(study.config)["get_config"]().to_dict()
-    return [recorded(with_point(base, run.point)) for run in runs]
+    return [recorded(with_point(base, _with_current_settings(run.point))) for run in runs]
+
+
+def _with_current_settings(point: Point) -> Point:
+    """Return the point with ``replay.draw`` in place of the settings that earlier versions had for fresh batches."""
+    if not point.get("replay.fresh_batches"):
+        return point
+    current = dict(point)
+    del current["replay.fresh_batches"]
+    current["replay.draw"] = {
+        "name": "fresh_or_older",
+        "fresh_share": current.pop("replay.fresh_fraction"),
+        "fresh_from_iteration": current.pop("replay.fresh_from_iteration", 0),
+    }
+    return current
 
 
 def main() -> None:
