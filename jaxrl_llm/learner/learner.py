@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -371,7 +371,7 @@ class Learner:
     def __init__(
         self,
         programs: LearnerPrograms,
-        compiled: dict[str, Callable[..., Any]],
+        compiled: Mapping[str, Callable[..., Any]],
         ledger: Ledger,
         *,
         reference: Any = None,

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -34,6 +34,8 @@ from jaxrl_llm.models.kernels import learner as kernels
 
 # Replaces minus infinity, because all keys of a piece may be hidden and inf - inf is nan.
 HIDDEN = -1e30
+# Arrays of one layer inside a block, and a tuple of such values by layer outside the blocks. No union can say which.
+ByLayer = Any
 BLOCK_PLACES = 64  # the smallest cache block for which the branch that skips it pays off on a CPU
 
 
@@ -52,8 +54,8 @@ class Prompt:
     Without ``member`` the batch is P groups of G consecutive rows.
     """
 
-    keys: jax.Array  # [P,K,L,H]
-    values: jax.Array  # [P,K,L,H]
+    keys: ByLayer  # [P,K,L,H]
+    values: ByLayer  # [P,K,L,H]
     visible: jax.Array  # [P,L] bool
     member: jax.Array | None = None  # [M,P/M*G] i32 row in the shard of each prompt's g-th member; unused: any row
     place: jax.Array | None = None  # [M,B/M] i32 inverse of ``member``: each row's place in its shard's groups
@@ -79,8 +81,8 @@ class Cache:
     other positions must hold finite numbers, because attention multiplies them by zero.
     """
 
-    keys: tuple[jax.Array, ...]  # blocks of [B,K,H,W]; for the TPU kernel, one block [B,K,C,H] (``block_shapes``)
-    values: tuple[jax.Array, ...]  # blocks of [B,K,W,H]
+    keys: ByLayer  # blocks of [B,K,H,W]; for the TPU kernel, one block [B,K,C,H] (``block_shapes``)
+    values: ByLayer  # blocks of [B,K,W,H]
     length: jax.Array  # [B] i32 number of tokens to attend to
     end: jax.Array  # [] i32 position after the newest token, the same for all rows
 
