@@ -38,7 +38,7 @@ MAX_START_S = 60.0
 GRACE_S = 5.0  # time after the program's limit for a worker to end the program and reply
 FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # delay and interval of the checks of all processes of a program
 ROOT = str(pathlib.Path(__file__).parents[2])
-MARK = "JAXRL_REWARD_WORKER"  # scoring/rewards.py finds the processes of its workers by this variable
+MARK = "JAXRL_REWARD_WORKER"  # scoring/worker_processes.py finds the processes of its workers by this variable
 # A fixed hash seed gives sets the same order in every worker. Threads share one malloc arena.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
@@ -487,7 +487,7 @@ def _bubblewrap() -> list[str]:
         command += ["--setenv", name, value]
     command += ["--tmpfs", "/dev", "--symlink", "/tmp", "/dev/shm", "--tmpfs", "/tmp"]
     package = pathlib.Path(ROOT, "jaxrl_llm")
-    for path in (*walls.bound_paths(), str(package / "__init__.py"), str(package / "environments")):
+    for path in (*walls.bound_paths(), str(package / "__init__.py"), str(package / "sandbox")):
         bind = "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else [bind, path, path]
     return [*command, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]

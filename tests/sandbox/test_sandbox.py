@@ -24,7 +24,7 @@ import pytest
 
 from jaxrl_llm.sandbox import sandbox as sandbox_module
 from jaxrl_llm.sandbox.sandbox import ISOLATIONS, LACKING, Limits, Sandbox, SandboxError, SandboxWarning
-from jaxrl_llm.scoring import rewards
+from jaxrl_llm.scoring import worker_processes
 
 LIMITS = Limits(seconds=5.0, memory_mb=256, processes=8, output_kb=16, disk_mb=4, open_files=32)
 SHORT = dataclasses.replace(LIMITS, seconds=0.4)
@@ -86,7 +86,7 @@ def test_a_program_prints_has_a_value_and_says_how_it_ended(sandbox):
     assert (raised.exit_code, raised.finished, raised.value) == (1, False, None)
     assert raised.exception == "ZeroDivisionError: integer division or modulo by zero"
     assert 'File "<program>", line 2, in f\n    return 1 // 0' in raised.stderr
-    assert "sandbox_worker" not in raised.stderr
+    assert "sandbox/worker" not in raised.stderr
     assert sandbox.run("if:").exception.startswith("SyntaxError: invalid syntax")
 
 
@@ -251,7 +251,8 @@ def test_a_fork_bomb_is_held_down_and_ended(sandbox):
 
 ENDED = """
 import os, time
-from jaxrl_llm.environments import sandbox_walls, sandbox_worker
+from jaxrl_llm.sandbox import walls as sandbox_walls
+from jaxrl_llm.sandbox import worker as sandbox_worker
 sandbox_walls.become_subreaper()
 sandbox_worker.END_S, kept, looks, sent = 2.0, os.kill, sandbox_worker._descendants, []
 
@@ -286,7 +287,8 @@ def test_a_program_s_group_is_ended_in_one_call_and_who_left_it_is_stopped_first
 
 AS_NOBODY = """
 import os, resource, sys
-from jaxrl_llm.environments import sandbox_walls, sandbox_worker
+from jaxrl_llm.sandbox import walls as sandbox_walls
+from jaxrl_llm.sandbox import worker as sandbox_worker
 os.chdir(sys.argv[1])
 if not os.getuid():
     os.setresgid(*[65534] * 3)
@@ -459,9 +461,9 @@ def test_all_ends_when_the_parent_is_killed(sandbox):
 
 def test_its_processes_have_the_mark_of_who_started_them(monkeypatch):
     """By which a reward's process that ends takes along what outlived a worker of the sandbox."""
-    monkeypatch.setenv(rewards.MARK, "1.2")
+    monkeypatch.setenv(worker_processes.MARK, "1.2")
     with Sandbox(SHORT, isolation="rlimits") as pool:
-        assert pool.run(f"import os\nos.environ[{rewards.MARK!r}]").value == "'1.2'"
+        assert pool.run(f"import os\nos.environ[{worker_processes.MARK!r}]").value == "'1.2'"
 
 
 def test_workers_run_programs_at_once_each_its_own():
@@ -495,7 +497,7 @@ def test_the_warning_of_a_sandbox_has_a_category_of_its_own_that_fails_no_test()
         warnings.simplefilter("error", SandboxWarning)
         with pytest.raises(SandboxWarning):
             Sandbox(LIMITS, isolation="rlimits")
-    left = [child for child in psutil.Process().children() if "sandbox_worker" in " ".join(child.cmdline())]
+    left = [child for child in psutil.Process().children() if "sandbox.worker" in " ".join(child.cmdline())]
     own = {worker.process.pid for name in ISOLATIONS for worker in getattr(opened(name), "_workers", ())}
     assert {child.pid for child in left} <= own
 
@@ -523,6 +525,14 @@ def test_a_machine_that_cannot_keep_programs_from_others_is_refused(monkeypatch,
         return
     with Sandbox(LIMITS, isolation=isolation) as pool:
         assert LACKING["files"] in pool.not_enforced
+
+
+def test_bubblewrap_mounts_the_package_that_the_worker_imports(monkeypatch):
+    monkeypatch.setattr(sandbox_module.shutil, "which", lambda name: f"/usr/bin/{name}")
+    command = sandbox_module._bubblewrap()
+    sources = [command[i + 1] for i, word in enumerate(command) if word in ("--ro-bind", "--dev-bind")]
+    assert os.path.dirname(sandbox_module.__file__) in sources
+    assert all(os.path.lexists(source) for source in sources)
 
 
 WITHOUT = """
