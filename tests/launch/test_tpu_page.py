@@ -168,7 +168,9 @@ def test_clusters_get_the_command(typist):
     assert (typist.root / words[-4]).exists()
 
 
-@pytest.mark.parametrize("program", ["gcloud", "kubectl", "sky", "sbatch"])
+@pytest.mark.parametrize(
+    "program", [pytest.param("gcloud", marks=pytest.mark.tier("hosts")), "kubectl", "sky", "sbatch"]
+)
 def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printed):
     needs_envsubst()
     typist.plan(workers=1)

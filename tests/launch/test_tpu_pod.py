@@ -11,6 +11,9 @@ import signal
 import pytest
 from support.checkout import INSTALLS, REPOSITORY, SUPPORT, Checkout, Cloud, free_port, wait_for
 
+# Each test starts the workers' processes of a pod. Those that are marked "plain" are in the plain suite.
+pytestmark = pytest.mark.tier("hosts")
+
 TPU = ("--name=my-tpu", "--zone=us-east5-b")
 MOUNT = "sudo mkdir -p /shared && (mountpoint -q /shared || sudo mount -t nfs 10.0.0.2:/vol /shared)"
 POD = (*TPU, "--config=configs/debug.py", "--workdir=/shared/my-run", f"--before={MOUNT}")
@@ -80,6 +83,7 @@ def shortened(line):
     return line.replace("'--exclude=./.venv*'", "--exclude=./.venv*")
 
 
+@pytest.mark.tier("plain")
 def test_a_dry_run_prints_the_commands_and_runs_none(tmp_path):
     checkout = Checkout(tmp_path)
     checkout.stand_in("gcloud", "#!/bin/bash\necho called >> $FAKE_LOG\n")
@@ -89,6 +93,7 @@ def test_a_dry_run_prints_the_commands_and_runs_none(tmp_path):
     assert [shortened(line) for line in done.stdout.splitlines()] == DRY_RUN.splitlines()
 
 
+@pytest.mark.tier("plain")
 def test_each_worker_gets_the_checkout_and_the_arguments_as_they_were_given(pod):
     odd = "--config.prompts.name=it's $HOME/a b.jsonl"
     done = pod.run(SCRIPT, *POD, f"--before={MOUNT} && echo $PWD/before", "--", odd)
@@ -113,6 +118,7 @@ def test_a_point_of_a_sweep_is_a_command(pod):
 # ---- how it ends ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("plain")
 def test_a_tpu_is_waited_for(cloud):
     cloud.plan(workers=2, delay=3)
     done = cloud.run(SCRIPT, *POD, *CREATE)
@@ -199,12 +205,14 @@ def test_a_tpu_that_cannot_be_had_is_said(cloud):
     assert done.returncode == 0 and "queued resource my-tpu is FAILED: making it anew\n" in done.stdout
 
 
+@pytest.mark.tier("plain")
 def test_bad_input_ends_with_status_2(pod):
     done = pod.run(SCRIPT, *POD, "--", "--config.seed=-1")
     assert done.returncode == 2
     assert "error: seed=-1 must be at least 0\n" in done.stdout
 
 
+@pytest.mark.tier("plain")
 def test_stop_lets_all_workers_save_and_the_same_command_goes_on(pod):
     many = ("--", "--config.num_iterations=400")
     assert pod.run(SCRIPT, *POD, "--detach", *many).returncode == 0
@@ -221,6 +229,7 @@ def test_stop_lets_all_workers_save_and_the_same_command_goes_on(pod):
     assert f"host 0 of 2 starts at iteration {saved}\niteration {saved + 2}/{saved + 2}\n" in done.stdout
 
 
+@pytest.mark.tier("plain")
 def test_a_worker_that_dies_ends_the_others_and_is_named(pod):
     process = pod.start(SCRIPT, *POD, "--", "--config.num_iterations=400")
     wait_for((pod.folder("/shared/my-run") / "iteration-0").exists)
@@ -314,7 +323,6 @@ def test_from_nothing_to_a_model_through_two_preemptions(cloud):
     assert (target / "hf/config.json").read_text() == "{}"
 
 
-@pytest.mark.tier("hosts")
 @pytest.mark.parametrize("workers", [1, 2])
 def test_train_itself_is_stopped_and_goes_on_to_its_end(workers, tmp_path):
     """Not the stand-in. Its second start goes on from what the first one saved."""
@@ -343,6 +351,7 @@ def test_train_itself_is_stopped_and_goes_on_to_its_end(workers, tmp_path):
 # ---- what it refuses -----------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("plain")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -368,6 +377,7 @@ def test_bad_arguments_are_refused_with_the_usage_and_status_2(tmp_path, argumen
     assert done.stderr.startswith(message) and "usage: bash launch/tpu_pod.sh" in done.stderr
 
 
+@pytest.mark.tier("plain")
 def test_a_workdir_that_workers_do_not_share_is_refused(pod):
     done = pod.run(SCRIPT, *POD[:3], "--workdir=runs/pod")
     assert done.returncode == 2
@@ -428,6 +438,7 @@ def test_one_worker_has_a_workdir_of_its_own(cloud):
     assert (cloud.worker(0) / "runs/pod/checkpoint").read_text() == "3"
 
 
+@pytest.mark.tier("plain")
 def test_a_tpu_that_is_not_there_is_said(cloud):
     done = cloud.run(SCRIPT, *POD)
     assert done.returncode == 1
