@@ -61,7 +61,7 @@ def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
         pass
     except BaseException as error:
         missing = isinstance(error, NameError) and error.name in job["names"]
-        report["exception"] = loading["raised"] if missing and loading["raised"] else described(error)
+        report["exception"] = loading["raised"] if missing and loading["raised"] else describe(error)
         report["limit"] = loading["limit"] if missing else limit_behind(error)
     return report
 
@@ -133,7 +133,7 @@ def _lines(peer: Peer) -> list[int]:
     return []
 
 
-def described(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     """Return the type and the text of an exception, or only the type if the text raises an exception."""
     try:
         return f"{type(error).__name__}: {str(error)[:300]}".removesuffix(": ")
@@ -185,7 +185,7 @@ def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str
         return {
             "values": {name: value for name, value in own.items() if name not in kinds},
             "exceptions": {name: [base.__name__ for base in kind.__mro__[1:]] for name, kind in kinds.items()},
-            "raised": "" if raised is None or isinstance(raised, SystemExit) else described(raised),
+            "raised": "" if raised is None or isinstance(raised, SystemExit) else describe(raised),
             "limit": "" if raised is None else limit_behind(raised),
         }
 

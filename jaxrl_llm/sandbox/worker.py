@@ -13,10 +13,10 @@ and ends.
 
 The program's text, its input and its tests arrive as files in memory, whose descriptors come with the message. This
 process passes the descriptors on and reads none of the files, because every later program starts as a copy of its
-memory. Tests run in a separate process (sandbox_tests.py), which is forked first. Only the process of the tests has the
+memory. Tests run in a separate process (program_tests.py), which is forked first. Only the process of the tests has the
 file of the tests and the file of their report.
 
-Owns: the life of one program. Does not know: the kinds of isolation (sandbox_walls.py), pools, how tests are judged.
+Owns: the life of one program. Does not know: the kinds of isolation (walls.py), pools, how tests are judged.
 It imports the standard library only, because every program can reach the modules that this process has imported.
 """
 
@@ -56,7 +56,7 @@ MODULES = ("ast", "bisect", "collections", "copy", "dataclasses", "datetime", "d
 MODULES += ("hashlib", "heapq", "itertools", "json", "math", "operator", "random", "re", "statistics", "string")
 MODULES += ("textwrap", "typing", "unittest", "cmath", "array", "enum", "abc", "asyncio", "subprocess", "pickle")
 NAME = "<program>"
-BY_SIGNAL = {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "disk"}
+LIMITS_BY_SIGNAL: dict[int, str] = {signal.SIGXCPU: "cpu", signal.SIGXFSZ: "disk"}
 REPORT_BYTES = 2**20  # size of a report beyond the limit of the program's output
 MAX_DESCRIPTORS = 4  # program, input, tests, report
 END_S = 4.0  # maximum time until all processes of a killed program have ended; less than the parent waits
@@ -74,13 +74,7 @@ def main(descriptor: int, isolation: str) -> None:
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # when memory runs out, the kernel kills this process and not the run
     try:
-        if isolation == "jail" and not (os.getpid() == 1 and os.path.ismount("/tmp")):
-            raise OSError(errno.EINVAL, "jail: this is not process 1 of its namespace, or has no /tmp of its own")
-        if isolation == "namespaces":
-            walls.enclose()
-        if isolation == "rlimits":
-            with contextlib.suppress(OSError):
-                walls.become_subreaper()
+        _isolate(isolation)
     except Exception as error:
         os.write(descriptor, json.dumps({"error": str(error) or type(error).__name__}).encode() + b"\n")
         os._exit(1)
@@ -94,36 +88,57 @@ def main(descriptor: int, isolation: str) -> None:
         call_filter.filter_program(0)  # cached for every program
     gc.collect()
     gc.freeze()
-    line = _Lines(descriptor)
+    messages = _Messages(descriptor)
     lacks = _missing(isolation)
     os.write(descriptor, json.dumps({"ready": True, "lacks": lacks}).encode() + b"\n")
-    while (request := line.next()) is not None:
+    while True:
+        request = messages.next()
+        if request is None:
+            return
         if "limits" not in request:
             continue  # a stop message that arrived after the program's end
-        reply = json.dumps(_run(request["limits"], isolation, lacks, line)).encode() + b"\n"
+        reply = json.dumps(_run(request["limits"], isolation, lacks, messages)).encode() + b"\n"
         while reply:
-            reply = reply[os.write(descriptor, reply) :]
+            num_sent = os.write(descriptor, reply)
+            reply = reply[num_sent:]
 
 
-class _Lines:
-    """Lines of JSON from a socket, and the descriptors sent with them."""
+def _isolate(isolation: str) -> None:
+    """Isolate this process before it forks programs.
+
+    Raises:
+        OSError: the system does not allow the isolation.
+    """
+    if isolation == "jail" and not (os.getpid() == 1 and os.path.ismount("/tmp")):
+        raise OSError(errno.EINVAL, "jail: this is not process 1 of its namespace, or has no /tmp of its own")
+    if isolation == "namespaces":
+        walls.enclose()
+    if isolation == "rlimits":
+        with contextlib.suppress(OSError):
+            walls.become_subreaper()
+
+
+class _Messages:
+    """Messages from a socket, each one line of JSON, and the descriptors sent with them."""
 
     def __init__(self, descriptor: int):
-        self.descriptor, self._buffer = descriptor, bytearray()
+        self.descriptor = descriptor
+        self._buffer = bytearray()
         self._socket = socket.socket(fileno=descriptor)
-        self._passed: list[int] = []
+        self._descriptors: list[int] = []
 
-    def passed(self) -> list[int]:
+    def take_descriptors(self) -> list[int]:
         """Return the descriptors that arrived since the last call."""
-        passed, self._passed = self._passed, []
-        return passed
+        descriptors = self._descriptors
+        self._descriptors = []
+        return descriptors
 
     def next(self) -> dict[str, Any] | None:
         """Wait for the next message and return it, or None when the connection has closed."""
         while b"\n" not in self._buffer:
             try:
                 received, descriptors, _, _ = socket.recv_fds(self._socket, 2**20, MAX_DESCRIPTORS)
-                self._passed += descriptors
+                self._descriptors += descriptors
             except OSError:
                 received = b""
             if not received:
@@ -134,57 +149,57 @@ class _Lines:
         return json.loads(line)
 
 
-def _run(limits: dict[str, Any], isolation: str, lacks: list[str], line: _Lines) -> dict[str, Any]:
+def _run(limits: dict[str, Any], isolation: str, lacks: list[str], messages: _Messages) -> dict[str, Any]:
     """Fork, watch and end one program, with the process of its tests if any. Return the reply to the parent."""
-    room = int(limits["output_kb"] * 1024)
+    max_bytes = int(limits["output_kb"] * 1024)
     folder = _open_folder(isolation, limits)
     os.environ.update(HOME=folder, TMPDIR=folder)
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, report
     mark = os.urandom(16).hex()  # prefix of our own reports, so that no program writes one by chance or by guessing
-    program, stdin, *of_tests = line.passed()
-    began = time.monotonic()
-    enter = functools.partial(_wall_in, limits, isolation, lacks, folder)
-    ends = list(itertools.chain(*pipes))
-    tester = 0
+    program, stdin, *test_files = messages.take_descriptors()
+    start_time = time.monotonic()
+    isolate = functools.partial(_wall_in, limits, isolation, lacks, folder)
+    pipe_ends = list(itertools.chain(*pipes))
+    tester_pid = 0
     try:
-        tester, connection = _fork_tests(of_tests, enter, [line.descriptor, program, stdin, *ends])
-        _close(of_tests)  # before the program's process begins as a copy of this one
-        of_tests = []
-        pid = _fork_program(program, stdin, connection, enter, pipes, mark, [line.descriptor])
+        tester_pid, connection = _fork_tests(test_files, isolate, [messages.descriptor, program, stdin, *pipe_ends])
+        _close(test_files)  # before the program's process begins as a copy of this one
+        test_files = []
+        pid = _fork_program(program, stdin, connection, isolate, pipes, mark, [messages.descriptor])
     except OSError as error:
-        _close([program, stdin, *of_tests, *ends])
-        if tester:
-            os.kill(tester, signal.SIGKILL)
-            os.waitpid(tester, 0)
+        _close([program, stdin, *test_files, *pipe_ends])
+        if tester_pid:
+            os.kill(tester_pid, signal.SIGKILL)
+            os.waitpid(tester_pid, 0)
         return {"error": f"no process starts: {error}"}
     _close([program, stdin, *(write for _, write in pipes)])
     outputs = {read: bytearray() for read, _ in pipes}
-    rooms = dict(zip(outputs, (room, room, room + REPORT_BYTES), strict=True))
-    reached = _watch(tester or pid, began + limits["seconds"], outputs, rooms, line)
+    sizes = dict(zip(outputs, (max_bytes, max_bytes, max_bytes + REPORT_BYTES), strict=True))
+    reached_limit = _watch(tester_pid or pid, start_time + limits["seconds"], outputs, sizes, messages)
     status = _end(pid, isolation)
-    seconds = time.monotonic() - began
-    _drain(outputs, rooms)
+    seconds = time.monotonic() - start_time
+    _drain(outputs, sizes)
     for read in outputs:
         os.close(read)
     _clear_folder(isolation, folder)
-    if reached is None:
+    if reached_limit is None:
         os._exit(0)  # the parent is gone
-    out, err, report = outputs.values()
-    if not reached and max(len(out), len(err)) > room:
-        reached = "output"  # the rest was in the pipe when it ended
-    said = _report(bytes(report), mark, is_judged=bool(tester))
-    if said["failed"]:
-        return {"error": said["failed"]}
-    if not said["began"] and not reached:
+    stdout, stderr, report_text = outputs.values()
+    if not reached_limit and max(len(stdout), len(stderr)) > max_bytes:
+        reached_limit = "output"  # the rest was in the pipe when it ended
+    report = _read_report(bytes(report_text), mark, is_judged=bool(tester_pid))
+    if report["failed"]:
+        return {"error": report["failed"]}
+    if not report["began"] and not reached_limit:
         return {"error": "a program ended before it began"}
     return {
-        "stdout": bytes(out[:room]).decode(errors="replace"),
-        "stderr": bytes(err[:room]).decode(errors="replace"),
-        "value": said["value"],
-        "exception": "" if reached else said["exception"],
+        "stdout": bytes(stdout[:max_bytes]).decode(errors="replace"),
+        "stderr": bytes(stderr[:max_bytes]).decode(errors="replace"),
+        "value": report["value"],
+        "exception": "" if reached_limit else report["exception"],
         "exit_code": status,
-        "limit": reached or said["limit"] or BY_SIGNAL.get(-status, ""),
-        "finished": not reached and said["finished"],
+        "limit": reached_limit or report["limit"] or LIMITS_BY_SIGNAL.get(-status, ""),
+        "finished": not reached_limit and report["finished"],
         "seconds": seconds,
     }
 
@@ -194,33 +209,49 @@ def _close(descriptors: Iterable[int]) -> None:
         os.close(descriptor)
 
 
-def _fork_tests(of_tests: list[int], enter: Callable[[], None], others: list[int]) -> tuple[int, socket.socket | None]:
+def _fork_tests(
+    test_files: list[int], isolate: Callable[[], None], inherited: list[int]
+) -> tuple[int, socket.socket | None]:
     """Fork the process of the tests. Return its process id and the program's end of the connection, or 0 and None.
+
+    Args:
+        test_files: the descriptors of the file of the tests and of the file of their report; empty without tests.
+        isolate: function that isolates the new process.
+        inherited: further descriptors, which the new process closes.
 
     Raises:
         OSError: no process starts.
     """
-    if not of_tests:
+    if not test_files:
         return 0, None
-    own, connection = socket.socketpair()
-    with own:
+    tests_end, program_end = socket.socketpair()
+    with tests_end:
         pid = os.fork()
         if not pid:
-            connection.close()
-            _be_the_tests(*of_tests, own.detach(), enter, others)
-    return pid, connection
+            program_end.close()
+            file, report = test_files
+            _be_the_tests(file, report, tests_end.detach(), isolate, inherited)
+    return pid, program_end
 
 
 def _fork_program(
     program: int,
     stdin: int,
     connection: socket.socket | None,
-    enter: Callable[[], None],
+    isolate: Callable[[], None],
     pipes: list[tuple[int, int]],
     mark: str,
-    others: list[int],
+    inherited: list[int],
 ) -> int:
     """Fork the program's process and return its process id.
+
+    Args:
+        program, stdin: descriptors of the file of the program and of the file of its input.
+        connection: connection to the process of the tests, if there is one.
+        isolate: function that isolates the new process.
+        pipes: pipes of stdout, stderr and the report.
+        mark: prefix of the lines of the report.
+        inherited: further descriptors, which the new process closes.
 
     Raises:
         OSError: no process starts.
@@ -232,8 +263,8 @@ def _fork_program(
             for i, (_, write) in enumerate(pipes[:2], 1):
                 os.dup2(write, i)
             report = _Report(os.dup(pipes[2][1]), mark)
-            calls_to = connection.detach() if connection else None
-            _be_the_program(program, calls_to, enter, report, [stdin, *others, *itertools.chain(*pipes)])
+            to_tests = connection.detach() if connection else None
+            _be_the_program(program, to_tests, isolate, report, [stdin, *inherited, *itertools.chain(*pipes)])
     return pid
 
 
@@ -241,7 +272,8 @@ def _open_folder(isolation: str, limits: dict[str, Any]) -> str:
     """Return an empty folder for a program."""
     if isolation == "namespaces":
         walls.mount_tmp(limits["disk_mb"])
-    return "/tmp" if isolation == "namespaces" else tempfile.mkdtemp(prefix="jaxrl_sandbox_")
+        return "/tmp"
+    return tempfile.mkdtemp(prefix="jaxrl_sandbox_")
 
 
 def _clear_folder(isolation: str, folder: str) -> None:
@@ -267,53 +299,69 @@ def _remove(path: str) -> None:
             subprocess.run([*command, "--", path], stderr=subprocess.DEVNULL, check=False)
 
 
-def _watch(pid: int, deadline: float, outputs: dict[int, bytearray], rooms: dict[int, int], line: _Lines) -> str | None:
-    """Read the program's output until it ends. Return the limit that it reached, "" for none, None without a parent."""
-    ended = os.pidfd_open(pid)
+def _watch(
+    pid: int, deadline: float, outputs: dict[int, bytearray], sizes: dict[int, int], messages: _Messages
+) -> str | None:
+    """Read the program's output until process ``pid`` ends or the program reaches a limit.
+
+    Args:
+        pid: the process of the tests, or of the program if there are no tests.
+        outputs: bytes that the program has written, by the descriptor of the pipe. This function appends to them.
+        sizes: largest number of bytes, by the descriptor of the pipe.
+
+    Returns:
+        The limit that the program reached; "" if it reached none; None if the parent has closed the connection.
+    """
+    process_end = os.pidfd_open(pid)  # readable when the process has ended
     poll = select.poll()
-    for descriptor in (ended, line.descriptor, *outputs):
+    for descriptor in (process_end, messages.descriptor, *outputs):
         poll.register(descriptor, select.POLLIN)
     try:
-        while (left := deadline - time.monotonic()) > 0:
-            ready = [descriptor for descriptor, _ in poll.poll(left * 1000)]
+        while True:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
+                return "time"
+            ready = [descriptor for descriptor, _ in poll.poll(seconds_left * 1000)]
             for descriptor in ready:
-                if descriptor in outputs:
-                    text = os.read(descriptor, 2**16)
-                    outputs[descriptor] += text
-                    if not text:
-                        poll.unregister(descriptor)
-                    if len(outputs[descriptor]) > rooms[descriptor]:
-                        return "output"
-            if line.descriptor in ready:
-                message = line.next()
-                if message is None or "stop" in message:
-                    return message and message["stop"]
-            if ended in ready:
+                if descriptor not in outputs:
+                    continue
+                text = os.read(descriptor, 2**16)
+                outputs[descriptor] += text
+                if not text:
+                    poll.unregister(descriptor)
+                if len(outputs[descriptor]) > sizes[descriptor]:
+                    return "output"
+            if messages.descriptor in ready:
+                message = messages.next()
+                if message is None:
+                    return None
+                if "stop" in message:
+                    return message["stop"]
+            if process_end in ready:
                 return ""
-        return "time"
     finally:
-        os.close(ended)
+        os.close(process_end)
 
 
 def _end(pid: int, isolation: str) -> int:
     """Kill the program and all its processes. Return its exit status, or -n if signal n ended it."""
-    status, deadline = None, time.monotonic() + END_S
+    status: int | None = None
+    deadline = time.monotonic() + END_S
     if isolation == "rlimits":
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # one call for all: a fork bomb outruns a loop
         _wait(pid, 0.05)  # cheaper than a search through all processes of the machine
     while time.monotonic() < deadline:
         try:  # orphans become children of this process, so that no children means that everything has ended
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                status = os.waitstatus_to_exitcode(ended[1]) if ended[0] == pid else status
+            ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
+            while ended_pid:
+                if ended_pid == pid:
+                    status = os.waitstatus_to_exitcode(wait_status)
+                ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return -signal.SIGKILL if status is None else status
         if isolation == "rlimits":
-            found: set[int] = set()  # processes that left the group; stop them first, so that they cannot fork
-            while (new := set(_descendants()) - found) and time.monotonic() < deadline:
-                _signal(new, signal.SIGSTOP)
-                found |= new
-            _signal(found, signal.SIGKILL)
+            _kill_descendants(deadline)
         else:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(-1, signal.SIGKILL)  # every process of the namespace except this one
@@ -321,10 +369,22 @@ def _end(pid: int, isolation: str) -> int:
     os._exit(1)  # the parent starts a new worker
 
 
+def _kill_descendants(deadline: float) -> None:
+    """Stop the processes that left the program's group, so that they cannot fork, and then kill them."""
+    stopped: set[int] = set()
+    while True:
+        running = set(_descendants()) - stopped
+        if not running or time.monotonic() >= deadline:
+            break
+        _signal(running, signal.SIGSTOP)
+        stopped |= running
+    _signal(stopped, signal.SIGKILL)
+
+
 def _wait(pid: int, seconds: float) -> None:
     """Wait until a child has ended, without reaping it, for at most ``seconds``."""
-    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as ended:
-        select.select([ended], [], [], seconds)
+    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process_end:
+        select.select([process_end], [], [], seconds)
 
 
 def _signal(processes: set[int], number: int) -> None:
@@ -335,56 +395,66 @@ def _signal(processes: set[int], number: int) -> None:
 
 def _descendants() -> list[int]:
     """Return all descendants of this process, which is a subreaper."""
-    parents: dict[int, list[int]] = {}
+    children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-                parents.setdefault(int(file.read().rpartition(b")")[2].split()[1]), []).append(int(name))
-    found = list(parents.get(os.getpid(), ()))
-    for process in found:  # the list grows during the loop
-        found += parents.get(process, ())
-    return found
+                fields = file.read().rpartition(b")")[2].split()
+                parent = int(fields[1])
+                children.setdefault(parent, []).append(int(name))
+    descendants = list(children.get(os.getpid(), ()))
+    for process in descendants:  # the list grows during the loop
+        descendants += children.get(process, ())
+    return descendants
 
 
-def _drain(outputs: dict[int, bytearray], rooms: dict[int, int]) -> None:
+def _drain(outputs: dict[int, bytearray], sizes: dict[int, int]) -> None:
     """Read the rest of the output from the pipes of a program that has ended."""
     for descriptor, text in outputs.items():
         os.set_blocking(descriptor, False)
         with contextlib.suppress(BlockingIOError):
-            while len(text) <= rooms[descriptor] and (more := os.read(descriptor, 2**16)):
-                text += more
+            while len(text) <= sizes[descriptor]:
+                rest = os.read(descriptor, 2**16)
+                if not rest:
+                    break
+                text += rest
 
 
 def _walls(isolation: str, folder: str) -> dict[str, Callable[[], None]]:
     """Return the last isolation steps of a program's process, by the name of the thing that they block."""
-    of_files = {"files": functools.partial(walls.keep_out_of_files, folder)} if isolation == "rlimits" else {}
-    return of_files | {"calls": functools.partial(walls.filter_calls, is_apart=isolation != "rlimits")}
+    steps: dict[str, Callable[[], None]] = {}
+    if isolation == "rlimits":
+        steps["files"] = functools.partial(walls.keep_out_of_files, folder)
+    steps["calls"] = functools.partial(walls.filter_calls, is_apart=isolation != "rlimits")
+    return steps
 
 
 def _missing(isolation: str) -> list[str]:
     """Return the names of ``_walls`` that do not work on this machine. Each is tried in its own process."""
     missing = []
     for name, wall in _walls(isolation, "/tmp").items():
-        if not (pid := os.fork()):
+        pid = os.fork()
+        if not pid:
             try:
                 walls.give_up_rights()
                 wall()
             except OSError:
                 os._exit(1)
             os._exit(0)
-        if os.waitpid(pid, 0)[1]:
+        _, wait_status = os.waitpid(pid, 0)
+        if wait_status:
             missing.append(name)
     return missing
 
 
-def _report(text: bytes, mark: str, *, is_judged: bool) -> dict[str, Any]:
-    """Read the report of the program's process. If tests judge the program (``is_judged``), only its start counts.
+def _read_report(text: bytes, mark: str, *, is_judged: bool) -> dict[str, Any]:
+    """Return the report of the program's process. If tests judge the program (``is_judged``), only its start counts.
 
     Our code reports ``began`` before the program's text runs. Later lines may come from the program itself. Therefore
     lines that are not JSON objects are skipped, and a field of a wrong type keeps its default. Only a line before
     ``began`` can report that the sandbox has ``failed``.
     """
-    said: dict[str, Any] = {
+    report: dict[str, Any] = {
         "began": False,
         "failed": "",
         "finished": False,
@@ -393,23 +463,25 @@ def _report(text: bytes, mark: str, *, is_judged: bool) -> dict[str, Any]:
         "value": None,
     }
     for line in text.splitlines():
-        if is_judged and said["began"]:
+        if is_judged and report["began"]:
             break
         if not line.startswith(mark.encode()):
             continue
         try:
-            found = json.loads(line[len(mark) :])
+            fields = json.loads(line[len(mark) :])
         except (ValueError, RecursionError):
             continue
-        if not isinstance(found, dict):
+        if not isinstance(fields, dict):
             continue
-        if not said["began"]:
-            said["failed"] = said["failed"] or str(found.get("failed", ""))
-        for name in (said.keys() & found.keys()) - {"failed"}:
-            if type(found[name]) is type(said[name]) or (name == "value" and isinstance(found[name], str)):
-                said[name] = found[name]
-    said["limit"] = said["limit"] if said["limit"] in tests.LIMITS else ""
-    return said
+        if not report["began"]:
+            report["failed"] = report["failed"] or str(fields.get("failed", ""))
+        for name in (report.keys() & fields.keys()) - {"failed"}:
+            has_type = type(fields[name]) is type(report[name])
+            if has_type or (name == "value" and isinstance(fields[name], str)):
+                report[name] = fields[name]
+    if report["limit"] not in tests.LIMITS:
+        report["limit"] = ""
+    return report
 
 
 # The code below runs in the process of the program, or of its tests.
@@ -424,12 +496,14 @@ class _Report:
     """
 
     def __init__(self, descriptor: int, mark: str):
-        self._descriptor, self._mark = descriptor, mark
-        self._write, self._dumps = os.write, json.JSONEncoder().encode
+        self._descriptor = descriptor
+        self._mark = mark
+        self._write = os.write
+        self._dumps = json.JSONEncoder().encode
 
-    def __call__(self, **said) -> None:
+    def __call__(self, **fields: Any) -> None:
         with contextlib.suppress(OSError):
-            self._write(self._descriptor, f"\n{self._mark}{self._dumps(said)}\n".encode())
+            self._write(self._descriptor, f"\n{self._mark}{self._dumps(fields)}\n".encode())
 
 
 def _wall_in(limits: dict[str, Any], isolation: str, lacks: list[str], folder: str) -> None:
@@ -444,25 +518,26 @@ def _wall_in(limits: dict[str, Any], isolation: str, lacks: list[str], folder: s
             wall()
 
 
-def _be_the_tests(file: int, report: int, connection: int, enter: Callable[[], None], inherited: list[int]) -> None:
+def _be_the_tests(file: int, report: int, connection: int, isolate: Callable[[], None], inherited: list[int]) -> None:
     """Isolate this process, run the tests, write the report, and exit."""
-    said: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     try:
         _close(inherited)
         os.dup2(1, 2)  # stdout is /dev/null, and tests may print
         walls.hide()
-        enter()
+        isolate()
         job = json.loads(_content(file))
     except BaseException as error:
-        said["failed"] = f"{type(error).__name__}: {error}"
+        fields["failed"] = f"{type(error).__name__}: {error}"
     else:
         sys.argv = [""]
         peer = calls.Peer(connection, connection, guarded=True, has_classes=job["has_classes"])
-        said = tests.judge(job, peer)
-        said["value"] = said["value"] and said["value"][: job["max_value"]]
+        fields = tests.judge(job, peer)
+        if fields["value"]:
+            fields["value"] = fields["value"][: job["max_value"]]
     finally:
         with contextlib.suppress(OSError, MemoryError):
-            os.pwrite(report, json.dumps(said).encode(), 0)
+            os.pwrite(report, json.dumps(fields).encode(), 0)
         os._exit(0)
 
 
@@ -474,13 +549,13 @@ def _content(descriptor: int) -> bytes:
 
 
 def _be_the_program(
-    file: int, connection: int | None, enter: Callable[[], None], report: _Report, inherited: list[int]
+    file: int, connection: int | None, isolate: Callable[[], None], report: _Report, inherited: list[int]
 ) -> None:
     """Isolate this process, run the program, report how it ended, and exit."""
     try:
         _close(inherited)
         tempfile.tempdir = None
-        enter()
+        isolate()
         job = json.loads(_content(file))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -488,18 +563,21 @@ def _be_the_program(
     except BaseException as error:
         report(failed=f"{type(error).__name__}: {error}")
         os._exit(1)
-    owner, status = os.getpid(), 1
+    owner = os.getpid()
+    status = 1
     try:
         names = _become_module(job["code"], job["name"])
         if connection is None:
-            said, status = _execute(job["code"], names)
-            said["value"] = said["value"] and said["value"][: job["max_value"]]
+            fields, status = _execute(job["code"], names)
+            if fields["value"]:
+                fields["value"] = fields["value"][: job["max_value"]]
         else:
             peer = calls.Peer(connection, connection, guarded=False, has_classes=job["has_classes"])
             tests.attend(job, peer, names, NAME)
-            said, status = {}, 0
+            fields = {}
+            status = 0
         if os.getpid() == owner:  # a fork of the program also reaches this line and must not report
-            report(**said)
+            report(**fields)
     finally:
         os._exit(status)
 
@@ -514,52 +592,57 @@ def _become_module(code: str, name: str) -> dict[str, Any]:
         setattr(sys, f"__{stream_name}__", text)
     sys.argv = [NAME]
     module = types.ModuleType(name)
-    builtins.exit = builtins.quit = sys.exit  # `site` is not imported and would define these
-    sys.modules[name] = sys.modules["__main__"] = module
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` is not imported and would define these
+    sys.modules[name] = module
+    sys.modules["__main__"] = module
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
     return vars(module)
 
 
 def _execute(code: str, names: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Run the text with these names. Return the report and the exit status."""
-    said: dict[str, Any] = {"finished": False, "exception": "", "value": None, "limit": ""}
+    report: dict[str, Any] = {"finished": False, "exception": "", "value": None, "limit": ""}
     status = 0
     try:
-        said["value"] = _evaluate(code, names)
+        report["value"] = _evaluate(code, names)
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
-        said["finished"] = True
+        report["finished"] = True
     except SystemExit as error:
         if error.code is not None and not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
         status = 1
-        said["limit"] = tests.limit_behind(error)
-        said["exception"] = tests.described(error)
+        report["limit"] = tests.limit_behind(error)
+        report["exception"] = tests.describe(error)
         with contextlib.suppress(BaseException):
-            own = error.__traceback__
-            while own and own.tb_frame.f_code.co_filename != NAME:
-                own = own.tb_next
-            traceback.print_exception(type(error), error, own, limit=-20)
+            program_frames = error.__traceback__
+            while program_frames and program_frames.tb_frame.f_code.co_filename != NAME:
+                program_frames = program_frames.tb_next
+            traceback.print_exception(type(error), error, program_frames, limit=-20)
     with contextlib.suppress(BaseException):
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):
             stream.flush()
-    return said, status & 0xFF
+    return report, status & 0xFF
 
 
 def _evaluate(code: str, names: dict[str, Any]) -> str | None:
     """Run the text. Return the repr of its last line if the line is an expression with a value, as in a notebook."""
     import ast
 
-    show = repr  # the program may replace builtins.repr
+    original_repr = repr  # the program may replace builtins.repr
     tree = ast.parse(code, NAME)
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last_statement = tree.body[-1] if tree.body else None
+    expression: ast.expr | None = None
+    if isinstance(last_statement, ast.Expr):
+        tree.body.pop()
+        expression = last_statement.value
     exec(compile(tree, NAME, "exec", dont_inherit=True), names)
-    if last is None:
+    if expression is None:
         return None
-    value = eval(compile(ast.Expression(last.value), NAME, "eval", dont_inherit=True), names)
-    return None if value is None else show(value)
+    value = eval(compile(ast.Expression(expression), NAME, "eval", dont_inherit=True), names)
+    return None if value is None else original_repr(value)
