@@ -7,7 +7,7 @@ functions for each program:
     mount_tmp          mount a tmpfs before the fork; unmount_tmp removes it after the program
     limit              resource limits; this step and the next ones cannot be undone
     give_up_rights     drop all capabilities
-    filter_calls       refuse system calls that reach outside (sandbox_filter.py)
+    filter_calls       refuse system calls that reach outside (call_filter.py)
     keep_out_of_files  restrict files with Landlock, if there is no separate root
 
 A process that is root becomes nobody (uid 65534), because the kernel does not count the processes of root.
@@ -37,25 +37,50 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 NOBODY = 65534
 SPARE_PROCESSES = 1024  # number of processes that this user may start elsewhere while a program runs
-NEW_NS, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = 0x20000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-READ_ONLY, NO_SUID, NO_DEV, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
-DETACH = 2
+# Flags of clone and unshare.
+NEW_NS = 0x20000
+NEW_UTS = 0x4000000
+NEW_IPC = 0x8000000
+NEW_USER = 0x10000000
+NEW_PID = 0x20000000
+NEW_NET = 0x40000000
+# Flags of mount.
+READ_ONLY = 1
+NO_SUID = 2
+NO_DEV = 4
+REMOUNT = 32
+BIND = 4096
+RECURSIVE = 16384
+PRIVATE = 1 << 18
+DETACH = 2  # flag of umount2
 # Mount flags in the form of statvfs -> in the form of mount. A remount must keep existing flags.
-KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
-DEATH_SIGNAL, DUMPABLE, SECCOMP, DROP_BOUND, CHILD_SUBREAPER, NO_NEW_RIGHTS, AMBIENT = 1, 4, 22, 24, 36, 38, 47
+MOUNT_FLAGS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+# Operations of prctl.
+DEATH_SIGNAL = 1
+DUMPABLE = 4
+SECCOMP = 22
+DROP_BOUND = 24
+CHILD_SUBREAPER = 36
+NO_NEW_RIGHTS = 38
 NO_HUGE_PAGES = 41
+AMBIENT = 47
 
 # The system calls of Landlock, from the first: create a ruleset, add a rule, restrict this process.
 LANDLOCK = 444
 # Landlock version -> number of file rights that it can restrict.
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 ALL_FILE_RIGHTS = 16
+# File rights of Landlock.
+EXECUTE = 1
+WRITE_FILE = 2
+READ_FILE = 4
+READ_FOLDER = 8
 NO_TCP = 3  # restrict bind and connect, from version 4 on
 # Restrict abstract sockets and signals to outside processes, from version 6 on. The filter always refuses both.
 NO_ABSTRACT_SOCKETS_AND_SIGNALS = 3
 
 
-def libc(name: str, *arguments) -> int:
+def libc(name: str, *arguments: str | int | bytes | ctypes.Array | None) -> int:
     """Call a function of the C library and return its result.
 
     Raises:
@@ -65,12 +90,20 @@ def libc(name: str, *arguments) -> int:
         function = getattr(LIBC, name)
     except AttributeError:
         raise OSError(errno.ENOSYS, f"{name}: not on this system") from None
-    values = [x.encode() if isinstance(x, str) else ctypes.c_ulong(x) if isinstance(x, int) else x for x in arguments]
-    result = function(*values)
+    result = function(*[_c_value(argument) for argument in arguments])
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
     return result
+
+
+def _c_value(argument: str | int | bytes | ctypes.Array | None) -> bytes | ctypes.c_ulong | ctypes.Array | None:
+    """Return an argument in the form in which ctypes passes it to C: text as bytes, a number as unsigned long."""
+    if isinstance(argument, str):
+        return argument.encode()
+    if isinstance(argument, int):
+        return ctypes.c_ulong(argument)
+    return argument
 
 
 def end_with_parent() -> None:
@@ -95,13 +128,15 @@ def bound_paths() -> list[str]:
     """
     standard = os.path.realpath(os.path.dirname(os.__file__))
     library = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
-    wanted = ["/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin"]
-    wanted += [standard, os.path.realpath(sys.executable)]
-    wanted += [os.path.realpath(library)] if os.path.isfile(library) else []
-    wanted += ["/etc/ld.so.cache", *(f"/dev/{name}" for name in ("null", "full", "random", "urandom"))]
+    candidates = ["/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin"]
+    candidates += [standard, os.path.realpath(sys.executable)]
+    if os.path.isfile(library):
+        candidates.append(os.path.realpath(library))
+    candidates += ["/etc/ld.so.cache", "/dev/null", "/dev/full", "/dev/random", "/dev/urandom"]
     paths: list[str] = []
-    for path in wanted:
-        if os.path.lexists(path) and not any(path.startswith(other + "/") for other in paths):
+    for path in candidates:
+        is_covered = any(path.startswith(folder + "/") for folder in paths)
+        if os.path.lexists(path) and not is_covered:
             paths.append(path)
     return paths
 
@@ -114,15 +149,16 @@ def enclose() -> None:
     Raises:
         OSError: the system does not allow it; the message names the call. This process can then no longer be used.
     """
-    own = (os.geteuid(), os.getegid())
+    identity = (os.geteuid(), os.getegid())
+    is_root = identity[0] == 0
     with contextlib.suppress(OSError):  # only root may do this, and not in every user namespace
         os.setgroups([])
-    helper, ask = _map_from_outside([(NOBODY, NOBODY), own] if own[0] == 0 else [own])
+    helper, start_pipe = _map_from_outside([(NOBODY, NOBODY), identity] if is_root else [identity])
     try:
         libc("unshare", NEW_USER | NEW_NS | NEW_PID | NEW_NET | NEW_IPC | NEW_UTS)
     finally:
-        os.write(ask, b".")
-        os.close(ask)
+        os.write(start_pipe, b".")
+        os.close(start_pipe)
         status = os.waitstatus_to_exitcode(os.waitpid(helper, 0)[1])
     if status:
         raise OSError(status, f"uid_map: {os.strerror(status)}")
@@ -150,25 +186,30 @@ def _map_from_outside(choices: list[tuple[int, int]]) -> tuple[int, int]:
 
     The helper maps user and group 0 of the namespace to the first of ``choices`` that the kernel accepts.
     """
-    asked, ask = os.pipe()
+    read_end, write_end = os.pipe()
     target = os.getpid()
     helper = os.fork()
     if not helper:
         number = 0
-        os.close(ask)
-        os.read(asked, 1)
+        os.close(write_end)
+        os.read(read_end, 1)
         for uid, gid in choices:
             number = 0
             try:
-                for name, text in (("uid_map", f"0 {uid} 1"), ("setgroups", "deny"), ("gid_map", f"0 {gid} 1")):
-                    with open(f"/proc/{target}/{name}", "w") as file:
-                        file.write(text)
+                _write_maps(target, uid, gid)
                 break
             except OSError as error:
                 number = error.errno or 1
         os._exit(number)
-    os.close(asked)
-    return helper, ask
+    os.close(read_end)
+    return helper, write_end
+
+
+def _write_maps(process: int, uid: int, gid: int) -> None:
+    """Map user and group 0 of the namespace of a process to ``uid`` and ``gid``."""
+    for name, text in (("uid_map", f"0 {uid} 1"), ("setgroups", "deny"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/{process}/{name}", "w") as file:
+            file.write(text)
 
 
 def _change_root(sources: dict[str, int]) -> None:
@@ -187,9 +228,12 @@ def _change_root(sources: dict[str, int]) -> None:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
         libc("mount", f"/proc/self/fd/{source}", target, None, BIND | RECURSIVE, None)
         for mounted in _mounts_in(target):
-            have = os.statvfs(mounted).f_flag
-            kept = sum(flag for there, flag in KEPT.items() if have & there)
-            libc("mount", None, mounted, None, REMOUNT | BIND | READ_ONLY | kept | NO_SUID, None)
+            present_flags = os.statvfs(mounted).f_flag
+            kept_flags = 0
+            for statvfs_flag, mount_flag in MOUNT_FLAGS.items():
+                if present_flags & statvfs_flag:
+                    kept_flags |= mount_flag
+            libc("mount", None, mounted, None, REMOUNT | BIND | READ_ONLY | kept_flags | NO_SUID, None)
     os.mkdir(f"{root}/tmp")
     os.makedirs(f"{root}/dev", exist_ok=True)
     os.symlink("/tmp", f"{root}/dev/shm")
@@ -201,13 +245,19 @@ def _change_root(sources: dict[str, int]) -> None:
 
 
 def _mounts_in(target: str) -> list[str]:
+    points: list[str] = []
     with open("/proc/self/mountinfo") as file:
-        points = [re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), line.split()[4]) for line in file]
-    return [point for point in points if point == target or point.startswith(target + "/")]
+        for line in file:
+            escaped = line.split()[4]
+            point = re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), escaped)
+            if point == target or point.startswith(target + "/"):
+                points.append(point)
+    return points
 
 
 def mount_tmp(megabytes: int) -> None:
-    libc("mount", "tmpfs", "/tmp", "tmpfs", NO_SUID | NO_DEV, f"size={megabytes}m,nr_inodes=4096,mode=700,uid=0,gid=0")
+    options = f"size={megabytes}m,nr_inodes=4096,mode=700,uid=0,gid=0"
+    libc("mount", "tmpfs", "/tmp", "tmpfs", NO_SUID | NO_DEV, options)
 
 
 def unmount_tmp() -> None:
@@ -221,25 +271,46 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
     current number of threads, plus ``processes`` and a reserve. The kernel does not count processes of root.
     """
     mib = 2**20
-    sizes = {"AS": limits["memory_mb"] * mib, "FSIZE": limits["disk_mb"] * mib, "NOFILE": limits["open_files"]}
-    sizes |= {"CPU": int(2 * limits["seconds"]) + 2, "CORE": 0, "MEMLOCK": 0, "MSGQUEUE": 0, "STACK": 8 * mib}
+    sizes: dict[str, float] = {
+        "AS": limits["memory_mb"] * mib,
+        "FSIZE": limits["disk_mb"] * mib,
+        "NOFILE": limits["open_files"],
+        "CPU": int(2 * limits["seconds"]) + 2,
+        "CORE": 0,
+        "MEMLOCK": 0,
+        "MSGQUEUE": 0,
+        "STACK": 8 * mib,
+    }
     if is_alone:
         sizes["NPROC"] = limits["processes"]
     for name, size in sizes.items():
         number = getattr(resource, f"RLIMIT_{name}")
-        hard = resource.getrlimit(number)[1]
-        size = int(size) if hard == resource.RLIM_INFINITY else min(int(size), hard)
-        resource.setrlimit(number, (size - (name == "CPU"), size))  # one second from SIGXCPU to SIGKILL
+        _, present_hard = resource.getrlimit(number)
+        hard = int(size)
+        if present_hard != resource.RLIM_INFINITY:
+            hard = min(hard, present_hard)
+        soft = hard - 1 if name == "CPU" else hard  # one second from SIGXCPU to SIGKILL
+        resource.setrlimit(number, (soft, hard))
     # Without this, the kernel keeps a whole huge page while a small part is mapped, and counts only that part.
     with contextlib.suppress(OSError):  # a kernel without huge pages
         libc("prctl", NO_HUGE_PAGES, 1, 0, 0, 0)
     if not is_alone and os.getuid():
-        now = resource.getrlimit(resource.RLIMIT_NPROC)
-        most = _threads_of_this_user() + limits["processes"] + SPARE_PROCESSES
-        if now[1] == resource.RLIM_INFINITY or most < now[1]:
-            resource.setrlimit(resource.RLIMIT_NPROC, (most, now[1]))
-            can = _can_fork()  # fails if this user has many processes in other containers, which are not visible here
-            resource.setrlimit(resource.RLIMIT_NPROC, (most, most) if can else now)
+        _limit_processes_of_user(int(limits["processes"]))
+
+
+def _limit_processes_of_user(num_processes: int) -> None:
+    """Limit the processes of this user to the current number of threads, plus ``num_processes`` and a reserve.
+
+    The limit stays unchanged if it is already lower, or if no process could start under the new limit. This happens if
+    the user has many processes in other containers, which are not visible here.
+    """
+    present = resource.getrlimit(resource.RLIMIT_NPROC)
+    _, present_hard = present
+    maximum = _threads_of_this_user() + num_processes + SPARE_PROCESSES
+    if present_hard == resource.RLIM_INFINITY or maximum < present_hard:
+        resource.setrlimit(resource.RLIMIT_NPROC, (maximum, present_hard))
+        new = (maximum, maximum) if _can_fork() else present
+        resource.setrlimit(resource.RLIMIT_NPROC, new)
 
 
 def _threads_of_this_user() -> int:
@@ -253,7 +324,8 @@ def _threads_of_this_user() -> int:
 
 def _can_fork() -> bool:
     try:
-        if not (pid := os.fork()):
+        pid = os.fork()
+        if not pid:
             os._exit(0)
     except BlockingIOError:
         return False
@@ -277,11 +349,15 @@ def keep_out_of_files(folder: str) -> None:
     if version >= 6:
         attributes += struct.pack("=Q", NO_ABSTRACT_SOCKETS_AND_SIGNALS)
     rules = libc("syscall", LANDLOCK, attributes, len(attributes), 0)
-    execute, write, read, list_folder = 1, 2, 4, 8
     for path in (*bound_paths(), folder):
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rights = execute | read | (list_folder if os.path.isdir(path) else 0)
-        rights |= everything if path == folder else write if path.startswith("/dev/") else 0
+        rights = EXECUTE | READ_FILE
+        if os.path.isdir(path):
+            rights |= READ_FOLDER
+        if path == folder:
+            rights |= everything
+        elif path.startswith("/dev/"):
+            rights |= WRITE_FILE
         libc("syscall", LANDLOCK + 1, rules, 1, struct.pack("=Qi", rights, place), 0)
         os.close(place)
     libc("prctl", NO_NEW_RIGHTS, 1, 0, 0, 0)
@@ -302,7 +378,7 @@ def give_up_rights() -> None:
 
 
 def filter_calls(*, is_apart: bool) -> None:
-    """Refuse the system calls that reach outside the program (sandbox_filter.py).
+    """Refuse the system calls that reach outside the program (call_filter.py).
 
     Args:
         is_apart: whether the program sees only its own processes and files. If False, the program may signal only
