@@ -49,7 +49,7 @@ class Calculator:
     """Environment with one tool that computes expressions of numbers."""
 
     def reset(self, **columns: Any) -> None:
-        pass
+        """Accept any question. The calculator needs no column."""
 
     def calculate(self, expression: str) -> str:
         """The value of an expression of numbers, such as "(12 + 3) * 4"."""
@@ -57,11 +57,14 @@ class Calculator:
 
 
 def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
-    """Return the value of the last expression in the newest turn, or None, which ends the completion, without one."""
-    found = EXPRESSION.findall(plain_text(turns[-1]))
-    if not found:
+    """Return the last expression of the newest turn with its value.
+
+    The result is None, which ends the completion, if the turn has no expression.
+    """
+    expressions = EXPRESSION.findall(plain_text(turns[-1]))
+    if not expressions:
         return None
-    expression = found[-1].strip()
+    expression = expressions[-1].strip()
     try:
         return f"{expression} = {value(expression)}"
     except (ArithmeticError, ValueError, SyntaxError) as error:
@@ -70,30 +73,41 @@ def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
 
 def used(prompts: list, completions: list[str], messages: list[list[dict[str, str]]], **columns: Any) -> list[float]:
     """Return 1.0 for each completion that used the calculator, else 0.0. The calculator's reply does not matter."""
-    return [float(any(message["role"] != "assistant" for message in row)) for row in messages]
+    scores = []
+    for conversation in messages:
+        roles = {message["role"] for message in conversation}
+        has_reply = bool(roles - {"assistant"})
+        scores.append(float(has_reply))
+    return scores
 
 
 def value(expression: str) -> str:
     """Return the value of an expression: exact if it is whole, else in 12 digits.
 
     Raises:
-        ValueError, SyntaxError: it is no expression or too long, or digits are grouped in no known way ("1,00").
-        ZeroDivisionError: it divides by zero.
+        ValueError, SyntaxError: the text is not an expression, is too long, or groups digits wrongly ("1,00").
+        ZeroDivisionError: the expression divides by zero.
     """
     if len(expression) > MAX_CHARS:
         raise ValueError(f"an expression of {len(expression)} characters; {MAX_CHARS} are allowed")
-    text = re.sub(NUMBER, _without_groups, plain_text(expression).replace("^", "**"))
+    text = plain_text(expression).replace("^", "**")
+    text = re.sub(NUMBER, _without_groups, text)
     text = re.sub(r"(?<=[\d) ])x(?=[ (\d-])", "*", text)
-    result = _value(ast.parse(text.strip(), mode="eval").body)
-    return str(result.numerator) if result.denominator == 1 else f"{float(result):.12g}"
+    tree = ast.parse(text.strip(), mode="eval")
+    result = _value(tree.body)
+    if result.denominator == 1:
+        return str(result.numerator)
+    return f"{float(result):.12g}"
 
 
 def plain_text(text: str) -> str:
     """Return a text with ASCII digits and operators; raised digits are powers."""
-    return re.sub(r"\^\{(-?[0-9]{1,9})\}", r"^\1", typography.plain(text))
+    plain_characters = typography.plain(text)
+    return re.sub(r"\^\{(-?[0-9]{1,9})\}", r"^\1", plain_characters)
 
 
 def _without_groups(numeral: re.Match) -> str:
+    """Return a number without the signs that group its digits, such as "1000" for "1,000"."""
     digits = digits_of(numeral[0])
     if digits is None:
         raise ValueError(f"{numeral[0]!r:.50} is no number: write thousands as 1,000 and decimals as 0.5")
@@ -101,19 +115,29 @@ def _without_groups(numeral: re.Match) -> str:
 
 
 def _value(node: ast.expr) -> Fraction:
+    """Return the exact value of an expression's syntax tree."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return Fraction(str(node.value))
     if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
-        return SIGNS[type(node.op)](_value(node.operand))
+        sign = SIGNS[type(node.op)]
+        return sign(_value(node.operand))
     if isinstance(node, ast.BinOp):
-        left, right = _value(node.left), _value(node.right)
+        left = _value(node.left)
+        right = _value(node.right)
         if isinstance(node.op, ast.Pow):
-            size = max(left.numerator.bit_length(), left.denominator.bit_length())
-            if right.denominator != 1 or size * abs(right.numerator) > MAX_DIGITS * 3.33:
-                raise ValueError("a power that is not whole, or too large")
-            return left ** int(right)
+            return _power(left, right)
         if right == 0 and isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod):
             raise ZeroDivisionError("division by zero")
         if type(node.op) in OPERATORS:
-            return Fraction(OPERATORS[type(node.op)](left, right))
+            operation = OPERATORS[type(node.op)]
+            return Fraction(operation(left, right))
     raise ValueError(f"no expression of numbers: {ast.unparse(node)[:50]}")
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
+    """Return ``base`` to a whole exponent whose result has at most about ``MAX_DIGITS`` digits."""
+    base_bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    result_bits = base_bits * abs(exponent.numerator)
+    if exponent.denominator != 1 or result_bits > MAX_DIGITS * 3.33:
+        raise ValueError("a power that is not whole, or too large")
+    return base ** int(exponent)
