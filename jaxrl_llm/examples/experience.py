@@ -3,7 +3,7 @@
     transitions   {"state": "..", "action": "..", "next": "..", "reward": 0}: the result of an action in a state
     notes         {"state": "..", "note": ".."}: advice for a state
 
-The files contain JSON lines; other keys of a line are kept. ``advised`` appends the notes of similar states to each
+The files contain JSON lines. A line may have further keys. ``advised`` appends the notes of similar states to each
 reply of an environment:
 
     from jaxrl_llm.examples import maze
@@ -31,7 +31,12 @@ from jaxrl_llm.examples.retrieval import Index, rows
 from jaxrl_llm.settings.functions import awaited
 
 NUMBER = (int, float)
-TRANSITIONS = {"state": str, "action": str, "next": str, "reward": NUMBER}
+TRANSITIONS = {
+    "state": str,
+    "action": str,
+    "next": str,
+    "reward": NUMBER,
+}
 NOTES = {"state": str, "note": str}
 NUM_NOTES = 3
 
@@ -44,14 +49,19 @@ class Experience:
     """
 
     def __init__(self, path: str, kinds: Mapping[str, Any], by: tuple[str, ...]):
-        self.rows = [row for _, row in rows(path, kinds)]
-        texts = ["\n".join(row[key] for key in by) for row in self.rows]
+        self.rows = []
+        texts = []
+        for _, row in rows(path, kinds):
+            self.rows.append(row)
+            texts.append("\n".join(row[key] for key in by))
+        ids = [str(number) for number in range(len(texts))]
         # Keep words of one letter and stop words, because an action may be "n" or "no".
-        self._index = Index([*map(str, range(len(texts)))], texts, token_pattern=r"\w+", stopwords=[])
+        self._index = Index(ids, texts, token_pattern=r"\w+", stopwords=[])
 
     def nearest(self, text: str, count: int) -> list[dict[str, Any]]:
         """Return at most ``count`` lines, nearest first. Lines without a common word are left out."""
-        return [self.rows[place] for place in self._index.search(text, count)]
+        positions = self._index.search(text, count)
+        return [self.rows[position] for position in positions]
 
 
 @functools.lru_cache(maxsize=4)
@@ -68,21 +78,27 @@ def advised(path: str, count: int = NUM_NOTES) -> Callable[[Callable[..., Any]],
     Raises:
         ConfigError: same as ``Experience``, when ``advised`` is called.
 
-    Source: SLEA-RL, arXiv:2603.18079: at each step experience is retrieved by the observation; two lines of advice and
-        a warning. Differs: the paper clusters similar states, here BM25 finds them; advice and warnings are notes of
-        one kind; the file does not change in a run, so that nothing is distilled, scored or admitted. The paper's
-        step-level advantage is the recipe gigpo.
+    Source: SLEA-RL, arXiv:2603.18079: each observation retrieves experience, which is two lines of advice and a
+        warning. The paper's step-level advantage is the recipe gigpo. Differs:
+
+        - The paper clusters similar states. Here BM25 finds them.
+        - Advice and warnings are notes of one kind.
+        - The file does not change in a run, so no note is distilled, scored or admitted.
     """
     notes = Experience(path, NOTES, ("state",))
 
-    def decorate(answers: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(answers)
-        def answer(*given: Any, **named: Any) -> str | None:
-            said = awaited(answers(*given, **named))
-            if said is None:
+    def decorate(reply_function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(reply_function)
+        def advised_reply(*args: Any, **kwargs: Any) -> str | None:
+            reply = awaited(reply_function(*args, **kwargs))
+            if reply is None:
                 return None
-            return "\n".join([str(said), *(row["note"] for row in notes.nearest(str(said), count))])
+            text = str(reply)
+            lines = [text]
+            for row in notes.nearest(text, count):
+                lines.append(row["note"])
+            return "\n".join(lines)
 
-        return answer
+        return advised_reply
 
     return decorate

@@ -49,14 +49,14 @@ def test_documents_that_fit_are_found_best_first(tmp_path):
     pytest.importorskip("bm25s")
     search = Search()
     search.reset(documents=DOCUMENTS, answer="Paris")
-    assert retrieval.FOUND.findall(search.search("which is the capital of Germany")) == ["2", "1"]
+    assert retrieval.DOCUMENT_ID.findall(search.search("which is the capital of Germany")) == ["2", "1"]
     assert search.search("flour") == "[4] Bread is made of flour."
     assert search.search("zebra") == search.search("") == "Nothing was found."
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps({"id": f"d{i}", "text": text}) for i, text in enumerate(DOCUMENTS)))
     search.reset(corpus=str(path))
-    assert retrieval.FOUND.findall(search.search("Seine")) == ["d2"]
-    assert retrieval.of_file(str(path)) is search.index
+    assert retrieval.DOCUMENT_ID.findall(search.search("Seine")) == ["d2"]
+    assert retrieval.index_of_file(str(path)) is search.index
     with pytest.raises(ValueError, match="`documents` or `corpus`"):
         search.reset()
 
@@ -67,7 +67,7 @@ def test_an_id_that_cannot_be_read_back_is_refused(name, tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text(json.dumps({"id": name, "text": "a"}))
     with pytest.raises(ConfigError, match=rf"corpus.jsonl:1: id={re.escape(repr(name))} must be"):
-        retrieval.of_file(str(path))
+        retrieval.index_of_file(str(path))
 
 
 def test_the_package_is_named_where_it_is_not_there(monkeypatch):
