@@ -18,9 +18,12 @@ The task's reward is ``scores:f1``, the word overlap of the prediction and the s
 span several sentences, because the column ``following`` contains the sentences after the wanted one.
 
 Source: RLPT, reinforcement learning on pre-training data, arXiv:2509.19249. The policy reasons before it writes the
-next sentence or a middle sentence, and a model judges whether the prediction is a valid prefix of the text. Differs: a
-run uses one of the two forms, the paper mixes them; sentences end by a rule of punctuation and lines; the number of
-sentences that a judge reads is ours; without a judge the reward is the word overlap.
+next sentence or a middle sentence, and a model judges whether the prediction is a valid prefix of the text. Differs:
+
+- A run uses one of the two forms. The paper mixes them.
+- A rule of punctuation and lines ends sentences.
+- The number of sentences that a judge reads is ours.
+- Without a judge the reward is the word overlap.
 
 Owns: sentence boundaries, the form of the question. Does not know: how a prediction is scored.
 """
@@ -30,7 +33,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxrl_llm.questions.tasks import Loaded
 from jaxrl_llm.questions.tasks.arguments import checked
@@ -43,9 +46,14 @@ if TYPE_CHECKING:
 SCORER = "jaxrl_llm.scoring.scores:f1"
 
 # argument -> (default, least, most)
-ARGUMENTS = {"context": (8, 1, 1000), "words": (4, 1, 1000), "middle": (False, False, True), "following": (3, 0, 1000)}
+ARGUMENTS = {
+    "context": (8, 1, 1000),
+    "words": (4, 1, 1000),
+    "middle": (False, False, True),
+    "following": (3, 0, 1000),
+}
 END = re.compile(r"(?<=[.!?])\s+|(?<=[.!?][\"')])\s+|\n+")  # the end of a sentence or of a line
-HOW = "Think about it, then write it as <answer>..</answer>."
+INSTRUCTION = "Think about it, then write it as <answer>..</answer>."
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -58,34 +66,72 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         ConfigError: a wrong argument, an unreadable file, no sentence, or a bad line under ``prompts.bad_row="error"``.
     """
     del seed
-    context, words, middle, following = checked(config.arguments, ARGUMENTS).values()
+    arguments = checked(config.arguments, ARGUMENTS)
 
     def read(path: Path) -> Iterator[tuple[int, Any]]:
-        for number, line in lines(path):
-            try:
-                sentences = _sentences(parse(line))
-            except BadRowError as error:
-                yield number, error
+        return _questions(
+            path,
+            context=arguments["context"],
+            words=arguments["words"],
+            middle=arguments["middle"],
+            following=arguments["following"],
+        )
+
+    return load_rows(config, read, _prompt_and_columns)
+
+
+class _Question(NamedTuple):
+    """Sentence of a text with its context."""
+
+    before: list[str]
+    sentence: str
+    next_sentence: str  # "" if the prompt does not show it
+    following: str  # for a judge
+
+
+def _questions(
+    path: Path, *, context: int, words: int, middle: bool, following: int
+) -> Iterator[tuple[int, _Question | BadRowError]]:
+    """Yield the questions of a file, or the error of a bad line, with the line's number."""
+    for number, line in lines(path):
+        try:
+            sentences = _sentences(parse(line))
+        except BadRowError as error:
+            yield number, error
+            continue
+        # The last sentence has no next sentence that the prompt could show.
+        end = len(sentences) - 1 if middle else len(sentences)
+        for i in range(1, end):
+            sentence = sentences[i]
+            if len(sentence.split()) < words:
                 continue
-            for i in range(1, len(sentences) - middle):
-                if len(sentences[i].split()) >= words:
-                    shown = sentences[i + 1] if middle else ""
-                    after = " ".join(sentences[i + 1 : i + 1 + following])
-                    yield number, (sentences[max(0, i - context) : i], sentences[i], shown, after)
+            question = _Question(
+                before=sentences[max(0, i - context) : i],
+                sentence=sentence,
+                next_sentence=sentences[i + 1] if middle else "",
+                following=" ".join(sentences[i + 1 : i + 1 + following]),
+            )
+            yield number, question
 
-    def made(row: Any) -> tuple[str, dict[str, Any]]:
-        if isinstance(row, BadRowError):
-            raise row
-        before, sentence, shown, after = row
-        asked = f"[...] {shown}\n\nWhich sentence stands at [...]?" if shown else "\n\nWhich sentence comes next?"
-        columns = {"answer": sentence, "following": after}
-        return f"{' '.join(before)} {asked} {HOW}".replace(" \n", "\n"), columns
 
-    return load_rows(config, read, made)
+def _prompt_and_columns(row: _Question | BadRowError) -> tuple[str, dict[str, Any]]:
+    """Return the prompt of a question and its columns. Raise the error of a bad line."""
+    if isinstance(row, BadRowError):
+        raise row
+    before = " ".join(row.before)
+    if row.next_sentence:
+        request = f"[...] {row.next_sentence}\n\nWhich sentence stands at [...]?"
+    else:
+        request = "\n\nWhich sentence comes next?"
+    prompt = f"{before} {request} {INSTRUCTION}".replace(" \n", "\n")
+    columns = {"answer": row.sentence, "following": row.following}
+    return prompt, columns
 
 
 def _sentences(row: Any) -> list[str]:
+    """Return the sentences of column ``text`` of a row."""
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
         raise BadRowError(f"must be an object with a text in column `text`, not {row!r:.60}")
-    return [part.strip() for part in END.split(text) if part.strip()]
+    parts = [part.strip() for part in END.split(text)]
+    return [part for part in parts if part]
