@@ -6,11 +6,12 @@
         --config.environments.factory=jaxrl_llm.examples.textarena:play \\
         --config.rewards.functions='("environment",)'
 
-This example shows an agent: a function with a loop of its own that asks the policy for each turn.
+This example shows an agent: a function that runs the conversation and asks the policy for each turn.
 
 Questions have a column ``game``, such as "Wordle-v0", and a column ``seed``, a whole number that determines the game.
-The policy reads the game's messages, its turns are moves, and the game's own reward is the reward. Install with ``pip
-install textarena``. Wordle downloads word files of nltk when it is first played.
+The policy reads the game's messages, its turns are moves, and the game's own reward is the reward.
+
+Install with ``pip install textarena``. Wordle downloads word files of nltk when it is first played.
 
 Owns: the connection between TextArena's loop and a conversation. Does not know: games.
 
@@ -32,12 +33,15 @@ def play(base_url: str, prompt: Any, game: str, seed: int, **columns: Any) -> fl
     random.seed(seed)  # some games draw from Python's own generator
     env = textarena.make(env_id=f"{game}-raw")  # "-raw" games send only new messages
     env.reset(num_players=1, seed=seed)
-    messages, is_over = [], False
+    messages: list[dict[str, str]] = []
+    is_over = False
     while not is_over:
-        _, told = env.get_observation()
-        texts = [str(text) for who, text, *_ in told if who != 0]  # skip the policy's own turns (player 0)
+        _, observations = env.get_observation()
+        # Skip the policy's own turns (player 0).
+        texts = [str(text) for player, text, *_ in observations if player != 0]
         messages.append({"role": "user", "content": "\n".join(texts)})
-        messages.append({"role": "assistant", "content": reply_to(base_url, messages, model="policy")})
-        is_over, _ = env.step(action=messages[-1]["content"])
+        move = reply_to(base_url, messages, model="policy")
+        messages.append({"role": "assistant", "content": move})
+        is_over, _ = env.step(action=move)
     rewards, _ = env.close()
     return float(rewards[0])

@@ -8,11 +8,11 @@
 
 This example shows an environment that keeps state between turns and gives its own reward (``get_reward``).
 
-Questions have a column ``word``; the prompt contains the rules. The reward is 1.0 for the word. Before that, each
+Questions have a column ``word``. The prompt contains the rules. The reward is 1.0 for the word. Before that, each
 letter in its right place in the best guess scores 0.1. For words of more than nine letters each letter scores 0.9
-divided by their number.
+divided by the number of letters.
 
-Owns: guesses and the replies to them. Does not know: dictionaries; any letters count as a word.
+Owns: guesses and the replies to them. Does not know: dictionaries, because any letters count as a word.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Wordle:
     """Game with one hidden word."""
 
     def reset(self, word: str, **columns: Any) -> None:
+        """Begin a game with the hidden word of the question."""
         letters = _letters(word)
         if not letters.isalpha():
             raise ValueError(f"column word={word!r} must be letters, one at least")
@@ -44,19 +45,36 @@ class Wordle:
         Args:
             word: As many letters as the hidden word has.
         """
-        said = _letters(str(word).strip())
-        if len(said) != len(self.word) or not said.isalpha():
+        guessed = _letters(str(word).strip())
+        if len(guessed) != len(self.word) or not guessed.isalpha():
             raise ValueError(f"a guess must have {len(self.word)} letters")
+        marks = _marks(guessed, self.word)
         self.guesses += 1
-        marks = ["G" if x == y else "-" for x, y in zip(said, self.word, strict=True)]
         self.best = max(self.best, marks.count("G"))
-        left = collections.Counter(y for y, mark in zip(self.word, marks, strict=True) if mark == "-")
-        for i, letter in enumerate(said):
-            if marks[i] == "-" and left[letter] > 0:
-                marks[i], left[letter] = "Y", left[letter] - 1
-        return f"{said.upper()}\n{''.join(marks)}{' You have found it.' if said == self.word else ''}"
+        reply = f"{guessed.upper()}\n{marks}"
+        if guessed == self.word:
+            reply += " You have found it."
+        return reply
 
     def get_reward(self) -> float:
         """Return 1.0 for the word, or else at most 0.1 for each letter in its right place in the best guess so far."""
-        num = len(self.word)
-        return 1.0 if self.best == num else min(0.1, 0.9 / num) * self.best
+        num_letters = len(self.word)
+        if self.best == num_letters:
+            return 1.0
+        letter_reward = min(0.1, 0.9 / num_letters)
+        return letter_reward * self.best
+
+
+def _marks(guessed: str, hidden: str) -> str:
+    """Return a mark for each guessed letter. A hidden letter answers at most one guessed letter."""
+    marks = ["-"] * len(hidden)
+    unmatched = collections.Counter(hidden)
+    for i, letter in enumerate(guessed):
+        if letter == hidden[i]:
+            marks[i] = "G"
+            unmatched[letter] -= 1
+    for i, letter in enumerate(guessed):
+        if marks[i] == "-" and unmatched[letter] > 0:
+            marks[i] = "Y"
+            unmatched[letter] -= 1
+    return "".join(marks)
