@@ -2,15 +2,15 @@
 
     python -m jaxrl_llm.train --config=configs/codeit.py --workdir=runs/codeit
 
-This example shows questions with a scorer of their own, and a hindsight function: wrong programs are relabelled, so
-that the policy learns from them too (CodeIt).
+This example shows questions with a scorer in the same module, and a hindsight function. Wrong programs are relabelled,
+so that the policy learns from them too (CodeIt).
 
 A grid is rows of digits, "120/034". A question shows pairs of grids, "12/34>21/43 05/60>50/06:". The answer is a
 program that turns the first grid of each pair into the second. A program is a sequence of steps without separators:
 
-    h v     mirror left and right, top and bottom        r    turn clockwise        t    swap rows and columns
-    u l     shift up, left by one; the row or column that leaves comes back on the other side
-    12      change every 1 to 2
+    h v     Mirror left and right, top and bottom.        r    Turn clockwise.        t    Swap rows and columns.
+    u l     Shift up, left by one. The row or column that leaves comes back on the other side.
+    12      Change every 1 to 2.
 
 ``prompts.arguments``:
 
@@ -24,7 +24,7 @@ programs. For each other result it makes the question that this result answers. 
 programs of the old group, each scored on the new question (configs/codeit.py).
 
 Source: CodeIt, Butt et al. 2024, arXiv:2402.04858: programs are relabelled with the outputs that they have. Differs:
-the language and the questions are small and ours; programs are not mutated; wrong programs of the group are kept too.
+the language and the questions are small and ours. Programs are not mutated. Wrong programs of the group are kept too.
 
 Owns: the language, its questions, relabelling. Does not know: tokens, how relabelled lines become training rows.
 """
@@ -45,7 +45,12 @@ if TYPE_CHECKING:
 SCORER = "jaxrl_llm.examples.grids:reward"
 
 # argument -> (default, least, most)
-ARGUMENTS = {"pairs": (2, 1, 9), "side": (3, 2, 30), "colours": (4, 2, 10), "steps": (3, 1, 20)}
+ARGUMENTS = {
+    "pairs": (2, 1, 9),
+    "side": (3, 2, 30),
+    "colours": (4, 2, 10),
+    "steps": (3, 1, 20),
+}
 STEP = re.compile(r"[hvrtul]|\d\d")
 MAX_STEPS = 64
 
@@ -59,57 +64,117 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     Raises:
         ConfigError: an argument that is not in ``ARGUMENTS``, or a value that is not allowed.
     """
-    from jaxrl_llm.types import Example
+    from jaxrl_llm.types import Example  # imported here because reward workers import this module without jax
 
-    pairs, side, colours, steps = checked(config.arguments, ARGUMENTS).values()
-    rng, examples = np.random.default_rng(seed), []
+    arguments = checked(config.arguments, ARGUMENTS)
+    rng = np.random.default_rng(seed)
+    examples = []
     while len(examples) < config.size:
-        grids = [_drawn(rng, side, colours) for _ in range(pairs)]
-        words = [*"hvrtul", f"{rng.integers(colours)}{rng.integers(colours)}"]
-        program = "".join(words[rng.integers(len(words))] for _ in range(rng.integers(1, steps + 1)))
-        made = [result for grid in grids if (result := run(program, grid)) is not None]
-        if len(made) == len(grids) and made != grids:
-            prompt = question(grids, made)
-            columns = {"grids": grids, "made": made, "answer": program}
-            examples.append(Example(prompt, columns, f"grids:{len(examples) + 1}"))
+        grids = []
+        for _ in range(arguments["pairs"]):
+            grids.append(_draw_grid(rng, arguments["side"], arguments["colours"]))
+        program = _draw_program(rng, arguments["colours"], arguments["steps"])
+        results = run_on_all(program, grids)
+        if results is None or results == grids:
+            continue
+        prompt = question(grids, results)
+        columns = {"grids": grids, "made": results, "answer": program}
+        origin = f"grids:{len(examples) + 1}"
+        examples.append(Example(prompt, columns, origin))
     return Loaded(tuple(examples))
 
 
-def _drawn(rng: np.random.Generator, side: int, colours: int) -> str:
+def _draw_grid(rng: np.random.Generator, side: int, colours: int) -> str:
+    """Draw a grid whose sides are at most ``side`` long."""
     height, width = rng.integers(1, side + 1, 2)
-    return "/".join("".join(map(str, row)) for row in rng.integers(0, colours, (height, width)))
+    cells = rng.integers(0, colours, (height, width))
+    rows = ["".join(str(cell) for cell in row) for row in cells]
+    return "/".join(rows)
 
 
-def question(grids: list[str], made: list[str]) -> str:
-    return " ".join(f"{grid}>{other}" for grid, other in zip(grids, made, strict=True)) + ":"
+def _draw_program(rng: np.random.Generator, colours: int, max_steps: int) -> str:
+    """Draw a program of at most ``max_steps`` steps. It uses at most one change of colours."""
+    before = rng.integers(colours)
+    after = rng.integers(colours)
+    choices = [*STEPS, f"{before}{after}"]
+    num_steps = rng.integers(1, max_steps + 1)
+    program = ""
+    for _ in range(num_steps):
+        program += choices[rng.integers(len(choices))]
+    return program
+
+
+def question(grids: list[str], results: list[str]) -> str:
+    """Return the prompt that shows pairs of grids, such as "12/34>21/43 05/60>50/06:"."""
+    pairs = [f"{grid}>{result}" for grid, result in zip(grids, results, strict=True)]
+    return " ".join(pairs) + ":"
 
 
 def run(program: str, grid: str) -> str | None:
     """Return the grid that a program makes of ``grid``. Return None if the program is invalid or has too many steps."""
     steps = STEP.findall(program)
-    if not steps or "".join(steps) != program or len(steps) > MAX_STEPS:
+    is_whole = "".join(steps) == program
+    if not steps or not is_whole or len(steps) > MAX_STEPS:
         return None
-    cells = np.array([list(row) for row in grid.split("/")])
+    rows = [list(row) for row in grid.split("/")]
+    cells = np.array(rows)
     for step in steps:
-        cells = np.where(cells == step[0], step[1], cells) if step.isdigit() else STEPS[step](cells)
+        if step.isdigit():
+            before, after = step
+            cells = np.where(cells == before, after, cells)
+        else:
+            cells = STEPS[step](cells)
     return "/".join("".join(row) for row in cells)
 
 
+def run_on_all(program: str, grids: list[str]) -> list[str] | None:
+    """Return the grid that a program makes of each grid, or None if the program is invalid."""
+    results = []
+    for grid in grids:
+        result = run(program, grid)
+        if result is None:
+            return None
+        results.append(result)
+    return results
+
+
+def _mirror_left_right(cells: np.ndarray) -> np.ndarray:
+    return cells[:, ::-1]
+
+
+def _mirror_top_bottom(cells: np.ndarray) -> np.ndarray:
+    return cells[::-1]
+
+
+def _turn_clockwise(cells: np.ndarray) -> np.ndarray:
+    return np.rot90(cells, -1)
+
+
+def _shift_up(cells: np.ndarray) -> np.ndarray:
+    return np.roll(cells, -1, axis=0)
+
+
+def _shift_left(cells: np.ndarray) -> np.ndarray:
+    return np.roll(cells, -1, axis=1)
+
+
+# The order determines which programs a seed draws.
 STEPS = {
-    "h": lambda cells: cells[:, ::-1],
-    "v": lambda cells: cells[::-1],
-    "r": lambda cells: np.rot90(cells, -1),
-    "t": lambda cells: cells.T,
-    "u": lambda cells: np.roll(cells, -1, axis=0),
-    "l": lambda cells: np.roll(cells, -1, axis=1),
+    "h": _mirror_left_right,
+    "v": _mirror_top_bottom,
+    "r": _turn_clockwise,
+    "t": np.transpose,
+    "u": _shift_up,
+    "l": _shift_left,
 }
 
 
 def reward(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[float]:
     """Return 1.0 if the completion is a program that turns each grid into its partner, else 0.0."""
     scores = []
-    for text, first, second in zip(completions, grids, made, strict=True):
-        scores.append(float([run(text.strip(), grid) for grid in first] == second))
+    for text, question_grids, wanted in zip(completions, grids, made, strict=True):
+        results = run_on_all(text.strip(), question_grids)
+        scores.append(float(results == wanted))
     return scores
 
 
@@ -119,24 +184,28 @@ def hindsight(prompts: list, completions: list[str], grids: list, made: list, **
     The list is empty if fewer than two completions are valid programs. A result that leaves the grids unchanged makes
     no group.
     """
+    question_grids = list(grids[0])
+    question_results = list(made[0])
     programs = []
-    results = []
+    results_of_programs = []
     for text in completions:
-        result = [run(text.strip(), grid) for grid in grids[0]]
-        whole = tuple(grid for grid in result if grid is not None)
-        if len(whole) == len(result):
-            programs.append(text.strip())
-            results.append(whole)
+        program = text.strip()
+        results = run_on_all(program, question_grids)
+        if results is not None:
+            programs.append(program)
+            results_of_programs.append(results)
     if len(programs) < 2:
         return []
-    lines = []
-    for wanted in set(results) - {tuple(made[0]), tuple(grids[0])}:
-        line = {
-            "prompt": question(grids[0], list(wanted)),
+    groups: dict[str, dict[str, Any]] = {}
+    for wanted in results_of_programs:
+        prompt = question(question_grids, wanted)
+        if prompt in groups or wanted in (question_results, question_grids):
+            continue
+        groups[prompt] = {
+            "prompt": prompt,
             "grids": grids[0],
-            "made": list(wanted),
+            "made": wanted,
             "completions": programs,
-            "rewards": [float(result == wanted) for result in results],
+            "rewards": [float(results == wanted) for results in results_of_programs],
         }
-        lines.append(line)
-    return sorted(lines, key=lambda line: line["prompt"])
+    return [groups[prompt] for prompt in sorted(groups)]
