@@ -10,9 +10,12 @@ dependency.
 
 A program is an expression of whole numbers, lists in brackets and these functions:
 
-    range(a,b,s)     a, a+s, .. up to but without b             repeat(x,n)      x, n times in a row
-    concat(x,y)      x, then y                                  interleave(x,y)  items in turn, as long as both last
-    reverse(x)       x from its end to its start                scan(x)          cumulative sums
+    range(a,b,s)       The numbers a, a+s, .. below b.
+    repeat(x,n)        The list x, n times in a row.
+    concat(x,y)        The list x, then the list y.
+    interleave(x,y)    Items of x and y in turn, until one list ends.
+    reverse(x)         The list x from its end to its start.
+    scan(x)            The cumulative sums of x.
 
 ``prompts.arguments``, whole numbers:
 
@@ -29,7 +32,9 @@ Differs: the language is ours. The reward is ours too, because the paper's formu
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,8 +49,14 @@ if TYPE_CHECKING:
 SCORER = "jaxrl_llm.examples.kolmogorov:reward"
 
 # argument -> (default, least, most)
-ARGUMENTS = {"length": (24, 4, 1000), "depth": (2, 1, 5), "largest": (9, 2, 1000)}
-MAX_CHARS, MAX_NUMBERS, MAX_SIZE = 2000, 10_000, 10**12
+ARGUMENTS = {
+    "length": (24, 4, 1000),
+    "depth": (2, 1, 5),
+    "largest": (9, 2, 1000),
+}
+MAX_CHARS = 2000
+MAX_NUMBERS = 10_000
+MAX_SIZE = 10**12
 FENCED = re.compile(r"```(?:\w*\n)?(.*?)```", re.S)
 
 
@@ -62,7 +73,8 @@ def run(program: str) -> list[int]:
     if len(program) > MAX_CHARS:
         raise ProgramError(f"a program of {len(program)} characters; {MAX_CHARS} are allowed")
     try:
-        value = _value(ast.parse(program.strip(), mode="eval").body)
+        tree = ast.parse(program.strip(), mode="eval")
+        value = _value(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ProgramError(f"no program: {error}") from error
     if not isinstance(value, list):
@@ -71,19 +83,18 @@ def run(program: str) -> list[int]:
 
 
 def _value(node: ast.expr) -> int | list[int]:
+    """Return the value of an expression's syntax tree."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_number(node.operand)
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value
     if isinstance(node, ast.List):
-        return _short([_number(x) for x in node.elts])
-    if (
-        isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Name)
-        and node.func.id in FUNCTIONS
-        and not node.keywords
-    ):
-        return _call(node.func.id, node.args)
+        numbers = [_number(element) for element in node.elts]
+        return _short(numbers)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        name = node.func.id
+        if name in FUNCTIONS and not node.keywords:
+            return _call(name, node.args)
     raise ProgramError(f"there is no {ast.unparse(node)[:50]!r} in the language")
 
 
@@ -94,11 +105,14 @@ def _call(name: str, arguments: list[ast.expr]) -> list[int]:
         raise ProgramError(f"{name} takes {len(kinds)} arguments, not {len(arguments)}")
     values: list[Any] = []
     for kind, node in zip(kinds, arguments, strict=True):
-        values.append(_number(node) if kind is int else _list(node))
-    return _short(function(*values))
+        value = _number(node) if kind is int else _list(node)
+        values.append(value)
+    result = function(*values)
+    return _short(result)
 
 
 def _number(node: ast.expr) -> int:
+    """Return the value of an expression that must be a number."""
     value = _value(node)
     if isinstance(value, int) and abs(value) <= MAX_SIZE:
         return value
@@ -106,48 +120,82 @@ def _number(node: ast.expr) -> int:
 
 
 def _list(node: ast.expr) -> list[int]:
-    if isinstance(value := _value(node), list):
+    """Return the value of an expression that must be a list."""
+    value = _value(node)
+    if isinstance(value, list):
         return value
     raise ProgramError("a list is wanted")
 
 
 def _short(values: list[int]) -> list[int]:
-    if len(values) > MAX_NUMBERS or any(abs(x) > MAX_SIZE for x in values):
+    """Return the list unchanged. Raise ProgramError if it exceeds the limits."""
+    has_large_number = any(abs(value) > MAX_SIZE for value in values)
+    if len(values) > MAX_NUMBERS or has_large_number:
         raise ProgramError(f"a list of more than {MAX_NUMBERS} numbers, or of too large ones")
     return values
 
 
-def _range(a: int, b: int, s: int) -> list[int]:
-    if s == 0 or len(range(a, b, s)) > MAX_NUMBERS:
+def _range(start: int, stop: int, step: int) -> list[int]:
+    if step == 0:
         raise ProgramError("a range without end, or too long")
-    return list(range(a, b, s))
+    numbers = range(start, stop, step)
+    if len(numbers) > MAX_NUMBERS:
+        raise ProgramError("a range without end, or too long")
+    return list(numbers)
 
 
-def _repeat(x: list[int], n: int) -> list[int]:
-    if n * len(x) > MAX_NUMBERS:
+def _repeat(values: list[int], count: int) -> list[int]:
+    if count * len(values) > MAX_NUMBERS:
         raise ProgramError(f"a list of more than {MAX_NUMBERS} numbers")
-    return x * n
+    return values * count
 
 
-FUNCTIONS = {
+def _concat(first: list[int], second: list[int]) -> list[int]:
+    return first + second
+
+
+def _interleave(first: list[int], second: list[int]) -> list[int]:
+    values = []
+    for pair in zip(first, second, strict=False):
+        values.extend(pair)
+    return values
+
+
+def _reverse(values: list[int]) -> list[int]:
+    return values[::-1]
+
+
+def _scan(values: list[int]) -> list[int]:
+    return list(itertools.accumulate(values))
+
+
+# name -> (function, types of its arguments)
+FUNCTIONS: dict[str, tuple[Callable[..., list[int]], tuple[type, ...]]] = {
     "range": (_range, (int, int, int)),
     "repeat": (_repeat, (list, int)),
-    "concat": (lambda x, y: x + y, (list, list)),
-    "interleave": (lambda x, y: [z for pair in zip(x, y, strict=False) for z in pair], (list, list)),
-    "reverse": (lambda x: x[::-1], (list,)),
-    "scan": (lambda x: np.cumsum(np.array(x, object)).tolist() if x else [], (list,)),
+    "concat": (_concat, (list, list)),
+    "interleave": (_interleave, (list, list)),
+    "reverse": (_reverse, (list,)),
+    "scan": (_scan, (list,)),
 }
 
 
 def size(program: str) -> int:
     """Return the number of numbers, lists and function calls in a program."""
-    kinds = (ast.Constant, ast.List, ast.Call)
-    return sum(isinstance(node, kinds) for node in ast.walk(ast.parse(program.strip(), mode="eval")))
+    tree = ast.parse(program.strip(), mode="eval")
+    count = 0
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.List | ast.Call):
+            count += 1
+    return count
 
 
 def worth(program: str, sequence: list[int]) -> float:
     """Return the ``reward`` of one program."""
-    return max(0.0, 1.0 - size(program) / len(sequence)) if writes(program, sequence) else 0.0
+    if not writes(program, sequence):
+        return 0.0
+    relative_size = size(program) / len(sequence)
+    return max(0.0, 1.0 - relative_size)
 
 
 def writes(program: str, sequence: list[int]) -> bool:
@@ -169,49 +217,74 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     """
     from jaxrl_llm.types import Example  # imported here because reward workers import this module without jax
 
-    length, depth, largest = checked(config.arguments, ARGUMENTS).values()
-    rng, examples, tries = np.random.default_rng(seed), [], 0
+    arguments = checked(config.arguments, ARGUMENTS)
+    rng = np.random.default_rng(seed)
+    examples = []
+    num_programs = 0
     while len(examples) < config.size:
-        if (tries := tries + 1) > 1000 * (len(examples) + 1):
+        num_programs += 1
+        if num_programs > 1000 * (len(examples) + 1):
             raise ConfigError(
-                f"prompts.arguments={config.arguments!r} leave hardly a program shorter than what it writes"
+                f"prompts.arguments={config.arguments!r} must allow programs that are shorter than their output: "
+                "hardly any was drawn. Set a larger length."
             )
-        program = drawn(rng, depth, largest)
+        program = draw_program(rng, arguments["depth"], arguments["largest"])
         try:
             sequence = run(program)
         except ProgramError:  # the output is too large
             continue
-        if not sequence or len(sequence) > length or not worth(program, sequence):
+        if not sequence or len(sequence) > arguments["length"] or worth(program, sequence) == 0.0:
             continue
-        prompt = f"Write the shortest program that gives this sequence: {' '.join(map(str, sequence))}"
+        numbers = " ".join(str(number) for number in sequence)
+        prompt = f"Write the shortest program that gives this sequence: {numbers}"
+        columns = {"sequence": sequence, "program": program}
         origin = f"kolmogorov:{len(examples) + 1}"
-        examples.append(Example(prompt, {"sequence": sequence, "program": program}, origin))
+        examples.append(Example(prompt, columns, origin))
     return Loaded(tuple(examples))
 
 
-def drawn(rng: np.random.Generator, depth: int, largest: int) -> str:
+def draw_program(rng: np.random.Generator, depth: int, largest: int) -> str:
     """Draw a program whose function calls are nested at most ``depth`` deep."""
-    number = lambda low=0: int(rng.integers(low, largest + 1))
     if depth == 0:
-        return f"[{','.join(str(number()) for _ in range(rng.integers(1, 5)))}]"
-    inner = lambda: drawn(rng, depth - 1, largest)
-    forms = {
-        "range": lambda: f"range({number()},{number() + largest},{number(1)})",
-        "repeat": lambda: f"repeat({inner()},{rng.integers(2, 6)})",
-        "concat": lambda: f"concat({inner()},{inner()})",
-        "interleave": lambda: f"interleave({inner()},{inner()})",
-        "reverse": lambda: f"reverse({inner()})",
-        "scan": lambda: f"scan({inner()})",
-    }
-    return forms[list(forms)[rng.integers(len(forms))]]()
+        return _draw_list(rng, largest)
+    # The order of the names and of the draws determines which programs a seed draws.
+    names = ("range", "repeat", "concat", "interleave", "reverse", "scan")
+    name = names[rng.integers(len(names))]
+    if name == "range":
+        start = _draw_number(rng, 0, largest)
+        stop = _draw_number(rng, 0, largest) + largest
+        step = _draw_number(rng, 1, largest)
+        return f"range({start},{stop},{step})"
+    first = draw_program(rng, depth - 1, largest)
+    if name == "repeat":
+        count = rng.integers(2, 6)
+        return f"repeat({first},{count})"
+    if name in ("concat", "interleave"):
+        second = draw_program(rng, depth - 1, largest)
+        return f"{name}({first},{second})"
+    return f"{name}({first})"
+
+
+def _draw_list(rng: np.random.Generator, largest: int) -> str:
+    """Draw a list of one to four numbers."""
+    count = rng.integers(1, 5)
+    numbers = [str(_draw_number(rng, 0, largest)) for _ in range(count)]
+    return f"[{','.join(numbers)}]"
+
+
+def _draw_number(rng: np.random.Generator, least: int, largest: int) -> int:
+    return int(rng.integers(least, largest + 1))
 
 
 def program_of(completion: str) -> str:
     """Return the last fenced block of a completion, or else its last line that is not blank."""
-    if fenced := FENCED.findall(completion):
-        return fenced[-1].strip()
-    lines = [line.strip() for line in completion.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    blocks = FENCED.findall(completion)
+    if blocks:
+        return blocks[-1].strip()
+    for line in reversed(completion.splitlines()):
+        if line.strip():
+            return line.strip()
+    return ""
 
 
 def reward(prompts: list, completions: list[str], *, sequence: list[list[int]], **columns) -> list[float]:
@@ -221,9 +294,17 @@ def reward(prompts: list, completions: list[str], *, sequence: list[list[int]], 
 
     A program that only lists the sequence scores 0.
     """
-    return [worth(program_of(text), wanted) for text, wanted in zip(completions, sequence, strict=True)]
+    scores = []
+    for text, wanted in zip(completions, sequence, strict=True):
+        program = program_of(text)
+        scores.append(worth(program, wanted))
+    return scores
 
 
 def exact(prompts: list, completions: list[str], *, sequence: list[list[int]], **columns) -> list[float]:
     """Return 1.0 if the program produces the sequence, however long the program is, else 0.0."""
-    return [float(writes(program_of(text), wanted)) for text, wanted in zip(completions, sequence, strict=True)]
+    scores = []
+    for text, wanted in zip(completions, sequence, strict=True):
+        program = program_of(text)
+        scores.append(float(writes(program, wanted)))
+    return scores

@@ -73,8 +73,8 @@ def test_questions_are_what_their_programs_write():
 
 
 def test_a_drawn_program_that_writes_too_much_is_no_question(monkeypatch):
-    drawn = iter(["repeat(range(0,1000,1),11)", "repeat([1],9)", "scan(scan([1000000000000,1]))", "repeat([2],9)"])
-    monkeypatch.setattr(kolmogorov, "drawn", lambda *_: next(drawn))
+    programs = iter(["repeat(range(0,1000,1),11)", "repeat([1],9)", "scan(scan([1000000000000,1]))", "repeat([2],9)"])
+    monkeypatch.setattr(kolmogorov, "draw_program", lambda *_: next(programs))
     loaded = kolmogorov.load(PromptsConfig(source="kolmogorov", size=2), seed=0)
     assert [example.columns["sequence"] for example in loaded.examples] == [[1] * 9, [2] * 9]
 
