@@ -26,7 +26,7 @@ same field, and the reply for a field is always the same. Methods that compare t
 ``prompts.arguments``:
 
     width, height    3; size of the maze in fields, 2 to 9
-    loops            1; number of walls removed beyond those that connect all fields
+    loops            1; number of walls removed after all fields are connected
     plain            False; True makes prompts of a few letters, for small models
 
 This module depends on no other package than NumPy.
@@ -51,12 +51,28 @@ if TYPE_CHECKING:
 SCORER = ""  # set rewards.functions to a reward of this module or to "environment"
 
 # argument -> (default, least, most)
-ARGUMENTS = {"width": (3, 2, 9), "height": (3, 2, 9), "loops": (1, 0, 200), "plain": (False, False, True)}
+ARGUMENTS = {
+    "width": (3, 2, 9),
+    "height": (3, 2, 9),
+    "loops": (1, 0, 200),
+    "plain": (False, False, True),
+}
 
-MOVES = {"n": (0, -1), "e": (1, 0), "s": (0, 1), "w": (-1, 0)}
-NAMES = {"n": "north", "e": "east", "s": "south", "w": "west"}
-NOWHERE = -0.1
-PATCHES = 2
+MOVES = {
+    "n": (0, -1),
+    "e": (1, 0),
+    "s": (0, 1),
+    "w": (-1, 0),
+}
+OPPOSITES = {"e": "w", "s": "n"}
+NAMES = {
+    "n": "north",
+    "e": "east",
+    "s": "south",
+    "w": "west",
+}
+NOWHERE = -0.1  # reward of a step against a wall
+PATCHES = 2  # wrong steps that the expert corrects
 
 
 # ---- questions -------------------------------------------------------------------------------------------------
@@ -78,48 +94,71 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     height = arguments["height"]
     rng = np.random.default_rng(seed)
     examples = []
-    for i in range(1, config.size + 1):
-        maze = drawn(rng, width, height, arguments["loops"])
+    for number in range(1, config.size + 1):
+        maze = draw_maze(rng, width, height, arguments["loops"])
         start = [0, int(rng.integers(height))]
         goal = [width - 1, int(rng.integers(height))]
-        prompt = f"Find the way out of the maze, which is at {goal[0]}, {goal[1]}. Call go."
+        goal_x, goal_y = goal
+        prompt = f"Find the way out of the maze, which is at {goal_x}, {goal_y}. Call go."
         if arguments["plain"]:
-            prompt = f"{field(maze, *start)} to {goal[0]}{goal[1]}:"
-        examples.append(Example(prompt, {"maze": maze, "start": start, "goal": goal}, f"maze:{i}"))
+            start_field = field(maze, *start)
+            prompt = f"{start_field} to {goal_x}{goal_y}:"
+        columns = {"maze": maze, "start": start, "goal": goal}
+        examples.append(Example(prompt, columns, f"maze:{number}"))
     return Loaded(tuple(examples))
 
 
-def drawn(rng: np.random.Generator, width: int, height: int, loops: int) -> list[list[str]]:
+def draw_maze(rng: np.random.Generator, width: int, height: int, loops: int) -> list[list[str]]:
     """Draw a maze in which every field is connected to every other, and return the exits of each field.
 
     Walls are visited in random order. A wall is removed if it separates two unconnected parts. ``loops`` further walls
     are removed.
     """
-    places = [(x, y) for x in range(width) for y in range(height)]
-    walls = [(place, way) for place in places for way in "es" if _next(place, way) in places]
-    part = {place: place for place in places}
+    places = list(itertools.product(range(width), range(height)))
+    walls = _walls(places)
+    parts = {place: place for place in places}
     exits = dict.fromkeys(places, "")
     for i in rng.permutation(len(walls)):
-        place, way = walls[i]
-        neighbour = _next(place, way)
-        here = part[place]
-        there = part[neighbour]
-        if here == there:
+        place, direction = walls[i]
+        neighbour = _neighbour(place, direction)
+        part = parts[place]
+        neighbour_part = parts[neighbour]
+        if part == neighbour_part:
             if loops <= 0:
                 continue
             loops -= 1
-        for other, its_part in part.items():
-            if its_part == there:
-                part[other] = here
-        exits[place] += way
-        exits[neighbour] += {"e": "w", "s": "n"}[way]
-    return [["".join(way for way in MOVES if way in exits[x, y]) for x in range(width)] for y in range(height)]
+        for member, member_part in parts.items():
+            if member_part == neighbour_part:
+                parts[member] = part
+        exits[place] += direction
+        exits[neighbour] += OPPOSITES[direction]
+    rows = []
+    for y in range(height):
+        row = [_in_order(exits[x, y]) for x in range(width)]
+        rows.append(row)
+    return rows
 
 
-def _next(place: tuple[int, int], way: str) -> tuple[int, int]:
-    """Return the field that lies in a direction, without regard to walls."""
+def _walls(places: list[tuple[int, int]]) -> list[tuple[tuple[int, int], str]]:
+    """Return each wall between two fields once, as a field and the direction of the wall."""
+    walls: list[tuple[tuple[int, int], str]] = []
+    for place in places:
+        for direction in "es":
+            if _neighbour(place, direction) in places:
+                walls.append((place, direction))
+    return walls
+
+
+def _in_order(directions: str) -> str:
+    """Return the directions in the order of ``MOVES``."""
+    return "".join(direction for direction in MOVES if direction in directions)
+
+
+def _neighbour(place: tuple[int, int], direction: str) -> tuple[int, int]:
+    """Return the field that lies in a direction. Walls are ignored."""
     x, y = place
-    return x + MOVES[way][0], y + MOVES[way][1]
+    step_x, step_y = MOVES[direction]
+    return x + step_x, y + step_y
 
 
 # ---- environments and rewards ----------------------------------------------------------------------------------
@@ -129,11 +168,12 @@ class Maze:
     """Maze that the policy explores with the tool ``go``."""
 
     def reset(self, maze: list[list[str]], start: list[int], goal: list[int], **columns: Any) -> str:
+        """Begin at the start of the question's maze and return the first observation."""
         self.maze = maze
         self.place = _place(start)
         self.goal = _place(goal)
         self.bumps = 0
-        return f" {self._seen()}"
+        return f" {self._observation()}"
 
     def go(self, direction: str) -> str:
         """Goes one field in a direction.
@@ -141,64 +181,83 @@ class Maze:
         Args:
             direction: north, east, south or west.
         """
-        place = moved(self.maze, self.place, str(direction).strip().lower()[:1])
+        letter = str(direction).strip().lower()[:1]
+        place = moved(self.maze, self.place, letter)
         note = ""
         if place == self.place:
             self.bumps += 1
             note = "There is a wall. "
         self.place = place
-        return f"{note}{self._seen()}"
+        return f"{note}{self._observation()}"
 
     def get_reward(self) -> float:
         """Return 1.0 at the goal, minus 0.1 for each step against a wall."""
-        return float(self.place == self.goal) + NOWHERE * self.bumps
+        goal_reward = float(self.place == self.goal)
+        return goal_reward + NOWHERE * self.bumps
 
-    def _seen(self) -> str:
+    def _observation(self) -> str:
         if self.place == self.goal:
             return "You are out."
         x, y = self.place
-        return f"You are at {x}, {y}, and can go {' or '.join(NAMES[exit] for exit in self.maze[y][x])}."
+        names = [NAMES[direction] for direction in self.maze[y][x]]
+        exits = " or ".join(names)
+        return f"You are at {x}, {y}, and can go {exits}."
 
 
 def moved(maze: list[list[str]], place: tuple[int, int], direction: str) -> tuple[int, int]:
     """Return the field that a step leads to, or the same field if there is no exit in this direction."""
     x, y = place
-    if not direction or direction not in maze[y][x]:
+    exits = maze[y][x]
+    if not direction or direction not in exits:
         return place
-    return x + MOVES[direction][0], y + MOVES[direction][1]
+    return _neighbour(place, direction)
 
 
 def walked(turns: list[str], maze: list[list[str]], start: list[int], goal: list[int]) -> list[tuple[int, int]]:
     """Return the start and the field after each turn. After the goal is reached, the field stays the goal."""
-    places = [_place(start)]
+    place = _place(start)
+    places = [place]
     for turn in turns:
-        here = places[-1]
-        directions = re.findall("[nesw]", turn)
-        if here != _place(goal):
-            here = moved(maze, here, directions[-1] if directions else "")
-        places.append(here)
+        if place != _place(goal):
+            place = moved(maze, place, _direction(turn))
+        places.append(place)
     return places
 
 
+def _direction(turn: str) -> str:
+    """Return the last direction that a turn writes, or "" without a direction."""
+    directions = re.findall("[nesw]", turn)
+    return directions[-1] if directions else ""
+
+
 def _place(coordinates: list[int]) -> tuple[int, int]:
+    """Return a field of the question's columns as a pair that can be a key."""
     x, y = coordinates
     return x, y
 
 
 def plain(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
     """Return the field that the last turn reached and its exits, or None at the goal, which ends the episode."""
-    x, y = place = walked(turns, maze, start, goal)[-1]
-    return None if place == tuple(goal) else field(maze, x, y)
+    place = walked(turns, maze, start, goal)[-1]
+    if place == _place(goal):
+        return None
+    return field(maze, *place)
 
 
 def field(maze: list[list[str]], x: int, y: int) -> str:
-    return f" {x}{y}{maze[y][x]}"
+    """Return a field and its exits as ``plain`` writes it, such as " 12es"."""
+    exits = maze[y][x]
+    return f" {x}{y}{exits}"
 
 
 def expert(maze: list[list[str]], start: list[int], goal: list[int]) -> str:
-    """Return the directions of a shortest path. Among equal paths, the order n, e, s, w decides where they separate."""
-    paths = {_place(start): ""}
-    queue = [_place(start)]
+    """Return the directions of a shortest path.
+
+    If several paths are shortest, the expert takes the first direction in the order n, e, s, w.
+    """
+    start_place = _place(start)
+    paths = {start_place: ""}
+    queue = [start_place]
     for place in queue:
         for direction in MOVES:
             neighbour = moved(maze, place, direction)
@@ -210,8 +269,10 @@ def expert(maze: list[list[str]], start: list[int], goal: list[int]) -> str:
 
 def _is_expert_step(turns: list[str], path: str) -> list[bool]:
     """Return for each turn whether it is the expert's step. Turns after the end of the path have no entry."""
-    directions = [re.findall("[nesw]", turn)[-1:] for turn in turns]
-    return [direction == [step] for direction, step in zip(directions, path, strict=False)]
+    is_right = []
+    for turn, expert_step in zip(turns, path, strict=False):
+        is_right.append(_direction(turn) == expert_step)
+    return is_right
 
 
 def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
@@ -224,12 +285,15 @@ def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, 
     """
     path = expert(maze, start, goal)
     is_right = _is_expert_step(turns, path)
-    taken = path[: len(turns)]
-    if len(turns) >= len(path) or is_right.count(False) > PATCHES:
+    num_wrong = is_right.count(False)
+    if len(turns) >= len(path) or num_wrong > PATCHES:
         return None
-    x, y = walked(list(taken), maze, start, goal)[-1]
-    reply = field(maze, x, y)
-    return reply if is_right[-1] else f" {taken[-1]}:{reply.strip()}"
+    expert_steps = list(path[: len(turns)])
+    place = walked(expert_steps, maze, start, goal)[-1]
+    reply = field(maze, *place)
+    if is_right[-1]:
+        return reply
+    return f" {expert_steps[-1]}:{reply.strip()}"
 
 
 def _turns(messages: list[dict[str, str]]) -> list[str]:
@@ -244,8 +308,11 @@ def matched(
     scores = []
     for row, *question in zip(messages, maze, start, goal, strict=True):
         turns = _turns(row)
-        is_right = _is_expert_step(turns, expert(*question))
-        scores.append([float(x) for x in is_right] + [0.0] * (len(turns) - len(is_right)))
+        path = expert(*question)
+        is_right = _is_expert_step(turns, path)
+        num_later_turns = len(turns) - len(is_right)
+        row_scores = [float(value) for value in is_right]
+        scores.append(row_scores + [0.0] * num_later_turns)
     return scores
 
 
