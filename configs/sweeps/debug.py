@@ -1,8 +1,8 @@
-"""Two learning rates, two seeds each, of the tiny random model: what a sweep file looks like.
+"""Two learning rates with two seeds each for the tiny random model: an example of a sweep file.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/debug.py --workdir=runs/debug_sweep --workers=2
 
-One to two minutes on 2 cores. Measured, seeds 0 / 1:
+The sweep takes one to two minutes on 2 cores. Measured, seeds 0 / 1:
 
     learning rate   held-out pass rate at the end   iteration at which the mean reward is first 0.5
     0.003           0.69 / 0.66                     15 / 15

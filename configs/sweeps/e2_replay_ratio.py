@@ -1,9 +1,9 @@
-"""E2 of the replay study: how often to use a rollout, and how many to keep, at equal compute.
+"""E2 of the replay study: how often to use a rollout, and how many rollouts to keep, at equal compute.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e2_replay_ratio.py --workdir=runs/e2 --workers=2
 
-Replay ratios y of 1 to 16 and rings of N = 1 to 128 batches, with the clipped ratio of tokens; every arm at the best of
-three learning rates. studies/replay_study.md has the results.
+The replay ratio y is 1 to 16, and a ring has N = 1 to 128 batches. The surrogate clips the ratio of each token. Every
+arm is reported at the best of three learning rates. studies/replay_study.md has the results.
 """
 
 import runpy

@@ -1,9 +1,9 @@
-"""E2 of the replay study with the central paper's own ratio, that of whole sequences.
+"""E2 of the replay study with the importance ratio of the central paper, which is the ratio of whole sequences.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e2_sequence_ratio.py --workdir=runs/e2_sequence --workers=2
 
-The arms of e2_replay_ratio.py but those of 4 batches, with min(u A, clip(u, 0.8, 1.2) A) of the sequence's ratio u.
-studies/replay_study.md has the results.
+The arms are the arms of e2_replay_ratio.py except the rings of 4 batches. With the ratio u of a sequence the surrogate
+is min(u A, clip(u, 0.8, 1.2) A). studies/replay_study.md has the results.
 """
 
 import runpy

@@ -1,9 +1,9 @@
-"""E3 of the replay study: keep correct rollouts longer, under GRPO and under AsymRE.
+"""E3 of the replay study: keep correct rollouts longer, with GRPO and with AsymRE.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e3_positive_bias.py --workdir=runs/e3 --workers=2
 
-Four uses of a rollout from a ring of 32 batches, of which a share is kept for correct rollouts that the rest has let
-go. studies/replay_study.md has the results.
+A rollout is used four times, from a ring of 32 batches. A share of the ring keeps correct rollouts that the rest of the
+ring has evicted. studies/replay_study.md has the results.
 """
 
 import runpy

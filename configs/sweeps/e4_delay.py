@@ -1,8 +1,8 @@
-"""E4 of the replay study: old data without reuse. It separates staleness from replay.
+"""E4 of the replay study: old data without reuse. This experiment separates staleness from replay.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e4_delay.py --workdir=runs/e4 --workers=2
 
-On-policy batches, each trained on once and only so many steps after it was generated. studies/replay_study.md has the
+An on-policy batch is trained on once, a fixed number of steps after its generation. studies/replay_study.md has the
 results.
 """
 

@@ -1,8 +1,8 @@
-"""E5 of the replay study: is the saving one of the learning rate?
+"""E5 of the replay study: does the choice of the learning rate explain the saving?
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e5_learning_rate.py --workdir=runs/e5 --workers=2
 
-The on-policy arm and four uses from a ring of two batches, each at six rates.
+The arms are on-policy training and four uses from a ring of two batches, each at six learning rates.
 studies/replay_study.md has the results.
 """
 

@@ -1,10 +1,10 @@
-"""E6 of the replay study: corrections of the replayed ratio, one at a time, at eight uses of a rollout.
+"""E6 of the replay study: corrections of the replayed ratio, one at a time, with eight uses of a rollout.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/e6_corrections.py --workdir=runs/e6 --workers=2
 
-Each as its paper has it (surrogate, old policy, weights, bounds: jaxrl_llm/recipes), with a ring of 8 batches,
-its batch and its advantage, but VCPO, whose baseline is its own, and M2PO, whose mask is AReaL's.
-studies/replay_study.md has the results.
+Every arm has a ring of 8 batches, and the batch and the advantage of the study. A correction has the surrogate, old
+policy, weights and bounds of its paper (jaxrl_llm/recipes). There are two exceptions: VCPO has its own baseline, and
+M2PO has the mask of AReaL. studies/replay_study.md has the results.
 """
 
 import runpy

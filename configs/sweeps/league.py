@@ -1,10 +1,10 @@
-"""Every named method on the replay study's task, at equal compute: the league table.
+"""League table of the replay study: every recipe on the study's task, at equal compute.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/league.py --workdir=runs/league --workers=2
 
-A recipe has its own batch, ring and groups, as many iterations as the budget pays for what they cost (rollouts trained
-and generated, and the forward passes of its references), and the best of four learning rates.
-studies/replay_study.md has the results.
+A recipe keeps its batch, ring and groups. The budget pays for its iterations. The cost of an iteration counts trained
+rollouts, generated rollouts, and the forward passes of references. A recipe is reported at the best of four learning
+rates. studies/replay_study.md has the results.
 """
 
 import runpy
@@ -16,9 +16,9 @@ from studies.costs import FORWARD, forwards
 from studies.design import COST_RATIO, RATE, SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
-RATES = (7e-5, 2e-4, 6e-4, 1.8e-3)  # further apart than those of E2
+RATES = (7e-5, 2e-4, 6e-4, 1.8e-3)  # farther apart than the rates of E2
 WHOLE_GROUPS = ("agro", "spo", "vcpo")
-# Without those that need something beside them, another run or a teacher, or are another reward: votes, key steps.
+# These recipes need another run or a teacher, or they define another reward (votes, key steps).
 LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo", "step_coder")
 RECIPES = {
     name: freeze(runpy.run_path(str(package_files.recipe_file(name)))["get_config"]())
@@ -28,10 +28,10 @@ RECIPES = {
 
 
 def point(name, config):
-    """A recipe's settings on the study's task, for as many iterations as the budget pays."""
+    """Return the settings of a recipe on the study's task. The budget determines the number of iterations."""
     changed = {field: plain(new) for field, (_, new) in differences(freeze(defaults()), config, whole=True).items()}
     changed.pop(RATE, None)
-    # Single rollouts, as the study has it, but where a recipe's method compares or replays whole groups.
+    # The ring has single rollouts as in the study, unless a method compares or replays whole groups.
     changed.pop("replay.unit", None)
     if name in WHOLE_GROUPS:
         changed["replay.unit"] = "group"
@@ -49,7 +49,7 @@ def point(name, config):
 
 
 def get_sweep():
-    # Where an environment answers it is another task.
+    # A recipe with an environment has another task.
     points = {name: point(name, config) for name, config in RECIPES.items() if not config.environments.factory}
     label = lambda settings: next(name for name, its in points.items() if its == settings)
     return sweep_of(list(points.values()), label, RATES)

@@ -2,11 +2,18 @@
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2.py --workdir=runs/smollm2
 
-Sums of two one-digit numbers, of which the model answers 0.16 at the start; on-policy training, four uses from rings of
-eight and of two batches and two uses from one of two, each at the best of three learning rates on one seed. After each
-reported run 32 answers to each held-out question and to those of a task that no run trains on (studies/transfer.py).
-Three hours on 2 cores; the same command goes on where it was stopped. smollm2_products.py has these arms on products,
-smollm2_arms.py others.
+The task is sums of two one-digit numbers. The pass rate at the start is 0.16. The arms are:
+
+- on-policy training,
+- four uses from a ring of eight batches,
+- four uses from a ring of two batches,
+- two uses from a ring of two batches.
+
+Every arm is reported at the best of three learning rates, which one seed chooses. After each reported run the model
+writes 32 answers to each held-out question, and to each question of a task that no run trains on (studies/transfer.py).
+
+The sweep takes three hours on 2 cores. The same command continues a sweep that was stopped. smollm2_products.py has
+these arms on products, and smollm2_arms.py has further arms.
 """
 
 import runpy

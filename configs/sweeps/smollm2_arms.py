@@ -1,9 +1,10 @@
-"""The rest of the replay study with SmolLM2-135M-Instruct: other arms than smollm2.py's and smollm2_products.py's.
+"""Further arms of the replay study with SmolLM2-135M-Instruct, in addition to smollm2.py and smollm2_products.py.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_arms.py --workdir=runs/smollm2_arms --workers=2
 
-What else may be done with four uses is done with a ring of two batches, which smollm2.py found better than one of
-eight; the correction is that of E6 which the seeds that chose rates liked best. Some eight hours on 2 cores.
+Methods with four uses have a ring of two batches, because smollm2.py found it better than a ring of eight. The
+correction is the best correction of E6 on the seeds that choose learning rates. The sweep takes some eight hours on 2
+cores.
 """
 
 import runpy

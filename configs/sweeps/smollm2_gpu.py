@@ -1,10 +1,10 @@
-"""The replay study with SmolLM2-135M-Instruct on one GPU: are seconds saved where generating is what takes them?
+"""The replay study with SmolLM2-135M-Instruct on one GPU: does reuse save seconds if generation takes most of the time?
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_gpu.py --workdir=runs/smollm2_gpu --workers=4
 
-Sums of two numbers of one or two digits, of which the model answers 0.02 at the start; 96 on-policy steps of 128
-rollouts, and two and four uses from a ring of eight batches at the same declared cost. Workers share the GPU: set
-XLA_PYTHON_CLIENT_PREALLOCATE=false.
+The task is sums of two numbers of one or two digits. The pass rate at the start is 0.02. On-policy training has 96
+steps of 128 rollouts. The other arms use a rollout two and four times, from a ring of eight batches, at the same
+declared cost. Workers share the GPU, so set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import dataclasses

@@ -1,11 +1,13 @@
-"""The replay study with SmolLM2-135M-Instruct on one GPU, on the tasks of smollm2.py and with rings no larger than two
-batches: are seconds saved where generating is dear?
+"""The replay study with SmolLM2-135M-Instruct on one GPU, on the tasks of smollm2.py and smollm2_products.py.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_gpu_tasks.py --workdir=runs/smollm2_gpu_tasks --workers=12
 
-Sums and products of two one-digit numbers, of which the model answers 0.16 and 0.17 at the start; 40 on-policy steps of
-128 rollouts, and as smollm2_gpu.py several steps after one generation at the same declared cost. Rates reach lower, for
-there every arm took the lowest. Workers share the GPU: set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+The question is whether reuse saves seconds if generation is expensive. The rings have at most two batches. The tasks
+are sums and products of two one-digit numbers. The pass rates at the start are 0.16 and 0.17.
+
+On-policy training has 40 steps of 128 rollouts. The other arms take several steps after one generation at the same
+declared cost, as in smollm2_gpu.py. The learning rates are lower, because every arm of smollm2_gpu.py chose the lowest.
+Workers share the GPU, so set XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import runpy

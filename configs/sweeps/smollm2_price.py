@@ -1,9 +1,10 @@
-"""The price of a rollout by the room it has: what SmolLM2-135M's cost to generate over what they cost to train on.
+"""The cost of generating a rollout of SmolLM2-135M over the cost of training on it, by the maximum completion length.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_price.py --workdir=runs/price --workers=1
 
-On-policy, the study's batch of 32 on the study's sums, six iterations, a prompt with each completion. The page shows
-time/cost_ratio of each iteration; the medians are in studies/replay_study.md. Eight minutes on 2 cores.
+Training is on-policy on the sums of the study. It has six iterations with the study's batch of 32, and each completion
+is trained with its own prompt. The page of the sweep shows time/cost_ratio of each iteration. studies/replay_study.md
+has the medians. The sweep takes eight minutes on 2 cores.
 """
 
 import runpy
@@ -25,6 +26,7 @@ def get_config():
 
 def get_sweep():
     points = grid({"sampling.max_completion_tokens": ROOM, "rollout.slots": (0,)})
-    points += grid({"sampling.max_completion_tokens": ROOM[-1:], "rollout.slots": (8,)})  # refilled as rollouts end
+    # With fewer slots than rollouts, a slot is refilled when its rollout ends.
+    points += grid({"sampling.max_completion_tokens": ROOM[-1:], "rollout.slots": (8,)})
     shown = ("time/cost_ratio", "time/generate_s", "time/update_s", "rollout/completion_length_tokens")
     return Sweep(points, metrics=shown)

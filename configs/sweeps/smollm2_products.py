@@ -1,10 +1,11 @@
-"""The replay study with SmolLM2-135M-Instruct on a second task: smollm2.py's arms, products of two one-digit numbers.
+"""The replay study with SmolLM2-135M-Instruct on a second task, products: it has the arms of smollm2.py.
 
     python -m jaxrl_llm.sweep --config=configs/sweeps/smollm2_products.py --workdir=runs/smollm2_products --workers=2
-    python -m studies.raw --config=configs/sweeps/smollm2_products.py --runs=runs/smollm2_products \
+    python -m studies.raw --config=configs/sweeps/smollm2_products.py --runs=runs/smollm2_products \\
         --out=studies/data/smollm2_products.json.xz
 
-Two and a half hours on 2 cores; the same command goes on where it was stopped.
+A product has two one-digit factors. The sweep takes two and a half hours on 2 cores. The same command continues a sweep
+that was stopped.
 """
 
 import runpy
