@@ -1,9 +1,9 @@
-"""GRPO with a replay ring on sums of three digits, with a model of 0.15 M parameters: what the replay study varies.
+"""GRPO with a replay ring on sums of three digits, with a model of 0.15 M parameters: the basis of the replay study.
 
     python -m jaxrl_llm.sft --config=configs/study_arithmetic_sft.py --out=runs/study_model --until=0.25
     python -m jaxrl_llm.train --config=configs/study_arithmetic.py --workdir=runs/study
 
-The sums of three digits are 1000 questions, of which one in eight is never trained on (prompts.name).
+The arms of the study vary these settings. There are 1000 sums of three digits. One in eight is held out (prompts.name).
 """
 
 from jaxrl_llm.config import defaults

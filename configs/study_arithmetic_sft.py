@@ -1,9 +1,9 @@
-"""The replay study's model: a random transformer of 0.15 M parameters learns sums of three digits, but not well.
+"""The model of the replay study: a random transformer of 0.15 M parameters, partly trained on sums of three digits.
 
     python -m jaxrl_llm.sft --config=configs/study_arithmetic_sft.py --out=runs/study_model --until=0.25
 
-Half a minute on 2 cores, most of it compiling: 90 steps, after which the model gives 0.25 of its probability to the
-right answers of questions it has not seen. `--until` stops there.
+Training takes half a minute on 2 cores. Most of this time is compilation. After 90 steps the model gives 0.25 of its
+probability to the correct answers of held-out questions, and `--until` stops the training.
 """
 
 from jaxrl_llm.config import defaults
@@ -21,7 +21,7 @@ def get_config():
     config.prompts.max_tokens = 6
     config.prompts.chat_template = False
     config.sampling.max_completion_tokens = 4
-    config.rollout.prompts_per_iteration = 16  # 128 rollouts, none of them sampled here: a batch is never more
+    config.rollout.prompts_per_iteration = 16  # allows batches of 128; sft samples no rollouts
     config.update.batch_size = 128
     config.update.logp_chunk_tokens = 512
     config.optimizer.learning_rate = 3e-3

@@ -1,9 +1,11 @@
-"""The replay study's arms with real weights: SmolLM2-135M-Instruct on a task of reasoning-gym.
+"""The basis of the replay study with a pretrained model: SmolLM2-135M-Instruct on a task of reasoning-gym.
 
     python -m jaxrl_llm.train --config=configs/study_smollm2.py --workdir=runs/study_smollm2
 
-The main job's settings, but a step is one batch of 32 rollouts drawn in groups from the ring, and nothing is left out
-of the draw, so that a step's cost is the same in every arm.
+This job differs from the main job in two ways, so that a step has the same cost in every arm:
+
+- A step trains on one batch of 32 rollouts. The batch is drawn in groups from the ring.
+- The draw includes groups whose answers are all right or all wrong.
 """
 
 import runpy

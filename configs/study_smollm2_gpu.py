@@ -1,9 +1,10 @@
-"""The replay study with SmolLM2-135M-Instruct on one GPU: bfloat16, batches of 128, generated at once.
+"""The basis of the replay study with SmolLM2-135M-Instruct on one GPU: bfloat16 and batches of 128, generated at once.
 
     python -m jaxrl_llm.train --config=configs/study_smollm2_gpu.py --workdir=runs/study_smollm2_gpu
 
-A decode step on a GPU mostly starts operations, as many for 8 rollouts as for 128, so that arms which use rollouts more
-often take several steps after one generation (``Design.arm``, at_once). All questions of a batch are one micro-batch.
+A decode step on a GPU spends most of its time on starting operations. It starts as many for 8 rollouts as for 128. So
+arms that reuse rollouts take several steps after one generation (``Design.arm``, at_once). All questions of a batch are
+one micro-batch.
 """
 
 import runpy
