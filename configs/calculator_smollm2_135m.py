@@ -1,17 +1,19 @@
-"""SmolLM2-135M-Instruct learns to use a calculator: products that it cannot do in its head, in two turns.
+"""Train SmolLM2-135M-Instruct to use a calculator for products that it cannot compute alone. An episode has two turns.
 
     bash launch/local.sh --config=configs/calculator_smollm2_135m.py --workdir=runs/calculator
 
-It writes the product, the environment answers with its value, and it says the result: `926 * 988`,
-`926 * 988 = 914888`, `914888`. Seed 0 ran on 2026-11-25 on 2 cores of a machine that did other work for the first
-minutes, float32, in 8 min, 14 to 50 s an iteration:
+The policy writes the product, the environment replies with its value, and the policy repeats the result: `926 * 988`,
+`926 * 988 = 914888`, `914888`.
+
+Seed 0 ran on 2026-11-25 on 2 cores in float32. It took 8 min, 14 to 50 s an iteration. The machine did other work
+during the first minutes. Results:
 
     held-out pass rate 0.032 before, 1.000 after (64 questions, sampled at temperature 1)
     pass rate while training, iterations 1 to 16: 0.02 0.12 0.13 0.23 0.31 0.42 0.69 0.82 0.78 0.89 0.98 0.98 0.98 0.98
     0.96 0.92
 
-A fifth of a point for an answered calculator (``calculator:used``) is what it learns first: without it one rollout in
-thirty has a reward.
+A completion that uses the calculator scores 0.2 (``calculator:used``). The policy learns this first. Without this
+reward only one rollout in thirty would have a reward at the start.
 """
 
 from jaxrl_llm.config import defaults

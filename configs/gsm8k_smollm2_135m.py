@@ -1,14 +1,14 @@
-"""GSM8K with math-verify, for SmolLM2-135M-Instruct or any model: questions and worked solutions from two files.
+"""GSM8K scored by math-verify, for SmolLM2-135M-Instruct or any other model. Questions and solutions are in two files.
 
     python -m jaxrl_llm.train --config=configs/gsm8k_smollm2_135m.py --workdir=runs/gsm8k
 
-The files are GSM8K's own, lines of JSON with ``question`` and ``answer``, whose last line is "#### 72": train.jsonl and
-test.jsonl of https://github.com/openai/grade-school-math as gsm8k_train.jsonl and gsm8k_test.jsonl. For MATH, whose
-rows have ``problem`` and ``solution`` with a box:
+The files are GSM8K's JSON lines with ``question`` and ``answer``. The last line of an answer is such as "#### 72".
+Download train.jsonl and test.jsonl from https://github.com/openai/grade-school-math, and name them gsm8k_train.jsonl
+and gsm8k_test.jsonl. The rows of MATH have ``problem`` and ``solution`` with a box. For MATH add:
 
     --config.prompts.arguments='{"prompt": "problem", "answer": "solution"}'
 
-Not run to its end here: sizes are those of a machine with an accelerator, and no result is claimed.
+The sizes are for a machine with an accelerator. No full run has been measured, so there is no result here.
 """
 
 from jaxrl_llm.config import defaults
