@@ -362,7 +362,7 @@ class Peer:
 
     def exception_class(self, names: list) -> type:
         """Return the class of the first name that is an exception class under test or a built-in exception."""
-        found = (self.exceptions.get(name) or _builtin_exception(name) for name in names)
+        found = (self.exceptions.get(name) or builtin_exception(name) for name in names)
         return next(kind for kind in found if kind)
 
     def _write(self, message: list) -> None:
@@ -441,7 +441,8 @@ def _class_names(error: BaseException) -> list[str]:
     return [kind.__name__ for kind in type(error).__mro__]
 
 
-def _builtin_exception(name: Any) -> type | None:
+def builtin_exception(name: Any) -> type[BaseException] | None:
+    """Return the built-in exception class of this name, or None."""
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
     return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
 

@@ -22,12 +22,21 @@ import contextlib
 import errno
 import sys
 import types
+from collections.abc import Callable
 from typing import Any
 
-from jaxrl_llm.sandbox.calls import TESTS, Peer, PeerError
+from jaxrl_llm.sandbox.calls import TESTS, Peer, PeerError, builtin_exception
 
 MAX_LINES = 10**5  # largest number of line numbers in a report
 LIMITS = ("time", "cpu", "memory", "processes", "output", "disk", "open_files")
+LIMITS_BY_ERRNO: dict[int | None, str] = {
+    errno.EAGAIN: "processes",
+    errno.ENOSPC: "disk",
+    errno.EFBIG: "disk",
+    errno.EDQUOT: "disk",
+    errno.EMFILE: "open_files",
+    errno.ENOMEM: "memory",
+}
 
 
 def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
@@ -46,27 +55,31 @@ def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
     loading: dict[str, Any] = {}
     try:
         loading = peer.ask("names", job["names"])
-        given = _given(job["names"], loading, peer)
-        vars(module).update(given)
+        values = _values_under_test(job["names"], loading, peer)
+        vars(module).update(values)
         for number, text in enumerate(job["setup"]):
             exec(compile(text, f"<setup {number}>", "exec", dont_inherit=True), vars(module))
-            vars(module).update(given)
+            vars(module).update(values)
         for test in job["tests"]:
-            _run_test(test, vars(module), goes_on=job["traced"])
+            _run_test(test, vars(module), continues_after_failure=job["traced"])
         if job["expression"]:
             report["value"] = repr(eval(job["expression"], vars(module)))
-        report["lines"] = _lines(peer) if job["traced"] else []
+        if job["traced"]:
+            report["lines"] = _lines(peer)
         report["finished"] = not peer.broken
     except (PeerError, SystemExit):
         pass
     except BaseException as error:
-        missing = isinstance(error, NameError) and error.name in job["names"]
-        report["exception"] = loading["raised"] if missing and loading["raised"] else describe(error)
-        report["limit"] = loading["limit"] if missing else limit_behind(error)
+        is_missing = isinstance(error, NameError) and error.name in job["names"]
+        if is_missing and loading["raised"]:
+            report["exception"] = loading["raised"]
+        else:
+            report["exception"] = describe(error)
+        report["limit"] = loading["limit"] if is_missing else limit_behind(error)
     return report
 
 
-def _given(names: list[str], loading: Any, peer: Peer) -> dict[str, Any]:
+def _values_under_test(names: list[str], loading: Any, peer: Peer) -> dict[str, Any]:
     """Return the values of the names under test, by name.
 
     A class of exceptions becomes a new class with the same name and built-in base. A name that the program does not
@@ -81,56 +94,65 @@ def _given(names: list[str], loading: Any, peer: Peer) -> dict[str, Any]:
     match loading:
         case {"values": dict(values), "exceptions": dict(exceptions), "raised": str(), "limit": str(limit)}:
             if limit and limit not in LIMITS:
-                raise PeerError("no such limit")
+                raise PeerError("the program's process has reported an unknown limit")
         case _:
-            raise PeerError("no answer to the first question")
+            raise PeerError("the answer to the request for the names is invalid")
     for name in names:
-        if name not in exceptions:
-            continue
-        base = next((kind for kind in map(_exception, exceptions[name]) if kind), Exception)
-        peer.exceptions[name] = type(name, (base,), {"__module__": TESTS})
-    found = {name: peer.exceptions.get(name, values.get(name)) for name in names if name in values | exceptions}
-    missing = {name: _missing(name) for name in names if name not in found and hasattr(builtins, name)}
-    return found | missing
+        if name in exceptions:
+            base = _first_builtin_exception(exceptions[name])
+            peer.exceptions[name] = type(name, (base,), {"__module__": TESTS})
+    values_by_name: dict[str, Any] = {}
+    for name in names:
+        if name in values | exceptions:
+            values_by_name[name] = peer.exceptions.get(name, values.get(name))
+    for name in names:
+        if name not in values_by_name and hasattr(builtins, name):
+            values_by_name[name] = _undefined_function(name)
+    return values_by_name
 
 
-def _exception(name: Any) -> type | None:
-    """Return the built-in exception class of this name, or None."""
-    kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+def _first_builtin_exception(names: Any) -> type[BaseException]:
+    """Return the first built-in exception class among these names, or ``Exception`` if there is none."""
+    for name in names:
+        kind = builtin_exception(name)
+        if kind:
+            return kind
+    return Exception
 
 
-def _missing(name: str) -> Any:
+def _undefined_function(name: str) -> Callable[..., None]:
     """Return a function that raises NameError. It hides the built-in of the same name from the tests."""
 
-    def missing(*_, **__) -> None:
+    def undefined(*_: Any, **__: Any) -> None:
         raise NameError(f"name {name!r} is not defined", name=name)
 
-    return missing
+    return undefined
 
 
-def _run_test(test: str, names: dict[str, Any], *, goes_on: bool) -> None:
+def _run_test(test: str, names: dict[str, Any], *, continues_after_failure: bool) -> None:
     """Run one test.
 
     Args:
         names: global names of the test.
-        goes_on: suppress the exception of a failing test, so that the next test runs.
+        continues_after_failure: suppress the exception of a failing test, so that the next test runs.
     """
     try:
         exec(compile(test, "<test>", "exec", dont_inherit=True), names)
     except PeerError:
         raise
     except BaseException:
-        if not goes_on:
+        if not continues_after_failure:
             raise
 
 
 def _lines(peer: Peer) -> list[int]:
     """Return the numbers of the program's lines that ran, or [] if the answer is not a list of numbers."""
     lines = peer.ask("lines")
-    if type(lines) is list and len(lines) <= MAX_LINES and all(type(line) is int for line in lines):
-        return lines
-    return []
+    if type(lines) is not list or len(lines) > MAX_LINES:
+        return []
+    if not all(type(line) is int for line in lines):
+        return []
+    return lines
 
 
 def describe(error: BaseException) -> str:
@@ -146,9 +168,10 @@ def limit_behind(error: BaseException) -> str:
     if isinstance(error, MemoryError):
         return "memory"
     if isinstance(error, OSError):
-        found = {errno.EAGAIN: "processes", errno.ENOSPC: "disk", errno.EFBIG: "disk", errno.EDQUOT: "disk"}
-        return (found | {errno.EMFILE: "open_files", errno.ENOMEM: "memory"}).get(error.errno, "")
-    return "processes" if isinstance(error, RuntimeError) and "can't start new thread" in str(error) else ""
+        return LIMITS_BY_ERRNO.get(error.errno, "")
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        return "processes"
+    return ""
 
 
 def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str) -> None:
@@ -158,37 +181,53 @@ def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str
         names: global names of the program.
         filename: file name of the program's text in tracebacks and line counts.
     """
-    ran: set[int] = set()
+    lines: set[int] = set()
 
-    def note(frame: types.FrameType, event: str, _: Any) -> Any:
+    def record_line(frame: types.FrameType, event: str, _: Any) -> Any:
         if frame.f_code.co_filename != filename:
             return None
         if event == "line":
-            ran.add(frame.f_lineno)
-        return note
+            lines.add(frame.f_lineno)
+        return record_line
 
     # The setup can fail here because it needs names of the program. The process of the tests runs the setup again.
     with contextlib.suppress(Exception):
         exec(compile(job["setup"], "<setup>", "exec", dont_inherit=True), names)
     raised: BaseException | None = None
     if job["traced"]:
-        sys.settrace(note)
+        sys.settrace(record_line)
     try:
         exec(compile(job["code"], filename, "exec", dont_inherit=True), names)
     except BaseException as error:
         raised = error
 
-    def answer(wanted: list[str]) -> dict[str, Any]:
-        own = {name: names[name] for name in wanted if name in names}
-        classes = {name: x for name, x in own.items() if isinstance(x, type) and x.__module__ != "builtins"}
-        kinds = {name: kind for name, kind in classes.items() if issubclass(kind, BaseException)}
+    def answer_names(requested: list[str]) -> dict[str, Any]:
+        values = {name: names[name] for name in requested if name in names}
+        exceptions = _exception_classes(values)
         return {
-            "values": {name: value for name, value in own.items() if name not in kinds},
-            "exceptions": {name: [base.__name__ for base in kind.__mro__[1:]] for name, kind in kinds.items()},
+            "values": {name: value for name, value in values.items() if name not in exceptions},
+            "exceptions": {name: _base_names(kind) for name, kind in exceptions.items()},
             "raised": "" if raised is None or isinstance(raised, SystemExit) else describe(raised),
             "limit": "" if raised is None else limit_behind(raised),
         }
 
+    def answer_lines() -> list[int]:
+        return sorted(lines)
+
     peer.program = names["__name__"]
-    peer.operations = {"names": answer, "lines": lambda: sorted(ran), "await": asyncio.run}
+    peer.operations = {"names": answer_names, "lines": answer_lines, "await": asyncio.run}
     peer.serve()
+
+
+def _exception_classes(values: dict[str, Any]) -> dict[str, type[BaseException]]:
+    """Return the exception classes among ``values`` that the program has defined, by name."""
+    classes: dict[str, type] = {}
+    for name, value in values.items():
+        if isinstance(value, type) and value.__module__ != "builtins":
+            classes[name] = value
+    return {name: kind for name, kind in classes.items() if issubclass(kind, BaseException)}
+
+
+def _base_names(kind: type) -> list[str]:
+    """Return the names of the classes that ``kind`` derives from, nearest first."""
+    return [base.__name__ for base in kind.__mro__[1:]]

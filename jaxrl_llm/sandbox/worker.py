@@ -168,9 +168,7 @@ def _run(limits: dict[str, Any], isolation: str, lacks: list[str], messages: _Me
         pid = _fork_program(program, stdin, connection, isolate, pipes, mark, [messages.descriptor])
     except OSError as error:
         _close([program, stdin, *test_files, *pipe_ends])
-        if tester_pid:
-            os.kill(tester_pid, signal.SIGKILL)
-            os.waitpid(tester_pid, 0)
+        _kill_tests(tester_pid)
         return {"error": f"no process starts: {error}"}
     _close([program, stdin, *(write for _, write in pipes)])
     outputs = {read: bytearray() for read, _ in pipes}
@@ -232,6 +230,13 @@ def _fork_tests(
             file, report = test_files
             _be_the_tests(file, report, tests_end.detach(), isolate, inherited)
     return pid, program_end
+
+
+def _kill_tests(pid: int) -> None:
+    """Kill and reap the process of the tests. Do nothing if ``pid`` is 0, because then there is no process."""
+    if pid:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 def _fork_program(
