@@ -10,6 +10,9 @@ import pytest
 from jaxrl_llm.sandbox import sandbox as sandbox_module
 from jaxrl_llm.sandbox.sandbox import ISOLATIONS, LACKING, Limits, Sandbox, SandboxError
 
+# The plain suite limits memory in tests/sandbox/test_sandbox.py.
+pytestmark = pytest.mark.tier("sandbox")
+
 LIMITS = Limits(seconds=4.0, memory_mb=128, processes=8)
 
 
@@ -26,9 +29,6 @@ def sandbox(request):
 
 FILL = """
 import ctypes, mmap, os, threading, time
-
-# The plain suite limits memory in tests/sandbox/test_sandbox.py.
-pytestmark = pytest.mark.tier("sandbox")
 
 PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 SHARED = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
@@ -243,13 +243,15 @@ def test_the_input_of_a_program_cannot_grow(sandbox):
 
 
 def test_a_kernel_that_does_not_share_out_pages_counts_each_in_full(monkeypatch):
-    about = sandbox_module._about
+    about = sandbox_module._proc_numbers
     status = about(os.getpid(), "status")
     rollup = about(os.getpid(), "smaps_rollup")
     assert 0 < sandbox_module._proportional(os.getpid(), status) <= 1024 * (rollup["Pss"] + rollup["SwapPss"])
-    monkeypatch.setattr(sandbox_module, "_about", lambda pid, name: {} if name == "smaps_rollup" else about(pid, name))
+    monkeypatch.setattr(
+        sandbox_module, "_proc_numbers", lambda pid, name: {} if name == "smaps_rollup" else about(pid, name)
+    )
     assert sandbox_module._proportional(os.getpid(), status) == sandbox_module._resident(status) > 0
-    assert sandbox_module._about(2**22 + 1, "status") == {}
+    assert sandbox_module._proc_numbers(2**22 + 1, "status") == {}
 
 
 def test_files_that_are_passed_on_are_sealed():
