@@ -40,9 +40,17 @@ import random
 import threading
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 TESTS = "tests"  # name of the module that the tests run as
+
+
+def _exit_context(context: Any, kind: Any, error: Any, _: Any) -> Any:
+    """Leave a context with the traceback of this process, because a traceback is not sent."""
+    return type(context).__exit__(context, kind, error, getattr(error, "__traceback__", None))
+
+
+# The operations that one process may request from the other, by name.
 UNARY = {
     "__len__": len,
     "__bool__": bool,
@@ -68,10 +76,10 @@ UNARY = {
     "__getitem__": operator.getitem,
     "__setitem__": operator.setitem,
     "__delitem__": operator.delitem,
-    "__enter__": lambda x: type(x).__enter__(x),
-    "__exit__": lambda x, kind, error, _: type(x).__exit__(x, kind, error, getattr(error, "__traceback__", None)),
-    "__instancecheck__": lambda x, instance: isinstance(instance, x),
-    "__subclasscheck__": lambda x, other: issubclass(other, x),
+    "__enter__": lambda context: type(context).__enter__(context),
+    "__exit__": _exit_context,
+    "__instancecheck__": lambda kind, instance: isinstance(instance, kind),
+    "__subclasscheck__": lambda kind, other: issubclass(other, kind),
 }
 COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 ARITHMETIC = {
@@ -119,7 +127,7 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         peer = _peer(self)
         if peer.guarded and not peer.has_classes and name in PLAIN_METHODS:
-            raise AttributeError(f"an object that is no plain value has no {name!r} here")
+            raise AttributeError(f"an object of the program has no {name!r} here, because it is not a plain value")
         return peer.ask("get", self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -143,7 +151,7 @@ class Remote:
 class RemoteCallable(Remote):
     """A function, class or other callable of the other process."""
 
-    def __call__(self, *args, **kwargs) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _peer(self).ask("call", self, *args, **kwargs)
 
 
@@ -206,10 +214,13 @@ class Peer:
         self.guarded = guarded
         self.has_classes = has_classes
         self.broken = ""  # reason why the connection cannot be used; "" if it can
-        self.exceptions: dict[str, type] = {}  # exception classes of the tests, by the name of the program's class
+        self.exceptions: dict[
+            str, type[BaseException]
+        ] = {}  # exception classes of the tests, by the name of the program's class
         self.operations: dict[str, Callable] = {}  # further requests that this side answers, by name
         self.program = ""  # name of the module of the program
-        self._receive, self._send = receive, send
+        self._receive = receive
+        self._send = send
         self._buffer = b""
         self._objects: list[Any] = []
         self._handles: dict[int, int] = {}
@@ -225,20 +236,20 @@ class Peer:
         """
         with self._lock:
             encoding = _Encoding(self)
-            values = [encoding.encode(value) for value in args]
-            named = {name: encoding.encode(value) for name, value in kwargs.items()}
-            self._write(["ask", operation, values, named])
+            encoded_args = [encoding.encode(value) for value in args]
+            encoded_kwargs = {name: encoding.encode(value) for name, value in kwargs.items()}
+            self._write(["ask", operation, encoded_args, encoded_kwargs])
             while True:
                 match self._read():
-                    case ["ask", str(asked), list(others), dict(more)]:
-                        self._serve(asked, others, more)
+                    case ["ask", str(requested), list(request_args), dict(request_kwargs)]:
+                        self._serve(requested, request_args, request_kwargs)
                     case ["give", value, list(changes)]:
                         return self._decoded(encoding, value, changes)
                     case ["raise", list(names), list(values), dict(attributes), list(changes)]:
                         error = self._exception(encoding, names, values, attributes, changes)
                         raise error
                     case _:
-                        self._break("an answer is no message")
+                        self._break("an answer is not a valid message")
 
     def holds(self, name: str, left: Remote, right: Any) -> Any:
         """Request a comparison. Equality with a plain value holds if it holds for the value and for no decoy.
@@ -276,11 +287,11 @@ class Peer:
         decoding = _Decoding(self)
         try:
             try:
-                values = [decoding.decode(value) for value in args]
-                named = {name: decoding.decode(value) for name, value in kwargs.items()}
+                decoded_args = [decoding.decode(value) for value in args]
+                decoded_kwargs = {name: decoding.decode(value) for name, value in kwargs.items()}
             except Exception:
-                self._break("a question is no message")
-            result = self._perform(operation, values, named)
+                self._break("a request is not a valid message")
+            result = self._perform(operation, decoded_args, decoded_kwargs)
             reply = self._encoded(decoding, result)
         except PeerError:
             raise
@@ -290,7 +301,7 @@ class Peer:
 
     def _perform(self, operation: str, args: list, kwargs: dict) -> Any:
         if self.guarded and not self._allows(operation, args):
-            raise AttributeError(f"{operation} is not for a program")
+            raise AttributeError(f"a program may not request {operation} from its tests")
         if operation in self.operations:
             return self.operations[operation](*args)
         if operation == "call":
@@ -342,7 +353,7 @@ class Peer:
             result = decoding.decode(value)
             decoding.apply(changes)
         except Exception as error:
-            self._break(f"an answer is no value: {type(error).__name__}")
+            self._break(f"an answer is not a valid value: {type(error).__name__}")
         return result
 
     def _exception(
@@ -352,18 +363,25 @@ class Peer:
         decoding = _Decoding(self, encoding)
         try:
             error = decoding.exception(names, values)
-            others = {name: decoding.decode(value) for name, value in attributes.items()}
+            decoded_attributes = {name: decoding.decode(value) for name, value in attributes.items()}
             decoding.apply(changes)
         except Exception as failure:
-            self._break(f"an exception is none: {type(failure).__name__}")
+            self._break(f"an exception is not valid: {type(failure).__name__}")
         if type(error).__module__ == TESTS:
-            error.__dict__.update(others)
+            error.__dict__.update(decoded_attributes)
         return error
 
-    def exception_class(self, names: list) -> type:
-        """Return the class of the first name that is an exception class under test or a built-in exception."""
-        found = (self.exceptions.get(name) or builtin_exception(name) for name in names)
-        return next(kind for kind in found if kind)
+    def exception_class(self, names: list) -> type[BaseException]:
+        """Return the class of the first name that is an exception class under test or a built-in exception.
+
+        Raises:
+            ValueError: no name belongs to an exception class.
+        """
+        for name in names:
+            kind = self.exceptions.get(name) or builtin_exception(name)
+            if kind:
+                return kind
+        raise ValueError("no name belongs to an exception class")
 
     def _write(self, message: list) -> None:
         if self.broken:
@@ -371,7 +389,8 @@ class Peer:
         data = memoryview(json.dumps(message).encode() + b"\n")
         try:
             while data:
-                data = data[os.write(self._send, data) :]
+                num_sent = os.write(self._send, data)
+                data = data[num_sent:]
         except OSError:
             self._break("the other process has ended")
 
@@ -389,10 +408,15 @@ class Peer:
         try:
             return json.loads(line + last)
         except (ValueError, RecursionError):
-            self._break("a line is no JSON")
+            self._break("a line is not valid JSON")
 
-    def _break(self, why: str) -> None:
-        self.broken = self.broken or why
+    def _break(self, reason: str) -> NoReturn:
+        """Mark the connection as broken. The first reason stays.
+
+        Raises:
+            PeerError: always.
+        """
+        self.broken = self.broken or reason
         raise PeerError(self.broken)
 
     def stays(self, value: Any) -> bool:
@@ -415,7 +439,7 @@ class Peer:
             self._handles[id(value)] = number
         return number
 
-    def own(self, number: int) -> Any:
+    def object_of(self, number: int) -> Any:
         """Return the object of this process that has this number."""
         if number < 0:
             raise IndexError(number)
@@ -424,7 +448,8 @@ class Peer:
     def remote(self, number: int, is_callable: bool) -> Remote:
         """Return the ``Remote`` of an object of the other process. A number always has the same ``Remote``."""
         if number not in self._remotes:
-            self._remotes[number] = (RemoteCallable if is_callable else Remote)(self, number)
+            kind = RemoteCallable if is_callable else Remote
+            self._remotes[number] = kind(self, number)
         return self._remotes[number]
 
 
@@ -444,7 +469,9 @@ def _class_names(error: BaseException) -> list[str]:
 def builtin_exception(name: Any) -> type[BaseException] | None:
     """Return the built-in exception class of this name, or None."""
     kind = getattr(builtins, name, None) if isinstance(name, str) else None
-    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        return kind
+    return None
 
 
 def _decoys(value: Any, source: random.Random) -> list[Any]:
@@ -465,20 +492,27 @@ def _decoy(value: Any, step: int) -> Any:
     if isinstance(value, dict):
         return {**value, f"{step}": step}
     if isinstance(value, str | bytes | list | tuple) and len(value) > 0:
-        place = step % len(value)
-        before, behind = list(value[:place]), list(value[place + 1 :])
-        if isinstance(value, str):
-            return "".join([*before, _other_letter(value[place], step), *behind])
-        if isinstance(value, bytes):
-            return bytes([*before, (value[place] + step) % 256, *behind])
-        items = [*before, _decoy(value[place], step), *behind]
-        return items if isinstance(value, list) else tuple(items)
+        return _change_one_item(value, step)
     return step
+
+
+def _change_one_item(value: str | bytes | list | tuple, step: int) -> str | bytes | list | tuple:
+    """Return a value that differs from ``value`` in one item. ``step`` determines the position and the change."""
+    position = step % len(value)
+    if isinstance(value, str):
+        letter = _other_letter(value[position], step)
+        return "".join([*value[:position], letter, *value[position + 1 :]])
+    if isinstance(value, bytes):
+        number = (value[position] + step) % 256
+        return bytes([*value[:position], number, *value[position + 1 :]])
+    items = [*value[:position], _decoy(value[position], step), *value[position + 1 :]]
+    return items if isinstance(value, list) else tuple(items)
 
 
 def _other_letter(letter: str, step: int) -> str:
     """Return a letter that differs from ``letter``, also if case is ignored."""
-    return chr(ord("a") + (ord(letter.lower()[0]) - ord("a") + step) % 26)
+    position = ord(letter.lower()[0]) - ord("a")
+    return chr(ord("a") + (position + step) % 26)
 
 
 class _Encoding:
@@ -523,7 +557,7 @@ class _Encoding:
     def pairs(self, values: dict) -> list:
         return [[self.encode(key), self.encode(value)] for key, value in values.items()]
 
-    def tuple(self, value: tuple) -> list:
+    def tuple_or_namedtuple(self, value: tuple) -> list:
         fields = getattr(type(value), "_fields", None)
         items = self.sequence(tuple.__iter__(value))
         if type(value) is not tuple and isinstance(fields, tuple):
@@ -553,11 +587,11 @@ class _Encoding:
 
     def changes(self, decoding: _Decoding) -> list:
         """Return [number, content] of each container of ``decoding`` that has changed since it was decoded."""
-        changed = []
+        changes = []
         for number, (value, before) in enumerate(zip(decoding.containers, decoding.before, strict=True)):
             if before is not None and not _is_same(value, before):
-                changed.append([number, self.content(value)])
-        return changed
+                changes.append([number, self.content(value)])
+        return changes
 
 
 def _name(value: Any) -> str:
@@ -569,11 +603,20 @@ def _is_same(value: Any, before: Any) -> bool:
     if isinstance(value, bytearray):
         return value == before
     if isinstance(value, dict):
-        value = [x for pair in value.items() for x in pair]
-        before = [x for pair in before.items() for x in pair]
+        value = _keys_and_values(value)
+        before = _keys_and_values(before)
     elif isinstance(value, set):
-        return len(value) == len(before) and all(x in before for x in value)
+        return len(value) == len(before) and all(item in before for item in value)
     return len(value) == len(before) and all(map(operator.is_, value, before))
+
+
+def _keys_and_values(mapping: dict) -> list:
+    """Return the keys and values of a dictionary in one list."""
+    items = []
+    for key, value in mapping.items():
+        items.append(key)
+        items.append(value)
+    return items
 
 
 class _Decoding:
@@ -622,7 +665,10 @@ class _Decoding:
         else:
             items = self.sequence(content)
             value.clear()
-            (value.update if isinstance(value, set) else value.extend)(items)
+            if isinstance(value, set):
+                value.update(items)
+            else:
+                value.extend(items)
 
     def apply(self, changes: list) -> None:
         """Apply the other side's changes to the containers that this side has sent."""
@@ -643,10 +689,11 @@ class _Decoding:
         return BUILTINS[name]
 
     def exception(self, names: list, codes: list) -> BaseException:
-        kind, args = self._peer.exception_class(names), self.sequence(codes)
+        kind = self._peer.exception_class(names)
+        args = self.sequence(codes)
         try:
             return kind(*args)
-        except Exception:  # it asks for other arguments
+        except Exception:  # the class requires other arguments
             return kind.__new__(kind, *args)
 
     def coroutine(self, number: int) -> Any:
@@ -666,13 +713,13 @@ CONTAINERS = {
     "bytearray": bytearray,
     "deque": collections.deque,
 }
-# In this order, because some of these types are others too.
-ENCODERS = (
+# The order matters, because some of these types derive from others.
+ENCODERS: tuple[tuple[type | tuple[type, ...], Callable[[_Encoding, Any], Any]], ...] = (
     (str, _Encoding.text),
     (int, _Encoding.integer),
     (float, lambda self, value: ["float", float.hex(value)]),
     (tuple(CONTAINERS.values()), _Encoding.mutable),
-    (tuple, _Encoding.tuple),
+    (tuple, _Encoding.tuple_or_namedtuple),
     (complex, lambda self, value: ["complex", value.real.hex(), value.imag.hex()]),
     (bytes, lambda self, value: ["bytes", bytes.hex(value)]),
     (frozenset, lambda self, value: ["frozenset", self.sequence(value)]),
@@ -688,7 +735,7 @@ ENCODERS = (
     (array.array, lambda self, value: ["array", value.typecode, self.sequence(value)]),
     (type({}.keys()), lambda self, value: ["keys", self.sequence(value)]),
 )
-DECODERS = {
+DECODERS: dict[str, Callable[..., Any]] = {
     "int": lambda self, text: int(text, 16),
     "float": lambda self, text: float.fromhex(text),
     "tuple": lambda self, codes: tuple(self.sequence(codes)),
@@ -710,6 +757,6 @@ DECODERS = {
     "keys": lambda self, codes: dict.fromkeys(self.sequence(codes)).keys(),
     "builtin": _Decoding.builtin,
     "seen": _Decoding.seen,
-    "yours": lambda self, number: self._peer.own(number),
+    "yours": lambda self, number: self._peer.object_of(number),
     "mine": lambda self, number, is_callable: self._peer.remote(number, bool(is_callable)),
 }

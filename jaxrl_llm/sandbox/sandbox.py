@@ -3,7 +3,7 @@
     with Sandbox(Limits(seconds=1.0), num_workers=2) as sandbox:
         result = sandbox.run("print(6 * 7)")        # result.stdout == "42\n"
 
-Each worker is a small interpreter with the standard library (sandbox_worker.py). It forks for each program, so that an
+Each worker is a small interpreter with the standard library (worker.py). It forks for each program, so that an
 execution takes a millisecond or two. Threads may share a pool.
 
 Owns: workers, their replacement, the limits over all processes of a program. Does not know: the purpose of programs.
@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, ClassVar
 
 import psutil
@@ -36,7 +36,8 @@ from jaxrl_llm.sandbox import walls
 
 MAX_START_S = 60.0
 GRACE_S = 5.0  # time after the program's limit for a worker to end the program and reply
-FIRST_LOOK_S, LOOK_S = 0.1, 0.05  # delay and interval of the checks of all processes of a program
+FIRST_CHECK_S = 0.1  # delay of the first check of all processes of a program
+CHECK_S = 0.05  # interval of the checks
 ROOT = str(pathlib.Path(__file__).parents[2])
 MARK = "JAXRL_REWARD_WORKER"  # scoring/worker_processes.py finds the processes of its workers by this variable
 # A fixed hash seed gives sets the same order in every worker. Threads share one malloc arena.
@@ -99,12 +100,15 @@ class Limits:
     }
 
     def __post_init__(self):
-        for name, (least, most) in self._BOUNDS.items():
+        for name, (minimum, maximum) in self._BOUNDS.items():
             value = getattr(self, name)
-            kinds = (int, float) if name == "seconds" else int
-            if not isinstance(value, kinds) or isinstance(value, bool) or not least <= value <= most:
-                kind = "number" if name == "seconds" else "whole number"
-                raise ValueError(f"{name}={value!r} must be a {kind} of at least {least} and at most {most}")
+            types = (int, float) if name == "seconds" else int
+            is_number = isinstance(value, types) and not isinstance(value, bool)
+            if not is_number or not minimum <= value <= maximum:
+                description = "number" if name == "seconds" else "whole number"
+                raise ValueError(
+                    f"{name}={value!r} must be a {description} of at least {minimum} and at most {maximum}"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,15 +187,18 @@ class Sandbox(contextlib.AbstractContextManager):
             raise ValueError(f"isolation={isolation!r} must be '' or one of {', '.join(ISOLATIONS)}")
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers} must be at least 1")
-        self.limits, self._closed, self._workers = limits, False, []
-        self._free: queue.SimpleQueue = queue.SimpleQueue()
-        reasons = []
+        self.limits = limits
+        self._closed = False
+        self._workers: list[_Worker] = []
+        self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        reasons: list[str] = []
         for self.isolation in (isolation,) if isolation else ISOLATIONS:
             if required and self.isolation == "rlimits":
                 raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons) or 'not asked for'}")
             try:
                 first = _Worker(self.isolation)
-                if not (first.lacks and (required or self._is_open(first.lacks, is_chosen=bool(isolation)))):
+                is_refused = required or self._is_open(first.lacks, is_chosen=bool(isolation))
+                if not first.lacks or not is_refused:
                     break
                 first.end()
                 reasons.append(f"{self.isolation}: {'; '.join(LACKING[name] for name in first.lacks)}")
@@ -206,9 +213,9 @@ class Sandbox(contextlib.AbstractContextManager):
         self.not_enforced = (*(LACKING[name] for name in first.lacks), *NOT_ENFORCED[self.isolation])
         try:
             if self.isolation == "rlimits" or first.lacks:
-                why = f" ({'; '.join(reasons)})" if reasons else ""
-                said = f"the sandbox is of {self.isolation}{why}; not enforced: {'; '.join(self.not_enforced)}"
-                warnings.warn(said, SandboxWarning, stacklevel=2)
+                details = f" ({'; '.join(reasons)})" if reasons else ""
+                message = f"the sandbox is of {self.isolation}{details}; not enforced: {'; '.join(self.not_enforced)}"
+                warnings.warn(message, SandboxWarning, stacklevel=2)
             self._workers += [_Worker(self.isolation) for _ in range(num_workers - 1)]
         except (SandboxError, SandboxWarning):  # a filter can turn the warning into an error
             self.close()
@@ -271,67 +278,74 @@ class _Worker:
     """Interpreter process and the socket to it. A failed process is replaced. Used by one thread at a time."""
 
     def __init__(self, isolation: str):
-        self._isolation, self.process = isolation, None
+        self._isolation = isolation
+        self.process: subprocess.Popen[bytes] | None = None
         self._start()
 
     def _start(self) -> None:
-        enclosed = _bubblewrap() if self._isolation == "bubblewrap" else []
-        inside = "jail" if self._isolation == "bubblewrap" else self._isolation
+        prefix = _bubblewrap() if self._isolation == "bubblewrap" else []
+        worker_isolation = "jail" if self._isolation == "bubblewrap" else self._isolation
         program = f"import sys; sys.path.append({ROOT!r}); from jaxrl_llm.sandbox.worker import main"
         python = [os.path.realpath(sys.executable), "-S", "-s", "-P", "-B", "-c"]
-        self.socket, theirs = socket.socketpair()
-        with theirs:
+        environment = dict(ENVIRONMENT)
+        if MARK in os.environ:
+            environment[MARK] = os.environ[MARK]
+        self.socket, worker_socket = socket.socketpair()
+        with worker_socket:
             try:
                 self.process = subprocess.Popen(
-                    [*enclosed, *python, f"{program}; main({theirs.fileno()}, {inside!r})"],
+                    [*prefix, *python, f"{program}; main({worker_socket.fileno()}, {worker_isolation!r})"],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[worker_socket.fileno()],
                     start_new_session=True,
                     cwd="/",
-                    env=ENVIRONMENT | {name: value for name, value in os.environ.items() if name == MARK},
+                    env=environment,
                 )
             except OSError as error:
                 self.socket.close()
                 raise SandboxError(f"no process starts: {error}") from error
         try:
             self._buffer = bytearray()
-            reply = self._hear(time.monotonic() + MAX_START_S)
+            reply = self._next_message(time.monotonic() + MAX_START_S)
         except SandboxError as error:
             self.end()
             raise SandboxError(f"no interpreter starts: {error}") from error
         if "error" in reply:
             self.end()
             raise SandboxError(reply["error"])
-        self.lacks = reply["lacks"]
-        own = [process.pid for process in self.processes()]
-        self._own_pids = frozenset(own)
-        self.own_processes = len(own)
-        self._own_memory = max((_resident(_about(pid, "status")) for pid in own), default=0)
+        self.lacks: list[str] = reply["lacks"]
+        worker_pids = [process.pid for process in self.processes()]
+        self._own_pids = frozenset(worker_pids)
+        self.own_processes = len(worker_pids)
+        self._own_memory = max((_resident(_proc_numbers(pid, "status")) for pid in worker_pids), default=0)
 
     def run(self, limits: Limits, program: dict[str, Any], stdin: str, tests: Tests | None) -> Result:
         if self.process is None or self.process.poll() is not None:
             self.end()
             self._start()
-        room = {"max_value": int(limits.output_kb * 1024)}
+        max_value = {"max_value": int(limits.output_kb * 1024)}
         with contextlib.ExitStack() as stack:
-            texts = [json.dumps(program | room | (tests.of_program() if tests else {})).encode()]
-            texts.append(stdin.encode(errors="replace"))
+            program_job = program | max_value
             if tests:
-                limits = dataclasses.replace(limits, processes=min(limits.processes + 1, Limits.MAX_PROCESSES))
-                texts.append(json.dumps(dataclasses.asdict(tests) | room).encode())
+                program_job |= tests.of_program()
+            texts = [json.dumps(program_job).encode(), stdin.encode(errors="replace")]
+            if tests:
+                num_processes = min(limits.processes + 1, Limits.MAX_PROCESSES)
+                limits = dataclasses.replace(limits, processes=num_processes)
+                texts.append(json.dumps(dataclasses.asdict(tests) | max_value).encode())
             files = [stack.enter_context(_file(text)) for text in texts]
             if tests:
                 files.append(stack.enter_context(_file(None)))  # for the report of the tests
             reply = self._ask(limits, [file.fileno() for file in files])
             if not tests:
                 return Result(**reply)
-            said = _report_of_tests(files[-1])
-        if "failed" in said:
-            raise SandboxError(said["failed"])
+            report = _report_of_tests(files[-1])
+        if "failed" in report:
+            raise SandboxError(report["failed"])
         if reply["limit"]:
-            said |= {"limit": reply["limit"], "exception": "", "finished": False}
-        return Result(**reply | said)
+            report |= {"limit": reply["limit"], "exception": "", "finished": False}
+        return Result(**reply | report)
 
     def _ask(self, limits: Limits, descriptors: list[int]) -> dict[str, Any]:
         """Pass the descriptors to the worker and return its reply.
@@ -343,7 +357,7 @@ class _Worker:
         try:
             self.socket.settimeout(GRACE_S)
             socket.send_fds(self.socket, [message], descriptors)
-            reply = self._hear(time.monotonic() + limits.seconds + GRACE_S, limits)
+            reply = self._next_message(time.monotonic() + limits.seconds + GRACE_S, limits)
             if "error" in reply:
                 raise SandboxError(reply["error"])
             return reply
@@ -353,60 +367,69 @@ class _Worker:
                 raise SandboxError(f"{type(error).__name__}: {error}") from error
             raise
 
-    def _hear(self, deadline: float, limits: Limits | None = None) -> dict[str, Any]:
+    def _next_message(self, deadline: float, limits: Limits | None = None) -> dict[str, Any]:
         """Return the worker's next message. With ``limits``, check the totals of the program's processes meanwhile."""
-        poll, is_stopped, wait_s = select.poll(), False, FIRST_LOOK_S
+        poll = select.poll()
         poll.register(self.socket, select.POLLIN)
+        is_stopped = False
+        wait_s = FIRST_CHECK_S
         while b"\n" not in self._buffer:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0:
                 raise SandboxError("no answer from its process in time")
-            if poll.poll(1e3 * min(left, wait_s)):
+            if poll.poll(1e3 * min(seconds_left, wait_s)):
                 received = self.socket.recv(2**20)
                 if not received:
                     raise SandboxError("its process died")
                 self._buffer += received
-            elif limits and not is_stopped and (reached := self._reached(limits)):
-                self.socket.sendall(json.dumps({"stop": reached}).encode() + b"\n")
-                is_stopped = True
-            wait_s = LOOK_S
+            elif limits and not is_stopped:
+                exceeded = self._exceeded_limit(limits)
+                if exceeded:
+                    self.socket.sendall(json.dumps({"stop": exceeded}).encode() + b"\n")
+                    is_stopped = True
+            wait_s = CHECK_S
         line, _, self._buffer = self._buffer.partition(b"\n")
         return json.loads(line)
 
-    def _reached(self, limits: Limits) -> str:
+    def _exceeded_limit(self, limits: Limits) -> str:
         """Return the limit that the processes of the program exceed together, or "" for none."""
         pids = [process.pid for process in self.processes() if process.pid not in self._own_pids]
-        statuses = {pid: _about(pid, "status") for pid in pids}
+        statuses = {pid: _proc_numbers(pid, "status") for pid in pids}
         num_threads = sum(status.get("Threads", 1) for status in statuses.values())
         if num_threads > limits.processes:
             return "processes"
-        most = limits.memory_mb * 2**20
+        max_memory = limits.memory_mb * 2**20
         # These numbers are cheap to read, but count a shared page once per process.
-        if sum(map(_resident, statuses.values())) <= most:
+        if sum(map(_resident, statuses.values())) <= max_memory:
             return ""
         # Sharing changes while the processes are read one after the other, so that the share of each process shrinks or
         # grows. The smaller of two readings is at most the memory that the process had between the two rounds.
-        first = {pid: _proportional(pid, status) for pid, status in statuses.items()}
-        memory = sum(min(before, _proportional(pid, statuses[pid])) for pid, before in first.items())
+        first_round = {pid: _proportional(pid, status) for pid, status in statuses.items()}
+        memory = 0
+        for pid, first_reading in first_round.items():
+            second_reading = _proportional(pid, statuses[pid])
+            memory += min(first_reading, second_reading)
         # The forks of an interpreter still share its pages with the worker.
-        return "memory" if memory - self._own_memory > most else ""
+        return "memory" if memory - self._own_memory > max_memory else ""
 
     def processes(self) -> list[psutil.Process]:
+        if self.process is None:
+            return []
         with contextlib.suppress(psutil.Error):
-            own = psutil.Process(self.process.pid)
-            return [own, *own.children(recursive=True)]
+            worker = psutil.Process(self.process.pid)
+            return [worker, *worker.children(recursive=True)]
         return []
 
     def end(self) -> None:
         """Kill the worker and everything that it runs."""
         if self.process is None:
             return
-        others = self.processes()
+        processes = self.processes()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for other in others:  # without namespaces, a process can leave the group
+        for process in processes:  # without namespaces, a process can leave the group
             with contextlib.suppress(psutil.Error):
-                other.kill()
+                process.kill()
         self.process.wait()
         self.process = None
         self.socket.close()
@@ -431,11 +454,13 @@ def _report_of_tests(file: BinaryIO) -> dict[str, Any]:
     """Return the report of the tests' process. An empty report means that the tests did not finish."""
     file.seek(0)
     text = file.read()
-    found = json.loads(text) if text else {}
-    return found if "failed" in found else {"finished": False, "exception": "", "value": None, "lines": []} | found
+    report = json.loads(text) if text else {}
+    if "failed" in report:
+        return report
+    return {"finished": False, "exception": "", "value": None, "lines": []} | report
 
 
-def _about(pid: int, name: str) -> dict[str, int]:
+def _proc_numbers(pid: int, name: str) -> dict[str, int]:
     """Return the numbers in a process's file in /proc, or {} if the process has ended.
 
     If the first thread of a process has ended and others run, only the files of the other threads contain the memory.
@@ -443,10 +468,19 @@ def _about(pid: int, name: str) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for folder in itertools.chain([f"/proc/{pid}"], _threads(pid)):
         with contextlib.suppress(OSError), open(f"{folder}/{name}") as file:
-            fields = (line.split() for line in file)
-            numbers = {field[0].rstrip(":"): int(field[1]) for field in fields if len(field) > 1 and field[1].isdigit()}
+            numbers = _numbers_of_lines(file)
         if "VmRSS" in numbers or "Rss" in numbers:
             break
+    return numbers
+
+
+def _numbers_of_lines(lines: Iterable[str]) -> dict[str, int]:
+    """Return the first number of each line, by the line's first word. Lines without a number are left out."""
+    numbers: dict[str, int] = {}
+    for line in lines:
+        words = line.split()
+        if len(words) > 1 and words[1].isdigit():
+            numbers[words[0].rstrip(":")] = int(words[1])
     return numbers
 
 
@@ -468,7 +502,7 @@ def _proportional(pid: int, status: dict[str, int]) -> int:
 
     If the kernel does not report shares, each page counts in full.
     """
-    rollup = _about(pid, "smaps_rollup")
+    rollup = _proc_numbers(pid, "smaps_rollup")
     if "Pss_Anon" not in rollup:
         return _resident(status)
     return 1024 * (rollup["Pss_Anon"] + rollup.get("Pss_Shmem", 0) + rollup.get("SwapPss", 0))
@@ -480,14 +514,18 @@ def _bubblewrap() -> list[str]:
     Raises:
         SandboxError: bubblewrap is not installed.
     """
-    if (found := shutil.which("bwrap")) is None:
+    executable = shutil.which("bwrap")
+    if executable is None:
         raise SandboxError("bwrap is not installed")
-    command = [found, "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv"]
+    command = [executable, "--unshare-all", "--die-with-parent", "--as-pid-1", "--new-session", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         command += ["--setenv", name, value]
     command += ["--tmpfs", "/dev", "--symlink", "/tmp", "/dev/shm", "--tmpfs", "/tmp"]
     package = pathlib.Path(ROOT, "jaxrl_llm")
     for path in (*walls.bound_paths(), str(package / "__init__.py"), str(package / "sandbox")):
-        bind = "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
-        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else [bind, path, path]
+        if os.path.islink(path):
+            command += ["--symlink", os.readlink(path), path]
+        else:
+            bind = "--dev-bind" if path.startswith("/dev/") else "--ro-bind"
+            command += [bind, path, path]
     return [*command, "--chdir", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/"]

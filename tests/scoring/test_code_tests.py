@@ -162,7 +162,7 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch):
     pool = code_tests._sandbox()
     monkeypatch.setattr("jaxrl_llm.sandbox.sandbox.GRACE_S", 0.0)
     worker = pool._workers[0]
-    monkeypatch.setattr(worker, "_hear", lambda *_: {"error": "no process starts"})
+    monkeypatch.setattr(worker, "_next_message", lambda *_: {"error": "no process starts"})
     with pytest.raises(SandboxError, match="no process starts"):
         score(passed, MBPP, RIGHT)
     monkeypatch.undo()
