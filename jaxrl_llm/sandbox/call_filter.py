@@ -1,4 +1,4 @@
-"""Which system calls a program in the sandbox may make, as a seccomp filter.
+"""Seccomp filter of the system calls that a program in the sandbox may make.
 
 The filter refuses every call that
 
@@ -8,8 +8,8 @@ The filter refuses every call that
     - changes namespaces, mounts or the kernel.
 
 Some calls are allowed with some arguments only: clone, fcntl, ioctl, mmap, prctl, prlimit64, socketpair, and the calls
-that send signals. Linux gives calls from number 424 on the same number on every machine and still adds to them, so of
-these only the calls in ``NEW_AND_ALLOWED`` are allowed.
+that send signals. A call from number 424 on has the same number on every machine, and Linux still adds calls. From this
+number on, only the calls in ``NEW_AND_ALLOWED`` are allowed.
 
 Source: seccomp(2), syscalls(2), fcntl(2), ioctl_list(2), prctl(2), unix(7), signal(7).
 """
@@ -25,7 +25,7 @@ import sys
 # The machine's number in a filter, and the column of the machine in the tables below.
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
-# name: (number on x86_64, number on aarch64); None where the machine has no such call.
+# name: (number on x86_64, number on aarch64); None if the machine does not have the call.
 Table = dict[str, tuple[int | None, int | None]]
 
 OTHER_PROCESSES: Table = {
@@ -134,7 +134,7 @@ UNSEEN_BY_LANDLOCK: Table = {
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
 }
-# Without namespaces a program may send these to its own process only.
+# Without namespaces a program may send signals to its own process only.
 SIGNALS: Table = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -151,7 +151,7 @@ WITH_ARGUMENTS: Table = {
     "prlimit64": (302, 261),
     "socketpair": (53, 199),
 }
-FIRST_NEW = 424  # from here on a call has the same number on every machine
+FIRST_NEW = 424  # from this number on a call has the same number on every machine
 NEW_AND_ALLOWED = {
     "pidfd_open": 434,
     "close_range": 436,
@@ -173,8 +173,8 @@ CLONE_PARENT = 0x8000  # the child's parent would be the worker
 O_ASYNC = 0x2000
 F_SETFL = 4
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW,
-# F_DUPFD_QUERY, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS. Not F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY:
-# with these the kernel sends the signals. Not F_SETPIPE_SZ: no limit counts what lies in a pipe.
+# F_DUPFD_QUERY, F_DUPFD_CLOEXEC, F_GETPIPE_SZ, F_ADD_SEALS, F_GET_SEALS. Not F_SETOWN, F_SETSIG, F_SETLEASE, F_NOTIFY,
+# because they make the kernel send signals. Not F_SETPIPE_SZ, because no limit counts the content of a pipe.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1027, 1030, 1032, 1033, 1034)
 # TCGETS, TCGETS2, TIOCGWINSZ, FIONREAD, FIONBIO, FIOCLEX, FIONCLEX, FICLONE. Not FIOASYNC, FIOSETOWN, SIOCSPGRP and
 # TIOCSTI.
@@ -192,13 +192,18 @@ SOCK_STREAM = 1  # other types send to any address; a connected stream reaches i
 SOCK_TYPE_MASK = 0xF
 
 # Instructions of classic BPF.
-LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+LOAD = 0x20
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+AND = 0x54
+RETURN = 0x06
 Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 ALLOW: Instruction = (RETURN, 0, 0, 0x7FFF0000)
 KILL: Instruction = (RETURN, 0, 0, 0x80000000)
 REFUSE: Instruction = (RETURN, 0, 0, 0x50000 | errno.EPERM)
 NO_MEMORY: Instruction = (RETURN, 0, 0, 0x50000 | errno.ENOMEM)
-UNKNOWN: Instruction = (RETURN, 0, 0, 0x50000 | errno.ENOSYS)  # the C library takes an older call instead
+UNKNOWN: Instruction = (RETURN, 0, 0, 0x50000 | errno.ENOSYS)  # the C library uses an older call instead
 CALL: Instruction = (LOAD, 0, 0, 0)
 MACHINE: Instruction = (LOAD, 0, 0, 4)
 
@@ -213,27 +218,31 @@ def number_of(name: str) -> int:
 
 
 @functools.cache
-def filter_program(own: int) -> bytes:
+def filter_program(signal_target: int) -> bytes:
     """Return the instructions of the filter.
 
     Args:
-        own: without namespaces, the only process that the program may signal; 0 with namespaces, where it may signal
-            every process that it sees and change the modes of files.
+        signal_target: without namespaces, the only process that the program may signal. 0 means that the program has
+            its own namespaces. Then it may signal every process that it sees and change the modes of files.
 
     Raises:
         OSError: the numbers of this machine's system calls are not known.
     """
+    has_namespaces = not signal_target
     column = _column()
     code = [MACHINE, (EQUAL, 1, 0, MACHINES[platform.machine()][0]), KILL]
     code += [CALL, (AT_LEAST, 0, 1, X32), REFUSE]
-    allowed = NEW_AND_ALLOWED if own else NEW_AND_ALLOWED | NEW_WITH_NAMESPACES
-    code += [instruction for number in sorted(allowed.values()) for instruction in _rule(number, [ALLOW])]
+    allowed = NEW_AND_ALLOWED
+    if has_namespaces:
+        allowed = NEW_AND_ALLOWED | NEW_WITH_NAMESPACES
+    for number in sorted(allowed.values()):
+        code += _rule(number, [ALLOW])
     code += [(AT_LEAST, 0, 1, FIRST_NEW), UNKNOWN]
     rules = {name: [REFUSE] for name in REFUSED}
     rules |= _rules_of_arguments()
-    if own:
+    if not has_namespaces:
         rules |= {name: [REFUSE] for name in UNSEEN_BY_LANDLOCK}
-        rules |= {name: _only_with(0, (own,)) for name in SIGNALS}
+        rules |= {name: _only_with(0, (signal_target,)) for name in SIGNALS}
     tables = REFUSED | UNSEEN_BY_LANDLOCK | SIGNALS | WITH_ARGUMENTS
     for name, rule in rules.items():
         number = tables[name][column]
@@ -254,19 +263,26 @@ def _rules_of_arguments() -> dict[str, list[Instruction]]:
     is_stream = [_argument(1), (AND, 0, 0, SOCK_TYPE_MASK), (EQUAL, 0, 1, SOCK_STREAM), ALLOW, REFUSE]
     is_shared = [(AND, 0, 0, SHARED_ANONYMOUS), (EQUAL, 0, 1, SHARED_ANONYMOUS), NO_MEMORY, ALLOW]
     set_flags = [_argument(2), (ANY_BIT, 0, 1, O_ASYNC), REFUSE, ALLOW]
+    control_process = [_argument(0)]
+    for operation in PRCTL_REFUSED:
+        control_process += _rule(operation, [REFUSE])
+    control_process.append(ALLOW)
     return {
         "clone": [_argument(0), (ANY_BIT, 0, 1, CLONE_NAMESPACES | CLONE_PARENT), REFUSE, ALLOW],
         "fcntl": [_argument(1), *_rule(F_SETFL, set_flags), *_only_with(1, FCNTL_COMMANDS)],
         "ioctl": _only_with(1, IOCTL_REQUESTS),
         "mmap": [_argument(3), (ANY_BIT, 0, 1, MAP_HUGETLB), REFUSE, *is_shared],
-        "prctl": [_argument(0), *(part for number in PRCTL_REFUSED for part in _rule(number, [REFUSE])), ALLOW],
+        "prctl": control_process,
         "prlimit64": _only_with(0, (0,)),
         "socketpair": [_argument(0), (EQUAL, 1, 0, AF_UNIX), REFUSE, *is_stream],
     }
 
 
 def _argument(index: int) -> Instruction:
-    """Load the lower 32 bits of an argument; the kernel reads no more of the arguments that are looked at here."""
+    """Return the instruction that loads the lower 32 bits of an argument.
+
+    The kernel reads only these bits of the arguments that the filter checks.
+    """
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
@@ -277,4 +293,8 @@ def _rule(value: int, instructions: list[Instruction]) -> list[Instruction]:
 
 def _only_with(index: int, values: tuple[int, ...]) -> list[Instruction]:
     """Return instructions that allow a call if one of its arguments is among ``values``."""
-    return [_argument(index), *(part for value in values for part in _rule(value, [ALLOW])), REFUSE]
+    instructions = [_argument(index)]
+    for value in values:
+        instructions += _rule(value, [ALLOW])
+    instructions.append(REFUSE)
+    return instructions

@@ -214,9 +214,8 @@ class Peer:
         self.guarded = guarded
         self.has_classes = has_classes
         self.broken = ""  # reason why the connection cannot be used; "" if it can
-        self.exceptions: dict[
-            str, type[BaseException]
-        ] = {}  # exception classes of the tests, by the name of the program's class
+        # Exception classes of the tests, by the name of the program's class.
+        self.exceptions: dict[str, type[BaseException]] = {}
         self.operations: dict[str, Callable] = {}  # further requests that this side answers, by name
         self.program = ""  # name of the module of the program
         self._receive = receive
@@ -527,21 +526,25 @@ class _Encoding:
         self._numbers = {id(value): number for number, value in enumerate(self.containers)}
 
     def encode(self, value: Any) -> Any:
+        """Return the code of a value: the value itself, or a list that starts with the name of its decoder."""
         if value is None or value is True or value is False:
             return value
         if isinstance(value, Remote):
             return ["yours", object.__getattribute__(value, "_handle")]
         if self._peer.stays(value):
-            return self._mine(value)
+            return self._reference(value)
         for kind, encode in ENCODERS:
             if isinstance(value, kind):
                 return encode(self, value)
         if isinstance(value, types.CoroutineType) and not self._peer.guarded:
             return ["coroutine", self._peer.handle(value)]
         name = _builtin_name(value)
-        return ["builtin", name] if name else self._mine(value)
+        if name:
+            return ["builtin", name]
+        return self._reference(value)
 
-    def _mine(self, value: Any) -> list:
+    def _reference(self, value: Any) -> list:
+        """Return the code of an object that stays in this process."""
         return ["mine", self._peer.handle(value), callable(value)]
 
     def text(self, value: str) -> str:
@@ -565,13 +568,15 @@ class _Encoding:
         return ["tuple", items]
 
     def mutable(self, value: Any) -> list:
+        """Return the code of a mutable container, or its number if the message already contains the container."""
         if id(value) in self._numbers:
             return ["seen", self._numbers[id(value)]]
         self._numbers[id(value)] = len(self.containers)
         self.containers.append(value)
-        return [_name(value), self.content(value), *self._shape(value)]
+        return [_container_name(value), self.content(value), *self._shape(value)]
 
     def content(self, value: Any) -> Any:
+        """Return the codes of the items of a mutable container."""
         if isinstance(value, dict):
             return self.pairs(value)
         if isinstance(value, bytearray):
@@ -579,6 +584,7 @@ class _Encoding:
         return self.sequence(value)
 
     def _shape(self, value: Any) -> list:
+        """Return the codes of the further arguments that the container's constructor needs."""
         if isinstance(value, collections.deque):
             return [value.maxlen]
         if isinstance(value, collections.defaultdict):
@@ -594,7 +600,7 @@ class _Encoding:
         return changes
 
 
-def _name(value: Any) -> str:
+def _container_name(value: Any) -> str:
     return next(name for name, kind in CONTAINERS.items() if isinstance(value, kind))
 
 
@@ -628,17 +634,18 @@ class _Decoding:
         self.before: list[Any] = [None] * len(self.containers)
 
     def decode(self, code: Any) -> Any:
+        """Return the value of a code that ``_Encoding.encode`` has made."""
         if code is None or type(code) in (bool, int, str):
             return code
         name, *parts = code
         if name in CONTAINERS:
-            return self._container(name, *parts)
+            return self._new_container(name, *parts)
         return DECODERS[name](self, *parts)
 
     def sequence(self, codes: list) -> list:
         return [self.decode(code) for code in codes]
 
-    def _container(self, name: str, content: Any, *shape: Any) -> Any:
+    def _new_container(self, name: str, content: Any, *shape: Any) -> Any:
         kind = CONTAINERS[name]
         if kind is collections.deque:
             value = collections.deque(maxlen=self.decode(*shape))
@@ -677,7 +684,8 @@ class _Decoding:
                 raise IndexError(number)
             self.fill(self.containers[number], content)
 
-    def seen(self, number: int) -> Any:
+    def container(self, number: int) -> Any:
+        """Return the container of this message that has this number."""
         return self.containers[number]
 
     def namedtuple(self, name: str, fields: list, items: list) -> tuple:
@@ -756,7 +764,7 @@ DECODERS: dict[str, Callable[..., Any]] = {
     "exception": _Decoding.exception,
     "keys": lambda self, codes: dict.fromkeys(self.sequence(codes)).keys(),
     "builtin": _Decoding.builtin,
-    "seen": _Decoding.seen,
+    "seen": _Decoding.container,
     "yours": lambda self, number: self._peer.object_of(number),
     "mine": lambda self, number, is_callable: self._peer.remote(number, bool(is_callable)),
 }

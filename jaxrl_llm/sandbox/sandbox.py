@@ -52,7 +52,7 @@ NOT_ENFORCED = {
         "processes and memory in all, but for a look 20 times a second",
     ),
 }
-# Key that a worker reports as missing -> what is then not enforced.
+# Protection that a worker reports as missing -> protection of the user that is then not enforced.
 LACKING = {
     "files": "files outside its folder can be read and written; /dev/zero and /dev/shm hold memory beyond memory_mb",
     "calls": "sockets can be opened, processes signalled, every system call made",
