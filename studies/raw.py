@@ -86,7 +86,7 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
         raise SystemExit(f"--runs={folder} must have finished runs of {config}, all of one commit and its versions")
     configs_of_runs = {run.name: points[run.name][1] for run in runs}
     refuse_other_questions([(folder / run.name, configs_of_runs[run.name]) for run in runs])
-    records = [_record(run, folder / run.name, configs_of_runs[run.name], sweep.called(run.point)) for run in runs]
+    records = [_record(run, folder / run.name, configs_of_runs[run.name], sweep.name_of(run.point)) for run in runs]
     return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
 
 
@@ -94,11 +94,11 @@ def _only_arms(sweep: Sweep, only: Sequence[str], config: str) -> Sweep:
     """Return the sweep with the points of the arms ``only``."""
     points_by_arm: dict[str, list[Point]] = {}
     for point in sweep.points:
-        points_by_arm.setdefault(without_rate(sweep.called(point)), []).append(point)
+        points_by_arm.setdefault(without_rate(sweep.name_of(point)), []).append(point)
     missing = sorted({*only} - {*points_by_arm})
     if missing:
         raise SystemExit(f"--only={missing[0]!r}: no such arm in {config}; it has {sorted(points_by_arm)}")
-    points = [point for point in sweep.points if without_rate(sweep.called(point)) in only]
+    points = [point for point in sweep.points if without_rate(sweep.name_of(point)) in only]
     return dataclasses.replace(sweep, points=points)
 
 

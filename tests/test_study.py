@@ -202,7 +202,7 @@ def test_the_answers_that_passed_are_counted_by_question_and_failed_rewards_refu
 def finished(folder, sweep, only):
     """Make folders of runs of some arms, each of one row and two answered questions, as ``then`` and ``raw`` want."""
     base = runpy.run_path(CONFIG)["get_config"]()
-    arm_of = lambda point: sweep.called({field: value for field, value in point.items() if field != "seed"})
+    arm_of = lambda point: sweep.name_of({field: value for field, value in point.items() if field != "seed"})
     points = [point for point in sweep.points if arm_of(point).startswith(f"{only}, rate")]
     for name, (_, config) in freeze_points(base, points).items():
         (folder / name).mkdir(parents=True)

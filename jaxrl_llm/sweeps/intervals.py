@@ -49,9 +49,12 @@ class Interval(NamedTuple):
 
     def shown(self, form: str = ".2f", never: str = "never") -> str:
         """Return the interval as text, ``0.48 (0.43-0.53)`` or ``5% (-26% to 42%)``."""
-        text = [format(x, form) if math.isfinite(x) else never for x in self]
-        joint = " to " if self.low < 0 or form.startswith("+") else "-"
-        return f"{text[0]} ({text[1]}{joint}{text[2]})" if set(text) != {never} else never
+        value, low, high = (format(x, form) if math.isfinite(x) else never for x in self)
+        if value == low == high == never:
+            return never
+        has_signs = self.low < 0 or form.startswith("+")
+        dash = " to " if has_signs else "-"
+        return f"{value} ({low}{dash}{high})"
 
 
 class Resampling:
@@ -62,12 +65,15 @@ class Resampling:
     """
 
     def __init__(self, num_runs: int, num_questions: int, *, resamples: int = RESAMPLES, seed: int = 0):
-        draw, alike = np.random.default_rng(seed).multinomial, lambda num: np.full(num, 1 / num)
-        times = np.concatenate([np.ones((1, num_runs), int), draw(num_runs, alike(num_runs), size=resamples)])
-        self.runs = times / num_runs
-        asked = draw(times * num_questions, alike(num_questions))  # [1 + resamples, runs, questions]
-        asked[0] = 1
-        self._shares = asked / (num_runs * num_questions)
+        generator = np.random.default_rng(seed)
+        once = np.ones((1, num_runs), int)
+        drawn_runs = generator.multinomial(num_runs, np.full(num_runs, 1 / num_runs), size=resamples)
+        run_counts = np.concatenate([once, drawn_runs])
+        self.runs = run_counts / num_runs
+        # [1 + resamples, runs, questions]
+        question_counts = generator.multinomial(run_counts * num_questions, np.full(num_questions, 1 / num_questions))
+        question_counts[0] = 1
+        self._shares = question_counts / (num_runs * num_questions)
 
     def curves(self, passed: np.ndarray) -> np.ndarray:
         """Return the mean over runs and questions at each evaluation, [1 + resamples, evaluations].
@@ -87,9 +93,12 @@ def smooth(curves: np.ndarray, width: int = 3) -> np.ndarray:
 
     A noisy curve crosses a threshold too early. Smoothing reduces this error.
     """
-    reach, points = width // 2, curves.shape[-1]
-    windows = [curves[..., max(0, i - reach) : i + reach + 1].mean(axis=-1) for i in range(points)]
-    return np.stack(windows, axis=-1)
+    reach = width // 2
+    means = []
+    for i in range(curves.shape[-1]):
+        window = curves[..., max(0, i - reach) : i + reach + 1]
+        means.append(window.mean(axis=-1))
+    return np.stack(means, axis=-1)
 
 
 def first_crossing(x: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray:
@@ -102,12 +111,20 @@ def first_crossing(x: np.ndarray, y: np.ndarray, threshold: float) -> np.ndarray
     Returns:
         [draws]; infinite if a curve stays below, and the first x if the curve begins at or above the threshold.
     """
-    reached = y >= threshold
-    first = reached.argmax(axis=1)
-    rows, before = np.arange(len(y)), np.maximum(first - 1, 0)
-    x0, x1, y0, y1 = x[rows, before], x[rows, first], y[rows, before], y[rows, first]
-    share = np.where(y1 > y0, (threshold - y0) / np.where(y1 > y0, y1 - y0, 1.0), 1.0)
-    return np.where(reached.any(axis=1), np.where(first > 0, x0 + share * (x1 - x0), x1), np.inf)
+    is_reached = y >= threshold
+    first = is_reached.argmax(axis=1)
+    before = np.maximum(first - 1, 0)
+    rows = np.arange(len(y))
+    x0 = x[rows, before]
+    x1 = x[rows, first]
+    y0 = y[rows, before]
+    y1 = y[rows, first]
+    is_rising = y1 > y0
+    rise = np.where(is_rising, y1 - y0, 1.0)
+    share = np.where(is_rising, (threshold - y0) / rise, 1.0)
+    interpolated = x0 + share * (x1 - x0)
+    crossing = np.where(first > 0, interpolated, x1)
+    return np.where(is_reached.any(axis=1), crossing, np.inf)
 
 
 def pass_at_k(passed: np.ndarray, samples: int, k: int) -> np.ndarray:
@@ -116,4 +133,5 @@ def pass_at_k(passed: np.ndarray, samples: int, k: int) -> np.ndarray:
     Args:
         passed: [..., questions], number of the ``samples`` answers that passed.
     """
-    return np.array([evaluation.pass_at_k(samples, c, k) for c in range(samples + 1)])[passed]
+    by_count = np.array([evaluation.pass_at_k(samples, num_passed, k) for num_passed in range(samples + 1)])
+    return by_count[passed]

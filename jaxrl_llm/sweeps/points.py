@@ -30,7 +30,9 @@ from jaxrl_llm.settings.schema import override
 
 Point = dict[str, Any]  # {"update.batch_size": 64, ...}: differences from the sweep file's get_config()
 
-REPORT, AFTER = "report.html", "after.json"  # files in a point's folder
+# Files in a point's folder.
+REPORT = "report.html"
+AFTER = "after.json"
 SEED = "seed"  # points that differ only in this setting repeat one experiment
 
 
@@ -75,20 +77,30 @@ class Sweep:
 
     def named_metrics(self) -> tuple[str, ...]:
         """Return every metric that the sweep names, without repetition. The metrics of its curves come first."""
-        across = () if self.x_axis == "iteration" else (self.x_axis,)
-        named = (*self.metrics, *self.thresholds, *itertools.chain.from_iterable(self.pareto), *across)
-        return tuple(dict.fromkeys(named))
+        metrics = [*self.metrics, *self.thresholds]
+        for pair in self.pareto:
+            metrics += pair
+        if self.x_axis != "iteration":
+            metrics.append(self.x_axis)
+        return tuple(dict.fromkeys(metrics))
 
-    def called(self, point: Point, *, without: str = "") -> str:
+    def name_of(self, point: Point, *, without: str = "") -> str:
         """Return the name of a point: from ``label``, or from its settings, with short names if they are unique.
 
         Args:
-            without: a setting that is left out besides the seed.
+            without: a setting that is left out, in addition to the seed.
         """
-        point = {field: value for field, value in sorted(point.items()) if field not in (SEED, without)}
-        named = _last_part if self._is_short_enough else str
-        settings = (f"{named(field)} {value}" for field, value in point.items())
-        return (self.label(point) if self.label else ", ".join(settings)) or "base"
+        settings = {}
+        for field, value in sorted(point.items()):
+            if field not in (SEED, without):
+                settings[field] = value
+        if self.label:
+            return self.label(settings) or "base"
+        parts = []
+        for field, value in settings.items():
+            name = _last_part(field) if self._has_unique_last_parts else field
+            parts.append(f"{name} {value}")
+        return ", ".join(parts) or "base"
 
     def check(self, points: Iterable[Point]) -> None:
         """Raise ConfigError if a threshold or a result of ``label`` would make the page or the table fail.
@@ -99,25 +111,33 @@ class Sweep:
         for metric, value in self.thresholds.items():
             if isinstance(value, bool) or not isinstance(value, numbers.Real):
                 raise ConfigError(f"thresholds[{metric!r}]={value!r} must be a number")
-        for point, without in itertools.product(points, dict.fromkeys(("", self.facet))):
-            try:
-                said = self.called(point, without=without)
-                fault = "" if isinstance(said, str) else f"returns {said!r:.80}, not text"
-            except Exception as error:
-                fault = f"raises {type(error).__name__}: {error}"
-            if fault:
-                left_out = f" without {without}" if without else ""
-                raise ConfigError(f"label {fault}, for the point {point}{left_out} (it is not given the seed)")
+        for point in points:
+            self._check_label(point, without="")
+            if self.facet:
+                self._check_label(point, without=self.facet)
+
+    def _check_label(self, point: Point, *, without: str) -> None:
+        """Raise ConfigError if ``label`` fails for a point, or returns something other than text."""
+        try:
+            label = self.name_of(point, without=without)
+            fault = "" if isinstance(label, str) else f"returns {label!r:.80}, not text"
+        except Exception as error:
+            fault = f"raises {type(error).__name__}: {error}"
+        if fault:
+            left_out = f" without {without}" if without else ""
+            raise ConfigError(f"label {fault}, for the point {point}{left_out} (label does not receive the seed)")
 
     @functools.cached_property
-    def _is_short_enough(self) -> bool:
+    def _has_unique_last_parts(self) -> bool:
+        """Whether the last parts of all settings differ, so that they can serve as short names."""
         fields = self.fields()
-        return len(set(map(_last_part, fields))) == len(fields)
+        last_parts = {_last_part(field) for field in fields}
+        return len(last_parts) == len(fields)
 
     def fields(self) -> tuple[str, ...]:
         """Return every setting that some point sets, in order, with the seed last."""
-        named = dict.fromkeys(itertools.chain.from_iterable(self.points))
-        return tuple(sorted(named, key=lambda field: field == SEED))
+        fields = dict.fromkeys(itertools.chain.from_iterable(self.points))
+        return tuple(sorted(fields, key=lambda field: field == SEED))
 
 
 def _last_part(field: str) -> str:
@@ -126,7 +146,8 @@ def _last_part(field: str) -> str:
 
 def grid(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
     """Return every combination of the values. The last setting changes fastest."""
-    return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    combinations = itertools.product(*choices.values())
+    return [dict(zip(choices, values, strict=True)) for values in combinations]
 
 
 def zipped(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
@@ -138,7 +159,8 @@ def zipped(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
     lengths = {field: len(values) for field, values in choices.items()}
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"zipped settings must have equally many values; they have {lengths}")
-    return [dict(zip(choices, values, strict=True)) for values in zip(*choices.values(), strict=True)]
+    rows = zip(*choices.values(), strict=True)
+    return [dict(zip(choices, values, strict=True)) for values in rows]
 
 
 def product(*parts: Sequence[Point]) -> list[Point]:
@@ -147,13 +169,17 @@ def product(*parts: Sequence[Point]) -> list[Point]:
     Raises:
         ConfigError: two parts set the same setting.
     """
-    merged = []
-    for chosen in itertools.product(*parts):
-        fields = list(itertools.chain.from_iterable(chosen))
-        if twice := sorted({field for field in fields if fields.count(field) > 1}):
-            raise ConfigError(f"product: more than one part sets {', '.join(twice)}")
-        merged.append({field: value for point in chosen for field, value in point.items()})
-    return merged
+    merged_points = []
+    for combination in itertools.product(*parts):
+        fields = list(itertools.chain.from_iterable(combination))
+        repeated = sorted({field for field in fields if fields.count(field) > 1})
+        if repeated:
+            raise ConfigError(f"product: more than one part sets {', '.join(repeated)}")
+        merged: Point = {}
+        for point in combination:
+            merged |= point
+        merged_points.append(merged)
+    return merged_points
 
 
 def seeds(num: int, first: int = 0) -> list[Point]:
@@ -170,11 +196,19 @@ def random(
     keeps the first points.
     """
 
-    def draw(values, generator):
-        return values(generator) if callable(values) else values[int(generator.integers(len(values)))]
+    points = []
+    for i in range(num):
+        generator = np.random.default_rng([seed, i])
+        points.append({field: _draw(values, generator) for field, values in choices.items()})
+    return points
 
-    generators = [np.random.default_rng([seed, i]) for i in range(num)]
-    return [{field: draw(values, generator) for field, values in choices.items()} for generator in generators]
+
+def _draw(values: Sequence[Any] | Callable[[np.random.Generator], Any], generator: np.random.Generator) -> Any:
+    """Return the result of a function, or a random item of a sequence."""
+    if callable(values):
+        return values(generator)
+    position = int(generator.integers(len(values)))
+    return values[position]
 
 
 def uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
@@ -193,17 +227,22 @@ def point_name(point: Point) -> str:
     The name depends only on the point. Other points and the sweep's base config do not change it.
     """
     fields = sorted(point, key=lambda field: (field == SEED, field))
-    settings = "_".join(f"{field.rsplit('.', 1)[-1]}={point[field]}" for field in fields) or "base"
-    digest = hashlib.sha256(json.dumps(point, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{re.sub(r'[^A-Za-z0-9.=+-]+', '_', settings)[:80]}_{digest}"
+    settings = "_".join(f"{_last_part(field)}={point[field]}" for field in fields) or "base"
+    readable = re.sub(r"[^A-Za-z0-9.=+-]+", "_", settings)[:80]
+    content = json.dumps(point, sort_keys=True)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+    return f"{readable}_{digest}"
 
 
 def plain(value: Any) -> Any:
     """Return a point, or a value of one, with its functions as dictionaries."""
     if isinstance(value, list | tuple):
         return type(value)(map(plain, value))
-    value = value.to_dict() if hasattr(value, "to_dict") else value
-    return {key: plain(x) for key, x in value.items()} if isinstance(value, dict) else value
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
 
 
 def freeze_points(
@@ -218,7 +257,9 @@ def freeze_points(
     Raises:
         ConfigError: there is no point; or the settings of a named point are invalid or also set by ``overrides``.
     """
-    frozen, base = {}, base.to_dict() if hasattr(base, "to_dict") else base
+    if hasattr(base, "to_dict"):
+        base = base.to_dict()
+    frozen = {}
     for point in points:
         if not isinstance(point, dict) or not all(isinstance(field, str) for field in point):
             raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
@@ -226,7 +267,8 @@ def freeze_points(
             point = plain(point)
             _check_overrides(point, overrides)
             name = point_name(point)
-            frozen[name] = (point, _with_own_bucket(freeze(with_point(base, point)), name))
+            config = freeze(with_point(base, point))
+            frozen[name] = (point, _with_folder_in_bucket(config, name))
         except (ConfigError, TypeError) as error:  # a value that JSON does not know is a TypeError
             raise ConfigError(f"point {point}: {error}") from error
     if not frozen:
@@ -236,20 +278,27 @@ def freeze_points(
 
 def _check_overrides(point: Point, overrides: Collection[str]) -> None:
     """Raise ConfigError if a point would undo a setting of the command line, wholly or in part."""
-    for field, given in itertools.product(point, overrides):
-        if f"{field}.".startswith(f"{given}.") or f"{given}.".startswith(f"{field}."):
-            raise ConfigError(f"it sets {field}, so that the command line must not: --config.{given}")
+    for field, override_field in itertools.product(point, overrides):
+        contains = f"{override_field}.".startswith(f"{field}.")
+        is_part = f"{field}.".startswith(f"{override_field}.")
+        if contains or is_part:
+            raise ConfigError(
+                f"--config.{override_field} cannot be used with this sweep, because the point sets {field}"
+            )
 
 
-def _with_own_bucket(config: Config, name: str) -> Config:
+def _with_folder_in_bucket(config: Config, name: str) -> Config:
     """Return the config with a bucket folder for this point.
 
     In a shared folder it would resume other points' checkpoints.
     """
-    if not (bucket := config.checkpoint.bucket):
+    bucket = config.checkpoint.bucket
+    if not bucket:
         return config
-    folder = f"{bucket.rstrip('/')}/{re.sub('[=+]', '_', name)}"  # "=" and "+" are not allowed in such folder names
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, bucket=folder))
+    folder_name = re.sub("[=+]", "_", name)  # a folder name in a bucket must not contain "=" or "+"
+    folder = f"{bucket.rstrip('/')}/{folder_name}"
+    checkpoint = dataclasses.replace(config.checkpoint, bucket=folder)
+    return dataclasses.replace(config, checkpoint=checkpoint)
 
 
 def with_point(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
@@ -258,6 +307,7 @@ def with_point(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
     Unknown settings are kept, because ``freeze`` checks them.
     """
     settings = dict(base)
-    for field in sorted(point, key=lambda field: field.count(".")):  # set a function before its own settings
+    fields = sorted(point, key=lambda field: field.count("."))  # a function is set before its settings
+    for field in fields:
         settings = override(settings, field, point[field])
     return settings

@@ -9,6 +9,7 @@ Owns: these figures, table.csv, sweep.html. Does not know: where runs come from.
 
 from __future__ import annotations
 
+import collections
 import csv
 import dataclasses
 import functools
@@ -31,7 +32,9 @@ from jaxrl_llm.sweeps import fits
 from jaxrl_llm.sweeps.points import SEED, Point, Sweep
 
 ITERATION = "iteration"
-FIRST, THEN = "first", "then"  # stages: the sweep's own points, and the points from its ``then``
+# Stages: the points that the sweep lists, and the points from its ``then``.
+FIRST = "first"
+THEN = "then"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +67,15 @@ class Band:
 
 def curve(run: Run, metric: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
     """Return (x, value) of the rows that have a number for both."""
-    pairs = [(row.get(x_axis), row.get(metric)) for row in run.rows]
-    pairs = [pair for pair in pairs if None not in pair]
-    return np.array([x for x, _ in pairs], float), np.array([y for _, y in pairs], float)
+    xs = []
+    values = []
+    for row in run.rows:
+        x = row.get(x_axis)
+        value = row.get(metric)
+        if x is not None and value is not None:
+            xs.append(x)
+            values.append(value)
+    return np.array(xs, float), np.array(values, float)
 
 
 def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
@@ -74,28 +83,39 @@ def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
 
     A number is None if the run does not have it, or if a threshold may have been reached in lost rows.
     """
-    found: dict[str, float | None] = {}
+    numbers: dict[str, float | None] = {}
     for metric in sweep.named_metrics():
         _, y = curve(run, metric, ITERATION)
         best = np.min if metric in sweep.lower_is_better else np.max
-        found[f"{metric} last"] = float(y[-1]) if len(y) else None
+        numbers[f"{metric} last"] = float(y[-1]) if len(y) else None
         if metric in sweep.metrics:
-            found[f"{metric} best"] = float(best(y)) if len(y) else None
+            numbers[f"{metric} best"] = float(best(y)) if len(y) else None
     for metric, threshold in sweep.thresholds.items():
         x, y = curve(run, metric, sweep.x_axis)
-        reached = y <= threshold if metric in sweep.lower_is_better else y >= threshold
-        is_known = reached.any() and not run.lost_rows
-        found[f"{sweep.x_axis} to {metric} {threshold:g}"] = float(x[reached][0]) if is_known else None
-    return found | dict(run.after)
+        is_reached = y <= threshold if metric in sweep.lower_is_better else y >= threshold
+        first_x = None
+        if is_reached.any() and not run.lost_rows:
+            first_x = float(x[is_reached][0])
+        numbers[f"{sweep.x_axis} to {metric} {threshold:g}"] = first_x
+    return numbers | dict(run.after)
 
 
 def groups(runs: Sequence[Run]) -> dict[tuple, list[Run]]:
     """Return the runs by stage and by point without the seed, in the order of each group's first run."""
-    found: dict[tuple, list[Run]] = {}
+    members: dict[tuple, list[Run]] = {}
     for run in runs:
-        settings = ((k, _hashable(v)) for k, v in sorted(run.point.items()) if k != SEED)
-        found.setdefault((run.stage, *settings), []).append(run)
-    return found
+        key = (run.stage, *_settings_without(run.point, SEED))
+        members.setdefault(key, []).append(run)
+    return members
+
+
+def _settings_without(point: Point, *fields: str) -> tuple[tuple[str, Any], ...]:
+    """Return the settings of a point without ``fields``, sorted by name, as a key of a dictionary."""
+    settings = []
+    for field, value in sorted(point.items()):
+        if field not in fields:
+            settings.append((field, _hashable(value)))
+    return tuple(settings)
 
 
 def best_points(runs: Sequence[Run], field: str, metric: str) -> list[Point]:
@@ -111,24 +131,38 @@ def best_points(runs: Sequence[Run], field: str, metric: str) -> list[Point]:
     Raises:
         ValueError: no run has the field, or no run has the metric.
     """
-    if not any(field in run.point for run in runs) or not any(len(curve(run, metric, ITERATION)[1]) for run in runs):
+    has_field = any(field in run.point for run in runs)
+    has_metric = any(len(curve(run, metric, ITERATION)[1]) for run in runs)
+    if not has_field or not has_metric:
         raise ValueError(f"field={field!r} and metric={metric!r} must each be in some run")
-    if lost := [run.name for run in runs if run.lost_rows]:
-        said = f"{len(lost)} runs have lost rows, and choose no {field} where others can: {', '.join(lost)}"
-        print(f"warning: {said}", file=sys.stderr)
-    scores: dict[tuple, list[tuple[tuple[bool, float], Point]]] = {}
+    incomplete = [run.name for run in runs if run.lost_rows]
+    if incomplete:
+        message = f"{len(incomplete)} runs have lost rows, so that they do not help to choose {field} if other runs can"
+        print(f"warning: {message}: {', '.join(incomplete)}", file=sys.stderr)
+    experiments: dict[tuple, list[tuple[bool, float, Point]]] = {}
     for members in groups(runs).values():
-        point = {k: v for k, v in members[0].point.items() if k != SEED}
-        rest = tuple((k, _hashable(v)) for k, v in sorted(point.items()) if k != field)
-        whole = [run for run in members if not run.lost_rows]
-        values = [curve(run, metric, ITERATION)[1] for run in whole or members]
-        score = float(np.mean([float(np.mean(y)) if len(y) else -np.inf for y in values]))
-        scores.setdefault(rest, []).append(((bool(whole), score), point))
-    return [max(found, key=lambda scored: scored[0])[1] for found in scores.values()]
+        point = {name: value for name, value in members[0].point.items() if name != SEED}
+        complete = [run for run in members if not run.lost_rows]
+        score = float(np.mean([_mean_metric(run, metric) for run in complete or members]))
+        experiment = _settings_without(point, field)
+        experiments.setdefault(experiment, []).append((bool(complete), score, point))
+    best = []
+    for candidates in experiments.values():
+        _, _, point = max(candidates, key=lambda candidate: candidate[:2])
+        best.append(point)
+    return best
+
+
+def _mean_metric(run: Run, metric: str) -> float:
+    """Return the mean of a metric over a run; minus infinity if the run does not have the metric."""
+    _, y = curve(run, metric, ITERATION)
+    return float(np.mean(y)) if len(y) else -np.inf
 
 
 def _hashable(value: Any) -> Any:
-    return value if isinstance(value, (int, float, str, bool)) else repr(value)
+    if isinstance(value, (int, float, str, bool)):
+        return value
+    return repr(value)
 
 
 def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
@@ -140,25 +174,36 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
     curves = [(x, y) for x, y in curves if len(x)]
     if not curves:
         return None
-    x = np.unique(np.concatenate([x for x, _ in curves]))
-    at = np.stack([np.interp(x, own_x, y, left=np.nan, right=np.nan) for own_x, y in curves])
-    return Band(x, *np.nanquantile(at, (0.25, 0.5, 0.75), axis=0))
+    all_x = np.unique(np.concatenate([x for x, _ in curves]))
+    interpolated = np.stack([np.interp(all_x, x, y, left=np.nan, right=np.nan) for x, y in curves])
+    low, median, high = np.nanquantile(interpolated, (0.25, 0.5, 0.75), axis=0)
+    return Band(all_x, low, median, high)
 
 
 def _median(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return x and y [points]: the median of the curves at the first curve's own x, within the range of all curves."""
-    x = curves[0][0]
-    x = x[(x >= max(own[0] for own, _ in curves)) & (x <= min(own[-1] for own, _ in curves))]
-    return x, np.median([np.interp(x, *each) for each in curves], axis=0)
+    """Return x and y [points]: the median of the curves at the x of the first curve, within the range of all curves."""
+    first_x, _ = curves[0]
+    low = max(x[0] for x, _ in curves)
+    high = min(x[-1] for x, _ in curves)
+    common_x = first_x[(first_x >= low) & (first_x <= high)]
+    interpolated = [np.interp(common_x, x, y) for x, y in curves]
+    return common_x, np.median(interpolated, axis=0)
 
 
 def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool) -> list[int]:
     """Return the indices of the Pareto-optimal points, sorted by the first figure."""
-    signed = [(x if lower_x else -x, y if lower_y else -y) for x, y in points]
-    return sorted(
-        (i for i, p in enumerate(signed) if not any(q != p and q[0] <= p[0] and q[1] <= p[1] for q in signed)),
-        key=lambda i: points[i],
-    )
+    # Change signs so that less is better for both figures.
+    costs = [(x if lower_x else -x, y if lower_y else -y) for x, y in points]
+    optimal = []
+    for i, cost in enumerate(costs):
+        if not any(_dominates(other, cost) for other in costs):
+            optimal.append(i)
+    return sorted(optimal, key=lambda i: points[i])
+
+
+def _dominates(cost: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Return whether a point is at least as good as another one in both figures, and differs from it."""
+    return cost != other and cost[0] <= other[0] and cost[1] <= other[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +234,7 @@ MOST_NAMES = 50
 def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
     """Return the settings of a sweep by their effect on a figure, the largest first, with bootstrap intervals.
 
-    Runs are resampled with replacement, whatever their other settings. With randomly drawn settings, the other settings
+    Runs with any other settings are resampled with replacement. With randomly drawn settings, the other settings
     are alike on average. The best and the worst value are chosen on the original runs, which favours one of several
     similar values a little.
 
@@ -199,40 +244,70 @@ def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
     Source: percentile bootstrap, Efron 1979; for settings of reinforcement learning, after the statistical diagnosis of
         1,370 random configurations of web agents.
     """
-    measured = [(run, value) for run in runs if (value := figures(run, sweep)[column]) is not None]
-    y, found = np.array([value for _, value in measured]), []
-    picks = np.random.default_rng(0).integers(0, len(y), (RESAMPLES, len(y))) if len(y) else None
+    measured_runs = []
+    measured_values = []
+    for run in runs:
+        value = figures(run, sweep)[column]
+        if value is not None:
+            measured_runs.append(run)
+            measured_values.append(value)
+    if not measured_runs:
+        return []
+    y = np.array(measured_values)
+    picks = np.random.default_rng(0).integers(0, len(y), (RESAMPLES, len(y)))
+    is_lower_better = column.removesuffix(" last").removesuffix(" best") in sweep.lower_is_better
+    effects = []
     for field in sweep.fields():
-        values = _bins([run.point.get(field) for run, _ in measured])
-        names = list(dict.fromkeys(values))
-        if field == SEED or not 2 <= len(names) <= MOST_NAMES:
-            continue
-        member = np.array([[value == name for value in values] for name in names])
-        means = member @ y / member.sum(axis=1)
-        drawn = member[:, picks]  # [names, resamples, runs]
-        with np.errstate(invalid="ignore"):
-            resampled = (drawn * y[picks]).sum(axis=2) / drawn.sum(axis=2)
-        enough = member.sum(axis=1) >= FEWEST_RUNS
-        bounds = np.where(enough, np.nanquantile(resampled, (0.025, 0.975), axis=1), np.nan)
-        rows = list(zip(names, member.sum(axis=1).tolist(), means.tolist(), *bounds.tolist(), strict=True))
-        best, worst = means.argmax(), means.argmin()
-        if column.removesuffix(" last").removesuffix(" best") in sweep.lower_is_better:
-            best, worst = worst, best
-        spread = np.nanquantile(resampled[best] - resampled[worst], (0.025, 0.975))
-        spread = np.where(enough[best] and enough[worst], spread, np.nan).tolist()
-        found.append(Knob(field, rows, (float(means[best] - means[worst]), *spread)))
-    return sorted(found, key=lambda knob: -abs(knob.effect[0]))
+        names = _bins([run.point.get(field) for run in measured_runs])
+        if field != SEED and 2 <= len(set(names)) <= MOST_NAMES:
+            effects.append(_knob(field, names, y, picks, is_lower_better=is_lower_better))
+    return sorted(effects, key=lambda knob: -abs(knob.effect[0]))
+
+
+def _knob(field: str, names_of_runs: Sequence[str], y: np.ndarray, picks: np.ndarray, *, is_lower_better: bool) -> Knob:
+    """Return the effect of one setting.
+
+    Args:
+        names_of_runs: [runs] names of the setting's values.
+        y: [runs] the figure.
+        picks: [resamples, runs] numbers of the runs of each resample.
+    """
+    names = list(dict.fromkeys(names_of_runs))
+    is_member = np.array([[value == name for value in names_of_runs] for name in names])
+    counts = is_member.sum(axis=1)
+    means = is_member @ y / counts
+    drawn = is_member[:, picks]  # [names, resamples, runs]
+    with np.errstate(invalid="ignore"):
+        resampled = (drawn * y[picks]).sum(axis=2) / drawn.sum(axis=2)
+    has_enough_runs = counts >= FEWEST_RUNS
+    bounds = np.where(has_enough_runs, np.nanquantile(resampled, (0.025, 0.975), axis=1), np.nan)
+    rows = list(zip(names, counts.tolist(), means.tolist(), *bounds.tolist(), strict=True))
+    best = means.argmin() if is_lower_better else means.argmax()
+    worst = means.argmax() if is_lower_better else means.argmin()
+    difference = float(means[best] - means[worst])
+    if not has_enough_runs[best] or not has_enough_runs[worst]:
+        return Knob(field, rows, (difference, math.nan, math.nan))
+    low, high = np.nanquantile(resampled[best] - resampled[worst], (0.025, 0.975)).tolist()
+    return Knob(field, rows, (difference, low, high))
 
 
 def _bins(values: Sequence[Any]) -> list[str]:
     """Return a name for each value: the value itself, or its third if there are many different numbers."""
-    numbers = [value for value in values if value is not None]  # None: the point does not set it
-    if len(set(map(_hashable, values))) <= MOST_VALUES or not all(isinstance(v, (int, float)) for v in numbers):
+    numbers = [value for value in values if value is not None]  # None: the point does not have the setting
+    num_values = len({_hashable(value) for value in values})
+    are_numbers = all(isinstance(number, (int, float)) for number in numbers)
+    if num_values <= MOST_VALUES or not are_numbers:
         return [str(value) for value in values]
     edges = np.quantile(numbers, (0, 1 / 3, 2 / 3, 1))
-    names = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
-    third = lambda value: names[int(np.searchsorted(edges[1:3], value, side="right"))]
-    return [str(value) if value is None else third(value) for value in values]
+    thirds = [f"{low:.3g} to {high:.3g}" for low, high in itertools.pairwise(edges)]
+    names = []
+    for value in values:
+        if value is None:
+            names.append(str(value))
+        else:
+            third = int(np.searchsorted(edges[1:3], value, side="right"))
+            names.append(thirds[third])
+    return names
 
 
 # ---- table.csv -------------------------------------------------------------------------------------------------
@@ -240,24 +315,35 @@ def _bins(values: Sequence[Any]) -> list[str]:
 
 def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
     """Write one line per point: its settings, its progress, its figures. A missing value is an empty cell."""
-    fields = sweep.fields()
+    has_lost_rows = any(run.lost_rows for run in runs)
     lines = []
     for run in runs:
-        settings = {field: run.point.get(field) for field in fields}
-        done = run.rows[-1][ITERATION] if run.rows else 0
-        about = {"point": run.name, "label": sweep.called(run.point), "status": run.status, "iterations": done}
-        about |= {"lost_rows": run.lost_rows} if any(run.lost_rows for run in runs) else {}
-        line = about | ({"stage": run.stage} if sweep.then else {}) | settings | figures(run, sweep)
-        lines.append({column: _no_formula(value) for column, value in line.items()})
-    writer = csv.DictWriter(text := io.StringIO(), list(lines[0]))
+        line: dict[str, Any] = {
+            "point": run.name,
+            "label": sweep.name_of(run.point),
+            "status": run.status,
+            "iterations": run.rows[-1][ITERATION] if run.rows else 0,
+        }
+        if has_lost_rows:
+            line["lost_rows"] = run.lost_rows
+        if sweep.then:
+            line["stage"] = run.stage
+        for field in sweep.fields():
+            line[field] = run.point.get(field)
+        line |= figures(run, sweep)
+        lines.append({column: _without_formula(value) for column, value in line.items()})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(lines[0]))
     writer.writeheader()
     writer.writerows(lines)
     bucket.write_whole(path, text.getvalue())
 
 
-def _no_formula(value: Any) -> Any:
+def _without_formula(value: Any) -> Any:
     """Return the value of a cell. A text that a spreadsheet would compute gets an apostrophe before it."""
-    return "'" + value if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")) else value
+    if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r", "\n")):
+        return "'" + value
+    return value
 
 
 # ---- sweep.html ------------------------------------------------------------------------------------------------
@@ -265,33 +351,48 @@ def _no_formula(value: Any) -> Any:
 
 def write_page(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> pathlib.Path:
     """Write the page. ``units`` maps a metric's name to its unit."""
-    begun, ended = [run for run in runs if run.rows], [run for run in runs if run.status == "finished"]
-    counts = {status: sum(run.status == status for run in runs) for status in ("finished", "unfinished", "failed")}
-    note = f"{len(runs)} points: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-    if lost := sum(run.lost_rows > 0 for run in runs):
-        note += f"; {lost} without rows that another machine's disk has: see their status"
+    started = [run for run in runs if run.rows]
+    finished = [run for run in runs if run.status == "finished"]
     title = path.resolve().parent.name
+    metric = page.text(sweep.metrics[0])
+    x_axis = page.text(sweep.x_axis)
     sections = [
-        page.header(title, note),
-        page.section("Median over the seeds that have ended", _group_table(ended, sweep)),
-        page.section(f"What each setting does to {page.text(sweep.metrics[0])}", _knob_table(ended, sweep)),
-        *_curve_sections(begun, sweep, units),
-        page.section("Trade-offs of last values", _trade_offs(ended, sweep, units)),
-        page.section(
-            f"Sigmoids of {page.text(sweep.metrics[0])} over {page.text(sweep.x_axis)}", _fit_table(ended, sweep, units)
-        ),
-        page.section("Made with", _record_table(begun)),
+        page.header(title, _note(runs)),
+        page.section("Median over the seeds that have ended", _group_table(finished, sweep)),
+        page.section(f"What each setting does to {metric}", _knob_table(finished, sweep)),
+        *_curve_sections(started, sweep, units),
+        page.section("Trade-offs of last values", _trade_offs(finished, sweep, units)),
+        page.section(f"Sigmoids of {metric} over {x_axis}", _fit_table(finished, sweep, units)),
+        page.section("Made with", _record_table(started)),
         page.section("Points", _point_table(runs, sweep)),
     ]
     return page.write_page(path, title, sections)
+
+
+def _note(runs: Sequence[Run]) -> str:
+    """Return the line below the title: the number of points by status."""
+    counts = []
+    for status in ("finished", "unfinished", "failed"):
+        count = sum(run.status == status for run in runs)
+        if count:
+            counts.append(f"{count} {status}")
+    note = f"{len(runs)} points: " + ", ".join(counts)
+    num_incomplete = sum(run.lost_rows > 0 for run in runs)
+    if num_incomplete:
+        note += f"; {num_incomplete} without rows that another machine's disk has: see their status"
+    return note
 
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
-def _shown(run: Run, sweep: Sweep, *, without: str = "") -> str:
-    return page.text(f"{run.stage}: " * bool(sweep.then) + sweep.called(run.point, without=without))
+def _label(run: Run, sweep: Sweep, *, without: str = "") -> str:
+    """Return the name of a run's point as HTML, with its stage if the sweep has two stages."""
+    name = sweep.name_of(run.point, without=without)
+    if sweep.then:
+        name = f"{run.stage}: {name}"
+    return page.text(name)
 
 
 def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -300,13 +401,14 @@ def _group_table(runs: Sequence[Run], sweep: Sweep) -> str:
     rows = []
     columns = list(figures(runs[0], sweep))
     for members in groups(runs).values():
-        cells = [_shown(members[0], sweep), str(len(members))]
-        all_figures = [figures(run, sweep) for run in members]
+        cells = [_label(members[0], sweep), str(len(members))]
+        figures_of_members = [figures(run, sweep) for run in members]
         for column in columns:
-            numbers = [number for row in all_figures if (number := row[column]) is not None]
-            cells.append(_quartiles(numbers, len(members)))
+            values = [numbers[column] for numbers in figures_of_members]
+            cells.append(_quartiles([value for value in values if value is not None], len(members)))
         rows.append(page.row(*cells))
-    return page.table(("settings", "seeds", *map(page.text, columns)), rows, "groups")
+    head = ("settings", "seeds", *map(page.text, columns))
+    return page.table(head, rows, "groups")
 
 
 def _quartiles(numbers: Sequence[float], num_runs: int) -> str:
@@ -327,62 +429,76 @@ def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
 
     It uses the first stage, which tried all values. It is empty if only the seed differs.
     """
-    rows, first = [], [run for run in runs if run.stage == FIRST]
-    for knob in knobs(first, sweep, f"{sweep.metrics[0]} last"):
-        effect, bounds = _bounded(*knob.effect)
-        about = f"<td rowspan={len(knob.rows)}>{page.text(knob.field)}</td>"
-        about += f"<td rowspan={len(knob.rows)}>{effect}{bounds}</td>"
-        for name, count, *numbers in knob.rows:
-            cells = f"<td>{page.text(name)}</td><td>{count}</td><td>{''.join(_bounded(*numbers))}</td>"
-            rows.append(f"<tr>{about}{cells}</tr>")
-            about = ""
+    first_stage = [run for run in runs if run.stage == FIRST]
+    rows = []
+    for knob in knobs(first_stage, sweep, f"{sweep.metrics[0]} last"):
+        # The cells of the setting span the rows of its values. Only the first row contains them.
+        span = f"<td rowspan={len(knob.rows)}>"
+        setting_cells = f"{span}{page.text(knob.field)}</td>{span}{_with_bounds(*knob.effect)}</td>"
+        for name, count, mean, low, high in knob.rows:
+            cells = f"<td>{page.text(name)}</td><td>{count}</td><td>{_with_bounds(mean, low, high)}</td>"
+            rows.append(f"<tr>{setting_cells}{cells}</tr>")
+            setting_cells = ""
     head = ("setting", "best less worst", "value", "runs", "mean, and 95 % of bootstrapped means")
     return page.table(head, rows, "knobs")
 
 
-def _bounded(value: float, low: float, high: float) -> tuple[str, str]:
-    bounds = f" <small>{_number(low)} to {_number(high)}</small>" if math.isfinite(low + high) else ""
-    return _number(value), bounds or " <small>too few runs</small>"
+def _with_bounds(value: float, low: float, high: float) -> str:
+    """Return a number and its interval as HTML. Infinite or missing bounds mean that there are too few runs."""
+    if math.isfinite(low + high):
+        return f"{_number(value)} <small>{_number(low)} to {_number(high)}</small>"
+    return f"{_number(value)} <small>too few runs</small>"
 
 
 def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
     """Return a table of sigmoids fitted to each group's median curve of the first metric, the highest ceiling first.
 
-    Every run of a group needs enough points of its own. The median is fitted at the x of the first run, within the
+    Every run of a group needs enough points. The median is fitted at the x of the first run, within the
     range of all runs. R0 is the median of the runs' start values. Groups with an unknown start value are listed below
     the table.
     """
     metric = sweep.metrics[0]
-    found = []
-    unknown = []
+    if metric in sweep.lower_is_better:
+        return ""
+    sigmoids = []
+    without_start = []
     highest = 1.0 if units.get(metric) == "fraction" else np.inf
     for members in groups(runs).values():
         curves = [curve(run, metric, sweep.x_axis) for run in members]
-        if metric in sweep.lower_is_better or not all(fits.is_long_enough(x) for x, _ in curves):
+        if not all(fits.is_long_enough(x) for x, _ in curves):
+            continue
+        label = _label(members[0], sweep)
+        starts = [run.before.get(metric) for run in members]
+        numbers = [start for start in starts if start is not None]
+        if len(numbers) < len(members):
+            without_start.append(label)
             continue
         x, y = _median(curves)
-        starts = [start for run in members if (start := run.before.get(metric)) is not None]
-        if len(starts) < len(members):
-            unknown.append(_shown(members[0], sweep))
-        elif sigmoid := fits.fit(x, y, start=float(np.median(starts)), highest=highest):
-            found.append((_shown(members[0], sweep), sigmoid))
-    found.sort(key=lambda pair: -pair[1].ceiling)
-    rows = [page.row(name, *map(_number, (f.ceiling, f.middle, f.steepness, f.error))) for name, f in found]
+        sigmoid = fits.fit(x, y, start=float(np.median(numbers)), highest=highest)
+        if sigmoid:
+            sigmoids.append((label, sigmoid))
+    sigmoids.sort(key=lambda pair: -pair[1].ceiling)
+    rows = []
+    for label, sigmoid in sigmoids:
+        parameters = (sigmoid.ceiling, sigmoid.middle, sigmoid.steepness, sigmoid.error)
+        rows.append(page.row(label, *map(_number, parameters)))
     head = ("settings", "ceiling A", "middle", "steepness B", "error on the second half, from the first")
-    left_out = f"<p>Not fitted, for no file says what they began with: {'; '.join(unknown)}.</p>" if unknown else ""
-    return page.table(head, rows, "fits") + left_out
+    text = page.table(head, rows, "fits")
+    if without_start:
+        text += f"<p>Not fitted, for no file says what they began with: {'; '.join(without_start)}.</p>"
+    return text
 
 
 def _record_table(runs: Sequence[Run]) -> str:
     """Return a table of runs by version. Several lines mean that the sweep mixes commits or versions."""
-    records: dict[str, list[Run]] = {}
+    counts: collections.Counter[str] = collections.Counter()
     for run in runs:
         versions = ", ".join(f"{name} {version}" for name, version in run.made_with.get("versions", {}).items())
-        commit, devices = (run.made_with.get(name) or "unknown" for name in ("commit", "devices"))
-        records.setdefault(f"commit {commit}; {devices}; {versions}", []).append(run)
-    return page.table(
-        ("runs", "made with"), [page.row(str(len(of)), page.text(record)) for record, of in records.items()]
-    )
+        commit = run.made_with.get("commit") or "unknown"
+        devices = run.made_with.get("devices") or "unknown"
+        counts[f"commit {commit}; {devices}; {versions}"] += 1
+    rows = [page.row(str(count), page.text(record)) for record, count in counts.items()]
+    return page.table(("runs", "made with"), rows)
 
 
 def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
@@ -391,16 +507,20 @@ def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
     for run in runs:
         settings = [page.text(run.point.get(field, "")) for field in sweep.fields()]
         numbers = [_number(value) for value in figures(run, sweep).values()]
-        status = run.status + (f", {run.lost_rows} rows lost" if run.lost_rows else "")
+        status = run.status
+        if run.lost_rows:
+            status += f", {run.lost_rows} rows lost"
         rows.append(page.row(f"<code>{page.text(run.name)}</code>", status, *settings, *numbers))
-    return page.folded(f"{len(runs)} points", page.table([page.text(h) for h in head], rows))
+    table = page.table([page.text(column) for column in head], rows)
+    return page.folded(f"{len(runs)} points", table)
 
 
 def _curve_sections(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> list[str]:
     pictures = {metric: _curves(runs, sweep, metric, units) for metric in sweep.metrics}
     if sweep.facet:
-        return [page.section(page.text(metric), page.figures(some)) for metric, some in pictures.items()]
-    return [page.section("Curves", page.figures(list(itertools.chain.from_iterable(pictures.values()))))]
+        return [page.section(page.text(metric), page.figures(of_metric)) for metric, of_metric in pictures.items()]
+    every_picture = list(itertools.chain.from_iterable(pictures.values()))
+    return [page.section("Curves", page.figures(every_picture))]
 
 
 def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, str]) -> list[str]:
@@ -410,15 +530,9 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, 
     """
     pictures = []
     for x_axis in dict.fromkeys((ITERATION, sweep.x_axis)):
-        facets: dict[Any, dict[str, Band]] = {}
-        for members in groups(runs).values():
-            drawn = band([curve(run, metric, x_axis) for run in members])
-            if drawn is not None:
-                label = _shown(members[0], sweep, without=sweep.facet)
-                facets.setdefault(_hashable(members[0].point.get(sweep.facet, "")), {})[label] = drawn
-        labels = list(dict.fromkeys(label for bands in facets.values() for label in bands))
-        every = [b for bands in facets.values() for b in bands.values()]
-        limits = _limits([b.x for b in every]), _limits([edge for b in every for edge in (b.low, b.high)])
+        facets = _bands_by_facet(runs, sweep, metric, x_axis)
+        labels = list(dict.fromkeys(itertools.chain.from_iterable(facets.values())))
+        limits = _limits_of_facets(facets)
         for number, (value, bands) in enumerate(facets.items()):
             draw = functools.partial(_draw_bands, bands=bands, labels=labels, limits=limits)
             svg = page.picture(
@@ -431,65 +545,132 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, 
             title = page.text(f"{sweep.facet.rsplit('.', 1)[-1]} {value}" if sweep.facet else metric)
             if len(bands) == 1 < len(labels):
                 title += f" | {next(iter(bands))}"  # a picture with one line has no legend
+            unit = page.text(units.get(metric, ""))
             keys = [(i, label, "line") for i, label in enumerate(labels) if label in bands]
-            pictures.append(page.figure(title, page.text(units.get(metric, "")), page.legend(keys), svg))
+            pictures.append(page.figure(title, unit, page.legend(keys), svg))
     return pictures
+
+
+def _bands_by_facet(runs: Sequence[Run], sweep: Sweep, metric: str, x_axis: str) -> dict[Any, dict[str, Band]]:
+    """Return the band of each group by the value of the facet and by the label of the group."""
+    facets: dict[Any, dict[str, Band]] = {}
+    for members in groups(runs).values():
+        band_of_group = band([curve(run, metric, x_axis) for run in members])
+        if band_of_group is None:
+            continue
+        label = _label(members[0], sweep, without=sweep.facet)
+        value = _hashable(members[0].point.get(sweep.facet, ""))
+        facets.setdefault(value, {})[label] = band_of_group
+    return facets
+
+
+# Ends of the x-axis and of the y-axis.
+Limits = tuple[tuple[float, float], tuple[float, float]]
+
+
+def _limits_of_facets(facets: Mapping[Any, Mapping[str, Band]]) -> Limits:
+    """Return the ends of the axes that all pictures of the facets share."""
+    x = []
+    y = []
+    for bands in facets.values():
+        for band_of_group in bands.values():
+            x.append(band_of_group.x)
+            y += [band_of_group.low, band_of_group.high]
+    return _limits(x), _limits(y)
 
 
 def _limits(values: Sequence[np.ndarray]) -> tuple[float, float]:
     """Return the ends of an axis that contains all values, with a margin."""
-    low, high = min((v.min() for v in values), default=0.0), max((v.max() for v in values), default=1.0)
+    low = min((array.min() for array in values), default=0.0)
+    high = max((array.max() for array in values), default=1.0)
     margin = 0.05 * (high - low) or 0.5
     return float(low - margin), float(high + margin)
 
 
-def _draw_bands(axes: Any, *, bands: Mapping[str, Band], labels: Sequence[str], limits: Sequence[tuple]) -> None:
+def _draw_bands(axes: Any, *, bands: Mapping[str, Band], labels: Sequence[str], limits: Limits) -> None:
     for i, label in enumerate(labels):
-        if label in bands:
-            b, (colour, dash) = bands[label], page.stroke(i)
-            marker = "o" if len(b.x) < 3 else ""
-            axes.plot(b.x, b.median, color=colour, linestyle=dash, linewidth=1.6, marker=marker, markersize=4)
-            axes.fill_between(b.x, b.low, b.high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xlim(*limits[0])
-    axes.set_ylim(*limits[1])
+        if label not in bands:
+            continue
+        quartiles = bands[label]
+        x = quartiles.x
+        colour, dash = page.stroke(i)
+        marker = "o" if len(x) < 3 else ""
+        axes.plot(x, quartiles.median, color=colour, linestyle=dash, linewidth=1.6, marker=marker, markersize=4)
+        axes.fill_between(x, quartiles.low, quartiles.high, color=colour, alpha=0.15, linewidth=0)
+    x_limits, y_limits = limits
+    axes.set_xlim(*x_limits)
+    axes.set_ylim(*y_limits)
 
 
 def _trade_offs(runs: Sequence[Run], sweep: Sweep, units: Mapping[str, str]) -> str:
     pictures = []
-    for across, up in sweep.pareto:
-        spots = {}
+    for x_metric, y_metric in sweep.pareto:
+        quartiles = {}
         for members in groups(runs).values():
-            pairs = []
-            for run in members:
-                numbers = figures(run, sweep)
-                x = numbers[f"{across} last"]
-                y = numbers[f"{up} last"]
-                if x is not None and y is not None:
-                    pairs.append((x, y))
+            pairs = _last_pairs(members, sweep, x_metric, y_metric)
             if pairs:
-                spots[_shown(members[0], sweep)] = np.quantile(pairs, (0.25, 0.5, 0.75), axis=0)
-        if spots:
-            draw = functools.partial(_draw_trade_off, spots=spots, sweep=sweep, across=across, up=up)
-            svg = page.picture(
-                draw, label=f"{up} against {across}", x_label=across, salt=f"{across} {up}", whole_x=False
-            )
-            pictures.append(page.figure(page.text(up), page.text(units.get(up, "")), "", svg))
+                quartiles[_label(members[0], sweep)] = np.quantile(pairs, (0.25, 0.5, 0.75), axis=0)
+        if not quartiles:
+            continue
+        draw = functools.partial(
+            _draw_trade_off,
+            quartiles=quartiles,
+            lower_x=x_metric in sweep.lower_is_better,
+            lower_y=y_metric in sweep.lower_is_better,
+        )
+        svg = page.picture(
+            draw,
+            label=f"{y_metric} against {x_metric}",
+            x_label=x_metric,
+            salt=f"{x_metric} {y_metric}",
+            whole_x=False,
+        )
+        unit = page.text(units.get(y_metric, ""))
+        pictures.append(page.figure(page.text(y_metric), unit, "", svg))
     return page.figures(pictures)
 
 
-def _draw_trade_off(axes: Any, *, spots: Mapping[str, np.ndarray], sweep: Sweep, across: str, up: str) -> None:
-    """Draw every group with its quartiles. The Pareto-optimal groups are connected and labelled."""
-    medians = [(q[1, 0], q[1, 1]) for q in spots.values()]
-    best = front(medians, lower_x=across in sweep.lower_is_better, lower_y=up in sweep.lower_is_better)
-    for i, (label, q) in enumerate(spots.items()):
-        (x, y), spread = q[1], np.abs(q[[0, 2]] - q[1])
-        colour = SERIES[0] if i in best else FAINT
-        axes.errorbar(x, y, xerr=spread[:, :1].reshape(2, 1), yerr=spread[:, 1:], fmt="o", color=colour, markersize=4)
-        if i in best:
-            # Shorten long names, which would fill the picture. The table has the full name.
-            name = textwrap.shorten(html.unescape(label), 40, placeholder=" ...")
-            axes.annotate(
-                name, (x, y), xytext=(3, 4), textcoords="offset points", fontsize=6, color=INK, parse_math=False
-            )
-    x, y = zip(*(medians[i] for i in best), strict=True)
-    axes.plot(x, y, color=SERIES[0], linewidth=1)
+def _last_pairs(runs: Sequence[Run], sweep: Sweep, x_metric: str, y_metric: str) -> list[tuple[float, float]]:
+    """Return the last values of two metrics, of the runs that have both."""
+    pairs = []
+    for run in runs:
+        numbers = figures(run, sweep)
+        x = numbers[f"{x_metric} last"]
+        y = numbers[f"{y_metric} last"]
+        if x is not None and y is not None:
+            pairs.append((x, y))
+    return pairs
+
+
+def _draw_trade_off(axes: Any, *, quartiles: Mapping[str, np.ndarray], lower_x: bool, lower_y: bool) -> None:
+    """Draw every group with its quartiles. The Pareto-optimal groups are connected and labelled.
+
+    Args:
+        quartiles: [3, 2] quartiles of x and y, by the label of the group.
+    """
+    medians = []
+    for of_group in quartiles.values():
+        x, y = of_group[1]
+        medians.append((x, y))
+    optimal = front(medians, lower_x=lower_x, lower_y=lower_y)
+    for i, (label, of_group) in enumerate(quartiles.items()):
+        low, median, high = of_group
+        x_error, y_error = np.abs(np.stack([low, high]) - median).T
+        x, y = median
+        colour = SERIES[0] if i in optimal else FAINT
+        axes.errorbar(x, y, xerr=x_error[:, None], yerr=y_error[:, None], fmt="o", color=colour, markersize=4)
+        if i not in optimal:
+            continue
+        # Shorten long names, which would fill the picture. The table has the full name.
+        name = textwrap.shorten(html.unescape(label), 40, placeholder=" ...")
+        axes.annotate(
+            name,
+            (x, y),
+            xytext=(3, 4),
+            textcoords="offset points",
+            fontsize=6,
+            color=INK,
+            parse_math=False,
+        )
+    front_x, front_y = zip(*(medians[i] for i in optimal), strict=True)
+    axes.plot(front_x, front_y, color=SERIES[0], linewidth=1)

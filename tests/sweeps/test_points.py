@@ -202,9 +202,10 @@ def test_what_points_set_is_not_for_the_command_line(point, given, refused):
         assert freeze_points({}, [point], ["num_iterations", given]) == freeze_points({}, [point])
         return
     (field,) = point
-    said = f"point {point}: it sets {field}, so that the command line must not: --config.{given}"
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError) as error:
         freeze_points({}, [point], ["num_iterations", given])
+    message = str(error.value)
+    assert message.startswith(f"point {point}: --config.{given} ") and f" {field}" in message
 
 
 @pytest.mark.parametrize(
