@@ -21,7 +21,7 @@ import numpy as np
 from scipy import stats
 
 from jaxrl_llm.sweeps.intervals import Resampling
-from studies.arms import Arm, Way
+from studies.arms import Arm, CostCurve
 
 
 class Paired(NamedTuple):
@@ -52,9 +52,12 @@ def by_seed(arm: Arm) -> list[Arm]:
     arms = []
     for i, run in enumerate(arm.runs):
         passed = arm.passed[i : i + 1]
-        at = arm.at[i : i + 1]
+        evaluation_rows = arm.evaluation_rows[i : i + 1]
         curves = no_draws.curves(passed / arm.samples)
-        arms.append(dataclasses.replace(arm, runs=[run], passed=passed, curves=curves, at=at, draws=no_draws))
+        arm_of_run = dataclasses.replace(
+            arm, runs=[run], passed=passed, curves=curves, evaluation_rows=evaluation_rows, draws=no_draws
+        )
+        arms.append(arm_of_run)
     return arms
 
 
@@ -63,24 +66,31 @@ def ends(arm: Arm, base: Arm) -> Paired:
     return paired(arm.end_by_run() - base.end_by_run())
 
 
-def saved(arm: Arm, base: Arm, threshold: float, way: Way) -> Paired:
+def saving(arm: Arm, base: Arm, threshold: float, cost_curve: CostCurve) -> Paired:
     """Return the share of the base's cost to the threshold that an arm saves."""
-    logarithms = np.log(_costs_by_seed(arm, threshold, way)) - np.log(_costs_by_seed(base, threshold, way))
-    mean, low, high, p = paired(logarithms)
+    arm_costs = _costs_by_seed(arm, threshold, cost_curve)
+    base_costs = _costs_by_seed(base, threshold, cost_curve)
+    mean, low, high, p = paired(np.log(arm_costs) - np.log(base_costs))
+    # A low cost is a high saving.
     return Paired(1 - np.exp(mean), 1 - np.exp(high), 1 - np.exp(low), p)
 
 
-def _costs_by_seed(arm: Arm, threshold: float, way: Way) -> np.ndarray:
+def _costs_by_seed(arm: Arm, threshold: float, cost_curve: CostCurve) -> np.ndarray:
     """Return the cost to the threshold of each seed of an arm."""
-    costs = [run_of_seed.to(threshold, way(run_of_seed))[0] for run_of_seed in by_seed(arm)]
-    return np.array([float(cost) for cost in costs])
+    costs = []
+    for arm_of_seed in by_seed(arm):
+        cost = arm_of_seed.cost_to(threshold, cost_curve(arm_of_seed))
+        costs.append(float(cost[0]))
+    return np.array(costs)
 
 
-def holm(p: Mapping[str, float], level: float = 0.05) -> list[str]:
+def holm(p_values: Mapping[str, float], level: float = 0.05) -> list[str]:
     """Return the names of the rejected hypotheses, with Holm's control of the family-wise error at ``level``."""
+    ordered = sorted(p_values.items(), key=lambda pair: pair[1])
     rejected: list[str] = []
-    for i, (name, value) in enumerate(sorted(p.items(), key=lambda pair: pair[1])):
-        if value > level / (len(p) - i):
+    for i, (name, p) in enumerate(ordered):
+        num_left = len(ordered) - i
+        if p > level / num_left:
             break
         rejected.append(name)
     return rejected
@@ -100,7 +110,8 @@ def ranks(costs: np.ndarray) -> list[Rank]:
     ``costs`` is [arms, 1 + resamples]. Column 0 has the figures themselves and is not a draw.
     """
     draws = costs[:, 1:]
-    order = draws.argsort(axis=0, kind="stable").argsort(axis=0, kind="stable") + 1
-    first = (order == 1).mean(axis=1)
-    low, high = np.quantile(order, (0.025, 0.975), axis=1, method="closest_observation")
+    order = draws.argsort(axis=0, kind="stable")
+    rank_of_arm = order.argsort(axis=0, kind="stable") + 1
+    first = (rank_of_arm == 1).mean(axis=1)
+    low, high = np.quantile(rank_of_arm, (0.025, 0.975), axis=1, method="closest_observation")
     return [Rank(*rank) for rank in zip(first.tolist(), low.tolist(), high.tolist(), strict=True)]

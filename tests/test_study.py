@@ -270,7 +270,12 @@ def test_what_lies_beyond_the_budget_is_left_out_and_the_last_evaluation_counts_
     assert len(arm.runs[0].rows) == 200 and arm.passed.tolist() == [passed] * 2
     close = dict(long, **{"eval/pass_rate": [0.5 if i in (40, 80, 120, 159, 160) else None for i in range(1, 241)]})
     (arm,) = arms.arms_of(written(tmp_path, [record(ON_POLICY, s, 4e-4, passed, **close) for s in (0, 1)]))
-    assert arm.at.tolist() == [[39, 79, 119, 159]] * 2 and arm.passed[0].tolist() == [[1, 1], [2, 2], [3, 3], [5, 5]]
+    assert arm.evaluation_rows.tolist() == [[39, 79, 119, 159]] * 2 and arm.passed[0].tolist() == [
+        [1, 1],
+        [2, 2],
+        [3, 3],
+        [5, 5],
+    ]
 
 
 def test_the_table_of_arms_by_hand(tmp_path):
@@ -278,21 +283,21 @@ def test_the_table_of_arms_by_hand(tmp_path):
     runs = [record(ON_POLICY, s, 4e-4, SLOW) for s in (0, 1)] + [record(REUSED, s, 2e-4, FAST) for s in (0, 1)]
     base, fast = arms.arms_of(written(tmp_path, runs))
     # Shares [0, .25, .375, .5, .5], smoothed .125, .2083, .375, .4583, .5: 0.4 lies 0.3 of the way from 3 to 4.
-    assert base.over(5.28)[0] == pytest.approx([6.28 * i for i in range(1, 6)])
-    assert base.to(0.4, base.over(5.28))[0] == pytest.approx(6.28 * 3.3)
+    assert base.compute(5.28)[0] == pytest.approx([6.28 * i for i in range(1, 6)])
+    assert base.cost_to(0.4, base.compute(5.28))[0] == pytest.approx(6.28 * 3.3)
     # [.125, .5, .75, .75, .75] smoothed .3125, .4583: 0.4 lies 0.6 of the way from 1 to 2, at 1 + 5.28 / 4 each.
-    assert fast.to(0.4, fast.over(5.28))[0] == pytest.approx(2.32 * 1.6)
-    found = arms.saved(fast, base, 0.4, lambda arm: arm.over(5.28))
+    assert fast.cost_to(0.4, fast.compute(5.28))[0] == pytest.approx(2.32 * 1.6)
+    found = arms.saving(fast, base, 0.4, lambda arm: arm.compute(5.28))
     assert found.value == pytest.approx(1 - 2.32 * 1.6 / (6.28 * 3.3))
     # 0.5 is reached by the base at the end alone, at 5 * 6.28; 0.6 never: it is charged what it spent, the same.
-    late, never = (arms.saved(fast, base, rate, lambda arm: arm.over(5.28)).value for rate in (0.5, 0.6))
+    late, never = (arms.saving(fast, base, rate, lambda arm: arm.compute(5.28)).value for rate in (0.5, 0.6))
     assert late == pytest.approx(1 - 2.32 * (2 + (0.5 - 11 / 24) / (2 / 3 - 11 / 24)) / 31.4)
     assert never == pytest.approx(1 - 2.32 * (2 + (0.6 - 11 / 24) / (2 / 3 - 11 / 24)) / 31.4)
     # The first evaluation at 0.4 or more of the smoothed curve, and a metric between its neighbours.
-    assert (base.at_first(0.4), fast.at_first(0.4), base.at_first(0.6)) == (3, 1, 4)
+    assert (base.first_evaluation_at(0.4), fast.first_evaluation_at(0.4), base.first_evaluation_at(0.6)) == (3, 1, 4)
     rows = [{"x": value} for value in (1.0, 2.0, None, 4.0, 5.0)]
     other = dataclasses.replace(base, runs=[dataclasses.replace(run, rows=rows) for run in base.runs])
-    assert [other.around("x", i).value for i in (0, 1, 3)] == [1.5, 2.0, 4.5]
+    assert [other.mean_around("x", i).value for i in (0, 1, 3)] == [1.5, 2.0, 4.5]
     lines = arms.table([base, fast], 0.4, base=base).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     assert cells[0] == [
@@ -309,13 +314,15 @@ def test_the_table_of_arms_by_hand(tmp_path):
         and cells[3][6] == "0.50 (0.50-0.50)"
     )
     # A ring of 8 batches of 128, of which a step generates 32: 1.6 steps do not fill it; one batch is full by 3.3.
-    assert base.filled(0.4) and not fast.filled(0.4)
+    assert base.has_full_ring_at(0.4) and not fast.has_full_ring_at(0.4)
     # Each seed by itself has the mean's cost, for they are alike.
-    assert [one.to(0.4, one.over(5.28)).tolist() for one in seeds.by_seed(base)] == [[pytest.approx(6.28 * 3.3)]] * 2
-    alike = seeds.saved(fast, base, 0.4, arms.DECLARED)
+    assert [one.cost_to(0.4, one.compute(5.28)).tolist() for one in seeds.by_seed(base)] == [
+        [pytest.approx(6.28 * 3.3)]
+    ] * 2
+    alike = seeds.saving(fast, base, 0.4, arms.DECLARED)
     assert (alike.mean, alike.low, alike.high) == pytest.approx([found.value] * 3)
     assert seeds.ends(fast, base)[:3] == pytest.approx([0.75 - 11 / 24] * 3)
-    never = seeds.saved(base, fast, 0.7, arms.DECLARED)
+    never = seeds.saving(base, fast, 0.7, arms.DECLARED)
     assert math.isnan(never.low) and never.p == 1.0
 
 
@@ -376,10 +383,10 @@ def test_compute_at_an_arms_own_mu_is_seconds_over_those_of_the_base(tmp_path):
     (arm,) = arms.arms_of(written(tmp_path, runs))
     arm = dataclasses.replace(arm, times=costs.Times(0.3, 0.2, 0.6, generated=32.0, trained=128.0))
     base = dataclasses.replace(arm, times=costs.Times(9.0, 0.1, 9.9, generated=128.0, trained=128.0))
-    assert arm.over_own(base)[0] == pytest.approx([5.0 * i for i in range(1, 6)])
+    assert arm.compute_at_own_mu(base)[0] == pytest.approx([5.0 * i for i in range(1, 6)])
     # With itself as the base: trained + mu generated, mu = (0.3 / 32) / (0.2 / 128), in batches.
-    assert arm.over_own(arm)[0] == pytest.approx([1 + 6 / 4] * np.arange(1, 6))
-    assert arm.over_seconds()[0] == pytest.approx([0.6 * i for i in range(1, 6)])
+    assert arm.compute_at_own_mu(arm)[0] == pytest.approx([1 + 6 / 4] * np.arange(1, 6))
+    assert arm.seconds()[0] == pytest.approx([0.6 * i for i in range(1, 6)])
 
 
 def test_both_tasks_are_asked_after_a_reported_run_and_its_checkpoint_goes(tmp_path, monkeypatch):
@@ -412,7 +419,7 @@ def test_both_tasks_are_asked_after_a_reported_run_and_its_checkpoint_goes(tmp_p
 def test_a_table_takes_what_came_after_the_runs(tmp_path):
     runs = [record(ON_POLICY, s, 4e-4, SLOW) | {"after": {"gcd/pass@1": 0.1 + 0.2 * s}} for s in (0, 1)]
     (arm,) = arms.arms_of(written(tmp_path, runs))
-    lines = arms.table([arm], 0.4, more={"gcd": lambda arm: arm.after("gcd/pass@1").shown()}).splitlines()
+    lines = arms.table([arm], 0.4, more={"gcd": lambda arm: arm.after("gcd/pass@1").text()}).splitlines()
     assert lines[0].endswith("| entropy | gcd |") and lines[2].endswith("| 0.50 (0.50-0.50) | 0.20 (0.10-0.30) |")
 
 

@@ -47,7 +47,7 @@ class Interval(NamedTuple):
         low, high = np.quantile(draws[1:], (0.025, 0.975), method="closest_observation")
         return cls(float(draws[0]), float(low), float(high))
 
-    def shown(self, form: str = ".2f", never: str = "never") -> str:
+    def text(self, form: str = ".2f", never: str = "never") -> str:
         """Return the interval as text, ``0.48 (0.43-0.53)`` or ``5% (-26% to 42%)``."""
         value, low, high = (format(x, form) if math.isfinite(x) else never for x in self)
         if value == low == high == never:

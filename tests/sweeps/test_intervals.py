@@ -64,10 +64,10 @@ def test_the_interval_of_a_mean_is_about_two_standard_errors():
 def test_what_is_never_reached_is_more_than_all_and_is_said():
     draws = np.array([3.0, *[2.0] * 50, *[math.inf] * 50])
     assert Interval.of(draws) == (3.0, 2.0, math.inf)
-    assert Interval.of(draws).shown(".0f") == "3 (2-never)"
-    assert Interval.of(np.full(9, math.inf)).shown() == "never"
-    assert Interval(0.481, 0.43, 0.53).shown() == "0.48 (0.43-0.53)"
-    assert Interval(0.05, -0.26, 0.42).shown(".0%") == "5% (-26% to 42%)"
+    assert Interval.of(draws).text(".0f") == "3 (2-never)"
+    assert Interval.of(np.full(9, math.inf)).text() == "never"
+    assert Interval(0.481, 0.43, 0.53).text() == "0.48 (0.43-0.53)"
+    assert Interval(0.05, -0.26, 0.42).text(".0%") == "5% (-26% to 42%)"
 
 
 def test_a_first_crossing_lies_on_the_line_between_two_points():
