@@ -83,6 +83,7 @@ def test_no_prompt_stays_longer_than_the_gate_allows_though_shards_give_more_or_
     assert slack > 0 and np.ptp(given) > 0
 
 
+@pytest.mark.tier("slow")  # plain: the quotas by hand, in this file
 def test_a_surplus_moves_to_the_shards_that_lack_and_every_group_comes_out_once_with_its_own_rows():
     """The tokens are those of one shard, and rows stand where ``generate`` says."""
     alone = Sampling(make_sampler(num_prompts=24, num_slots=24))

@@ -169,7 +169,8 @@ def test_clusters_get_the_command(typist):
 
 
 @pytest.mark.parametrize(
-    "program", [pytest.param("gcloud", marks=pytest.mark.tier("hosts")), "kubectl", "sky", "sbatch"]
+    "program",
+    ["kubectl", *(pytest.param(name, marks=pytest.mark.tier("hosts")) for name in ("gcloud", "sky", "sbatch"))],
 )
 def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printed):
     needs_envsubst()

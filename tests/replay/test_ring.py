@@ -103,9 +103,19 @@ operations = st.lists(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=30, derandomize=True)
-@hypothesis.given(st.integers(0, len(CONFIGS) - 1), operations)
-def test_ring_equals_its_definition_over_any_insert_evict_draw(which, steps):
+def examples(plain, slow):
+    """Draw few examples in the plain suite, and more in the tier slow."""
+    cases = [plain, pytest.param(slow, marks=pytest.mark.slow)]
+    return pytest.mark.parametrize("num_examples", cases)
+
+
+@examples(12, 60)
+def test_ring_equals_its_definition_over_any_insert_evict_draw(num_examples):
+    settings = hypothesis.settings(deadline=None, max_examples=num_examples, derandomize=True)
+    settings(hypothesis.given(st.integers(0, len(CONFIGS) - 1), operations)(check_ring))()
+
+
+def check_ring(which, steps):
     config, fresh_wanted = CONFIGS[which], FRESH_WANTED[which]
     ring = jit_init(CAPACITY, SHARDS)
     num_positive = 2 if config.positive_fraction else 0

@@ -94,6 +94,7 @@ def plain():
     return first, jax.device_get(learner(False).iterate(state, ring, 1))
 
 
+@pytest.mark.tier("slow")  # plain: test_a_ring_on_the_host_keeps_and_draws_the_same_rows
 def test_not_a_bit_of_an_iteration_differs(plain):
     state, ring = learner(True).start()
     for iteration, expected in enumerate(plain):

@@ -158,6 +158,7 @@ def test_its_environment_tells_it_so_and_ends_where_no_test_that_is_shown_fails(
     assert answer(text, [TIMES["square"], TIMES["right"]], **columns) is None
 
 
+@pytest.mark.tier("sandbox")  # plain: test_code_attacks.test_a_sandbox_whose_process_of_tests_fails_raises
 def test_a_sandbox_that_fails_is_no_score(monkeypatch):
     pool = code_tests._sandbox()
     monkeypatch.setattr("jaxrl_llm.sandbox.sandbox.GRACE_S", 0.0)

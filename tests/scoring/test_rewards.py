@@ -735,6 +735,7 @@ def test_messages_and_turns_of_completions_that_are_scored_one_by_one():
     np.testing.assert_array_equal(got.columns["turn_reward"], [[1, 2, 0, 0], [3, 0, 0, 0]])
 
 
+@pytest.mark.tier("slow")  # plain: test_of_a_function_that_scores_one_by_one_a_completion_fails_alone
 def test_of_math_one_formula_fails_alone():
     """A polynomial of three unknowns is within the bounds of a formula, and takes minutes to expand."""
     pytest.importorskip("math_verify")
@@ -748,6 +749,7 @@ def test_of_math_one_formula_fails_alone():
 # ---- lines on the socket that answer no call ---------------------------------------------------------------------
 
 
+@pytest.mark.tier("slow")  # plain: test_an_answer_of_another_form_is_an_error_of_its_call
 def test_a_stray_line_is_an_error_of_its_call_and_shifts_no_answer():
     strays = runpy.run_path(str(FUNCTIONS))["STRAYS"]
     with pool(user("strays"), timeout_s=3.0) as rewards:

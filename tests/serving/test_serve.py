@@ -271,6 +271,7 @@ def test_tokens_that_the_request_names_end_it_too(greedy):
     )
 
 
+@pytest.mark.tier("slow")  # plain: test_lora.py
 def test_adapters_of_unlike_ranks_and_targets_answer_as_each_alone_over_one_base(tmp_path):
     kinds = {
         "plain": LoraConfig(rank=2, alpha=8.0, targets=("q", "down")),
