@@ -45,17 +45,17 @@ ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
 NOT_ENFORCED = {
     "namespaces": (),
-    "bubblewrap": ("disk_mb in all, but only of each file",),
+    "bubblewrap": ("disk_mb over all files together, but of each file",),
     "rlimits": (
-        "whether a file outside its folder exists, its size and times",
-        "disk_mb in all, but only of each file",
-        "processes and memory in all, but for a look 20 times a second",
+        "secrecy of the existence, size and times of files outside the program's folder",
+        "disk_mb over all files together, but of each file",
+        "processes and memory over all processes together, except by 20 checks a second",
     ),
 }
 # Protection that a worker reports as missing -> protection of the user that is then not enforced.
 LACKING = {
-    "files": "files outside its folder can be read and written; /dev/zero and /dev/shm hold memory beyond memory_mb",
-    "calls": "sockets can be opened, processes signalled, every system call made",
+    "files": "the protection of files outside the program's folder, and memory_mb for memory in /dev/zero and /dev/shm",
+    "calls": "the filter of system calls, so that programs can open sockets and signal other processes",
 }
 
 LANDLOCK_ADVICE = ". Allow user namespaces, install bwrap, or set isolation='rlimits' to let programs reach files"
@@ -194,19 +194,19 @@ class Sandbox(contextlib.AbstractContextManager):
         reasons: list[str] = []
         for self.isolation in (isolation,) if isolation else ISOLATIONS:
             if required and self.isolation == "rlimits":
-                raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons) or 'not asked for'}")
+                raise _required_error(reasons or ["isolation='rlimits' excludes both"])
             try:
                 first = _Worker(self.isolation)
                 is_refused = required or self._is_open(first.lacks, is_chosen=bool(isolation))
                 if not first.lacks or not is_refused:
                     break
                 first.end()
-                reasons.append(f"{self.isolation}: {'; '.join(LACKING[name] for name in first.lacks)}")
+                reasons.append(f"{self.isolation} does not enforce: {'; '.join(LACKING[name] for name in first.lacks)}")
             except SandboxError as error:
                 reasons.append(f"{self.isolation}: {error}")
         else:
             if required:
-                raise SandboxError(f"sandbox.required, and there is none here: {'; '.join(reasons)}")
+                raise _required_error(reasons)
             advice = "" if isolation else LANDLOCK_ADVICE
             raise SandboxError("; ".join(reasons) + advice)
         self._workers.append(first)
@@ -214,7 +214,8 @@ class Sandbox(contextlib.AbstractContextManager):
         try:
             if self.isolation == "rlimits" or first.lacks:
                 details = f" ({'; '.join(reasons)})" if reasons else ""
-                message = f"the sandbox is of {self.isolation}{details}; not enforced: {'; '.join(self.not_enforced)}"
+                message = f"The sandbox uses isolation={self.isolation!r}{details}. "
+                message += f"It does not enforce: {'; '.join(self.not_enforced)}"
                 warnings.warn(message, SandboxWarning, stacklevel=2)
             self._workers += [_Worker(self.isolation) for _ in range(num_workers - 1)]
         except (SandboxError, SandboxWarning):  # a filter can turn the warning into an error
@@ -274,6 +275,12 @@ class Sandbox(contextlib.AbstractContextManager):
         self.close()
 
 
+def _required_error(reasons: list[str]) -> SandboxError:
+    """Return the error that neither namespaces nor bubblewrap works although the caller requires one of them."""
+    advice = "Allow user namespaces, install bwrap, or set sandbox.required=False"
+    return SandboxError(f"sandbox.required=True needs namespaces or bubblewrap: {'; '.join(reasons)}. {advice}")
+
+
 class _Worker:
     """Interpreter process and the socket to it. A failed process is replaced. Used by one thread at a time."""
 
@@ -304,13 +311,13 @@ class _Worker:
                 )
             except OSError as error:
                 self.socket.close()
-                raise SandboxError(f"no process starts: {error}") from error
+                raise SandboxError(f"the worker's process cannot start: {error}") from error
         try:
             self._buffer = bytearray()
             reply = self._next_message(time.monotonic() + MAX_START_S)
         except SandboxError as error:
             self.end()
-            raise SandboxError(f"no interpreter starts: {error}") from error
+            raise SandboxError(f"the worker's interpreter cannot start: {error}") from error
         if "error" in reply:
             self.end()
             raise SandboxError(reply["error"])
@@ -376,11 +383,11 @@ class _Worker:
         while b"\n" not in self._buffer:
             seconds_left = deadline - time.monotonic()
             if seconds_left <= 0:
-                raise SandboxError("no answer from its process in time")
+                raise SandboxError("the worker did not reply in time")
             if poll.poll(1e3 * min(seconds_left, wait_s)):
                 received = self.socket.recv(2**20)
                 if not received:
-                    raise SandboxError("its process died")
+                    raise SandboxError("the worker's process died")
                 self._buffer += received
             elif limits and not is_stopped:
                 exceeded = self._exceeded_limit(limits)

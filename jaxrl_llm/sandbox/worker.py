@@ -169,7 +169,7 @@ def _run(limits: dict[str, Any], isolation: str, lacks: list[str], messages: _Me
     except OSError as error:
         _close([program, stdin, *test_files, *pipe_ends])
         _kill_tests(tester_pid)
-        return {"error": f"no process starts: {error}"}
+        return {"error": f"a program's process cannot start: {error}"}
     _close([program, stdin, *(write for _, write in pipes)])
     outputs = {read: bytearray() for read, _ in pipes}
     sizes = dict(zip(outputs, (max_bytes, max_bytes, max_bytes + REPORT_BYTES), strict=True))
@@ -189,7 +189,7 @@ def _run(limits: dict[str, Any], isolation: str, lacks: list[str], messages: _Me
     if report["failed"]:
         return {"error": report["failed"]}
     if not report["began"] and not reached_limit:
-        return {"error": "a program ended before it began"}
+        return {"error": "a program's process ended before the program began"}
     return {
         "stdout": bytes(stdout[:max_bytes]).decode(errors="replace"),
         "stderr": bytes(stderr[:max_bytes]).decode(errors="replace"),
