@@ -191,24 +191,7 @@ class Sandbox(contextlib.AbstractContextManager):
         self._closed = False
         self._workers: list[_Worker] = []
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        reasons: list[str] = []
-        for self.isolation in (isolation,) if isolation else ISOLATIONS:
-            if required and self.isolation == "rlimits":
-                raise _required_error(reasons or ["isolation='rlimits' excludes both"])
-            try:
-                first = _Worker(self.isolation)
-                is_refused = required or self._is_open(first.lacks, is_chosen=bool(isolation))
-                if not first.lacks or not is_refused:
-                    break
-                first.end()
-                reasons.append(f"{self.isolation} does not enforce: {'; '.join(LACKING[name] for name in first.lacks)}")
-            except SandboxError as error:
-                reasons.append(f"{self.isolation}: {error}")
-        else:
-            if required:
-                raise _required_error(reasons)
-            advice = "" if isolation else LANDLOCK_ADVICE
-            raise SandboxError("; ".join(reasons) + advice)
+        first, reasons = self._start_first_worker(isolation, required=required)
         self._workers.append(first)
         self.not_enforced = (*(LACKING[name] for name in first.lacks), *NOT_ENFORCED[self.isolation])
         try:
@@ -223,6 +206,34 @@ class Sandbox(contextlib.AbstractContextManager):
             raise
         for worker in self._workers:
             self._free.put(worker)
+
+    def _start_first_worker(self, isolation: str, *, required: bool) -> tuple[_Worker, list[str]]:
+        """Start a worker with the first isolation that works, and set ``self.isolation``.
+
+        Returns:
+            The worker, and the reasons why earlier isolations do not work here.
+
+        Raises:
+            SandboxError: no isolation works.
+        """
+        reasons: list[str] = []
+        for self.isolation in (isolation,) if isolation else ISOLATIONS:
+            if required and self.isolation == "rlimits":
+                raise _required_error(reasons or ["isolation='rlimits' excludes both"])
+            try:
+                worker = _Worker(self.isolation)
+                is_refused = required or self._is_open(worker.lacks, is_chosen=bool(isolation))
+                if not worker.lacks or not is_refused:
+                    return worker, reasons
+                worker.end()
+                missing = "; ".join(LACKING[name] for name in worker.lacks)
+                reasons.append(f"{self.isolation} does not enforce: {missing}")
+            except SandboxError as error:
+                reasons.append(f"{self.isolation}: {error}")
+        if required:
+            raise _required_error(reasons)
+        advice = "" if isolation else LANDLOCK_ADVICE
+        raise SandboxError("; ".join(reasons) + advice)
 
     def run(
         self,
