@@ -61,11 +61,11 @@ def run(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float, *, steps: in
 
 def summary(policy: np.ndarray, rewards: np.ndarray) -> tuple[float, float, int]:
     """Return the expected reward, the entropy in nats, and the number of arms with more than 1 % of the mass."""
-    return (
-        float(policy @ rewards),
-        float(-np.sum(policy * np.log(np.maximum(policy, 1e-300)))),
-        int((policy > 0.01).sum()),
-    )
+    reward = float(policy @ rewards)
+    logarithms = np.log(np.maximum(policy, 1e-300))
+    entropy = float(-np.sum(policy * logarithms))
+    num_arms = int((policy > 0.01).sum())
+    return reward, entropy, num_arms
 
 
 HEAD = ("delta_V", "reward", "entropy, nats", "arms with 1 %", "end on one arm", "on one that is not the best")
@@ -76,21 +76,24 @@ def rows() -> list[list[str]]:
 
     Reward, entropy and the number of arms are medians. The last two columns count behaviours.
     """
-    found = []
+    cells_of_rows = []
     for delta_v in DELTAS:
-        behaviours = softmax(np.stack([2 * np.random.default_rng(s).normal(size=8) for s in range(20)]))
+        logits = [2 * np.random.default_rng(seed).normal(size=8) for seed in range(20)]
+        behaviours = softmax(np.stack(logits))
         ends = run(behaviours, REWARDS, delta_v)
-        reward, entropy, arms = np.median([summary(policy, REWARDS) for policy in ends], axis=0)
+        summaries = [summary(policy, REWARDS) for policy in ends]
+        reward, entropy, arms = np.median(summaries, axis=0)
         collapsed = [policy for policy in ends if policy.max() > 0.99]
         wrong = sum(REWARDS[policy.argmax()] < REWARDS.max() for policy in collapsed)
         cells = [f"{delta_v:.2f}", f"{reward:.3f}", f"{entropy:.3f}", f"{arms:.0f}"]
-        found.append([*cells, f"{len(collapsed)} of 20", f"{wrong}"])
-    return found
+        cells_of_rows.append([*cells, f"{len(collapsed)} of 20", f"{wrong}"])
+    return cells_of_rows
 
 
 def main() -> None:
     for cells in (HEAD, *rows()):
-        print("  ".join(f"{cell:>{len(head)}}" for cell, head in zip(cells, HEAD, strict=True)))
+        padded = [f"{cell:>{len(head)}}" for cell, head in zip(cells, HEAD, strict=True)]
+        print("  ".join(padded))
 
 
 if __name__ == "__main__":

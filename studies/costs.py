@@ -3,7 +3,7 @@
     compute = sum over iterations of trained (1 + f/3) + generated (mu + g/3)
 
 "trained" and "generated" count the rollouts that the run actually drew and sampled, including resampling rounds.
-f and g count the extra forward passes of a method per drawn and per fresh rollout, besides the forward pass of the
+f and g count the extra forward passes of a method per drawn and per fresh rollout, without the forward pass of the
 update. Examples are passes of a reference, of an old policy, or over a whole batch before its update. A forward pass
 costs a third of a forward and backward pass.
 
@@ -34,7 +34,7 @@ FORWARD = 1 / 3  # cost relative to a forward and backward pass
 
 
 class Forwards(NamedTuple):
-    """Numbers of extra forward passes, besides the forward pass of the update."""
+    """Numbers of extra forward passes, without the forward pass of the update."""
 
     of_trained: int
     of_generated: int

@@ -24,10 +24,13 @@ from jaxrl_llm.sweeps.table import Run, best_points
 
 COST_RATIO = 5.28  # mu of the paper's 7B runs: cost of generating a rollout over the cost of training on it
 GROUP = 8
-RATE, EVERY, SAMPLES = "optimizer.learning_rate", "eval.every_iterations", "eval.num_samples"
+RATE = "optimizer.learning_rate"
+EVERY = "eval.every_iterations"
+SAMPLES = "eval.num_samples"
 COMPUTE = "time/compute_rollouts"  # cumulative
 RATES = (2e-4, 4e-4, 8e-4)
-TUNING, REPORTED = seeds(2, first=100), seeds(4)
+TUNING = seeds(2, first=100)
+REPORTED = seeds(4)
 METRICS = ("eval/pass_rate", "rollout/pass_rate", "update/entropy_nats", "replay/age_mean_steps")
 
 
@@ -63,14 +66,15 @@ class Design:
         steps = ratio if at_once else 1
         generated = self.batch * steps // ratio
         iterations = round(self.budget / (steps * self.batch + COST_RATIO * generated))
-        return {
+        arm = {
             "rollout.prompts_per_iteration": generated // GROUP,
             "replay.capacity": self.batch * batches,
             "num_iterations": iterations,
             EVERY: max(1, iterations // self.evaluations),
-            **({"update.updates_per_iteration": steps} if at_once else {}),
-            **settings,
         }
+        if at_once:
+            arm["update.updates_per_iteration"] = steps
+        return arm | settings
 
     def label(self, settings: Mapping[str, Any]) -> str:
         """Return the name of an arm: its replay ratio, its ring in batches, and its other settings."""
@@ -79,9 +83,11 @@ class Design:
         others = []
         for name, value in settings.items():
             if name not in budget:
-                shown = f"{value:.3g}" if isinstance(value, float) else value
-                others.append(f"{name.rsplit('.', 1)[-1]} {shown}")
-        return ", ".join((f"y {ratio}", f"N {settings['replay.capacity'] // self.batch} B", *others))
+                text = f"{value:.3g}" if isinstance(value, float) else value
+                short_name = name.rsplit(".", 1)[-1]
+                others.append(f"{short_name} {text}")
+        ring = settings["replay.capacity"] // self.batch
+        return ", ".join((f"y {ratio}", f"N {ring} B", *others))
 
 
 SUMS = Design(batch=128, on_policy_steps=200, evaluations=40)  # configs/study_arithmetic.py
@@ -102,7 +108,10 @@ def as_reported(point: Point) -> Point:
     """Return the point that ``tuning`` was applied to. Return a point without ``tuning`` unchanged."""
     if SAMPLES not in point:
         return point
-    return {name: value for name, value in point.items() if name != SAMPLES} | {EVERY: point[EVERY] // 4}
+    reported = dict(point)
+    del reported[SAMPLES]
+    reported[EVERY] = point[EVERY] // 4
+    return reported
 
 
 def within(spent: np.ndarray, budget: float) -> int:
@@ -110,7 +119,8 @@ def within(spent: np.ndarray, budget: float) -> int:
 
     ``spent`` has the cumulative cost at each iteration.
     """
-    return int((spent <= budget + spent[-1] / len(spent) / 2).sum())
+    half_iteration = spent[-1] / len(spent) / 2
+    return int((spent <= budget + half_iteration).sum())
 
 
 def sweep_of(
@@ -130,11 +140,16 @@ def sweep_of(
     """
 
     def at_best(runs: Sequence[Run]) -> list[Point]:
-        paid = [within(np.array([row[COMPUTE] for row in run.rows]), budget) for run in runs]
-        runs = [dataclasses.replace(run, rows=run.rows[:rows]) for run, rows in zip(runs, paid, strict=True)]
-        return product(REPORTED, [as_reported(point) for point in best_points(runs, RATE, METRICS[0])])
+        paid_runs = []
+        for run in runs:
+            spent = np.array([row[COMPUTE] for row in run.rows])
+            num_rows = within(spent, budget)
+            paid_runs.append(dataclasses.replace(run, rows=run.rows[:num_rows]))
+        best = best_points(paid_runs, RATE, METRICS[0])
+        return product(REPORTED, [as_reported(point) for point in best])
 
-    points = product(choosing, [tuning(arm, samples) for arm in arms], grid({RATE: rates}))
+    tuned_arms = [tuning(arm, samples) for arm in arms]
+    points = product(choosing, tuned_arms, grid({RATE: rates}))
     return dataclasses.replace(shown_as(label, points), then=at_best)
 
 
@@ -146,7 +161,8 @@ def shown_as(label: Callable[[Point], str], points: Sequence[Point]) -> Sweep:
 
     def named(settings: Point) -> str:
         arm = {name: value for name, value in as_reported(settings).items() if name != RATE}
-        return f"{label(arm)}, rate {settings[RATE]:.2g}" + ", to choose it" * (SAMPLES in settings)
+        name = f"{label(arm)}, rate {settings[RATE]:.2g}"
+        return f"{name}, to choose it" if SAMPLES in settings else name
 
     return Sweep(
         points,
@@ -181,7 +197,10 @@ def smollm2_sweep(
         "products": {"prompts.name": "products", "prompts.max_tokens": 56, "prompts.arguments": one_digit},
         "longer sums": {"prompts.name": "chain_sum", "prompts.arguments": two_digits},
     }
-    points = {f"{task}: {name}": tasks[task] | arm for task, of_task in arms.items() for name, arm in of_task.items()}
+    points = {}
+    for task, arms_of_task in arms.items():
+        for name, arm in arms_of_task.items():
+            points[f"{task}: {name}"] = tasks[task] | arm
 
     def label(settings: Point) -> str:
         return next(name for name, point in points.items() if point == settings)

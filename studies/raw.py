@@ -69,8 +69,8 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
         only: names of arms without their rates; the others are left out. () = every arm.
 
     Raises:
-        SystemExit: no such arm, no run is finished, they are of several commits or versions, or two of one seed and
-            task were not asked the same held-out questions, as intervals take for granted.
+        SystemExit: the sweep has no such arm; no run is finished; the runs have several commits or versions; or two
+            runs of one seed and task have different held-out questions. Intervals need the same questions.
     """
     base = runpy.run_path(config)["get_config"]().to_dict()
     sweep = read_sweep(config)

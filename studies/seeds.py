@@ -47,7 +47,7 @@ def paired(differences: Sequence[float]) -> Paired:
 
 
 def by_seed(arm: Arm) -> list[Arm]:
-    """Return each seed's run as an arm of its own, without bootstrap draws."""
+    """Return each seed's run as a separate arm, without bootstrap draws."""
     no_draws = Resampling(1, arm.passed.shape[2], resamples=0)
     arms = []
     for i, run in enumerate(arm.runs):

@@ -23,7 +23,7 @@ SAMPLES = 32
 
 
 def config_of(config: Config) -> Config:
-    """Return the config of a run with the other task in place of its own."""
+    """Return the config of a run with the other task in place of the run's task."""
     prompts = dataclasses.replace(config.prompts, name=TASK, arguments=ARGUMENTS, max_tokens=MAX_TOKENS)
     return dataclasses.replace(config, prompts=prompts, seed=0)
 
@@ -36,10 +36,12 @@ def measure(config: Config, workdir: pathlib.Path) -> dict[str, float]:
     Returns:
         {"held-out/pass@k": rate, "gcd/pass@k": rate} for k of 1, 2, 4 to 32.
     """
-    found = {}
+    pass_rates = {}
     if is_reported(config.seed):
-        for name, asked in (("held-out", config), (TASK, config_of(config))):
-            rates = evaluate(asked, "", str(workdir), SAMPLES)["pass_at_k"]
-            found |= {f"{name}/pass@{k}": rate for k, rate in rates.items()}
+        configs = {"held-out": config, TASK: config_of(config)}
+        for name, task_config in configs.items():
+            rates = evaluate(task_config, "", str(workdir), SAMPLES)["pass_at_k"]
+            for k, rate in rates.items():
+                pass_rates[f"{name}/pass@{k}"] = rate
     shutil.rmtree(workdir / "checkpoints", ignore_errors=True)
-    return found
+    return pass_rates

@@ -56,7 +56,9 @@ SHARE = 0.5  # share of the points that is fitted
 
 def is_long_enough(x: np.ndarray, share: float = SHARE) -> bool:
     """Return whether a curve can be fitted: all compute is above 0, and the first ``share`` has at least 5 points."""
-    return bool((x > 0).all()) and int(len(x) * share) >= 5
+    is_positive = bool((x > 0).all())
+    num_fitted = int(len(x) * share)
+    return is_positive and num_fitted >= 5
 
 
 def fit(x: np.ndarray, y: np.ndarray, *, start: float, share: float = SHARE, highest: float = 1.0) -> Sigmoid | None:
@@ -74,18 +76,28 @@ def fit(x: np.ndarray, y: np.ndarray, *, start: float, share: float = SHARE, hig
     if not is_long_enough(x, share):
         return None
     num_fitted = int(len(x) * share)
-    lowest = (start, x[0] / 100, 0.1)
-    largest = (max(highest, start + 1e-6), x[-1] * 100, 10.0)
-    begin = np.clip((max(y[:num_fitted]), np.median(x[:num_fitted]), 1.0), np.array(lowest), np.array(largest))
+    fitted_x = x[:num_fitted]
+    fitted_y = y[:num_fitted]
+    # Bounds and first values of the ceiling, the middle and the steepness.
+    lowest = np.array((start, x[0] / 100, 0.1))
+    largest = np.array((max(highest, start + 1e-6), x[-1] * 100, 10.0))
+    first_values = np.clip((max(fitted_y), np.median(fitted_x), 1.0), lowest, largest)
 
     def sigmoid(x: np.ndarray, ceiling: float, middle: float, steepness: float) -> np.ndarray:
         return curve(x, start, ceiling, middle, steepness)
 
     try:
-        result = scipy.optimize.curve_fit(sigmoid, x[:num_fitted], y[:num_fitted], p0=begin, bounds=(lowest, largest))
+        bounds = (lowest, largest)
+        result = scipy.optimize.curve_fit(sigmoid, fitted_x, fitted_y, p0=first_values, bounds=bounds)
     except (RuntimeError, ValueError):
         return None
     ceiling, middle, steepness = result[0]
-    errors = np.abs(sigmoid(x[num_fitted:], ceiling, middle, steepness) - y[num_fitted:])
-    error = float(errors.mean()) if len(errors) else float("nan")
-    return Sigmoid(float(start), float(ceiling), float(middle), float(steepness), error)
+    predicted = sigmoid(x[num_fitted:], ceiling, middle, steepness)
+    errors = np.abs(predicted - y[num_fitted:])
+    return Sigmoid(
+        start=float(start),
+        ceiling=float(ceiling),
+        middle=float(middle),
+        steepness=float(steepness),
+        error=float(errors.mean()) if len(errors) else float("nan"),
+    )

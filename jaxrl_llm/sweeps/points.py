@@ -30,6 +30,9 @@ from jaxrl_llm.settings.schema import override
 
 Point = dict[str, Any]  # {"update.batch_size": 64, ...}: differences from the sweep file's get_config()
 
+# Values of a setting for ``random``: a sequence, or a function that draws a value.
+Values = Sequence[Any] | Callable[[np.random.Generator], Any]
+
 # Files in a point's folder.
 REPORT = "report.html"
 AFTER = "after.json"
@@ -187,9 +190,7 @@ def seeds(num: int, first: int = 0) -> list[Point]:
     return [{SEED: seed} for seed in range(first, first + num)]
 
 
-def random(
-    choices: Mapping[str, Sequence[Any] | Callable[[np.random.Generator], Any]], *, num: int, seed: int
-) -> list[Point]:
+def random(choices: Mapping[str, Values], *, num: int, seed: int) -> list[Point]:
     """Return ``num`` points with independently drawn values: an item of a sequence, or the result of a function.
 
     A function receives a random generator. A point depends only on ``seed`` and its position, so that a larger ``num``
@@ -203,7 +204,7 @@ def random(
     return points
 
 
-def _draw(values: Sequence[Any] | Callable[[np.random.Generator], Any], generator: np.random.Generator) -> Any:
+def _draw(values: Values, generator: np.random.Generator) -> Any:
     """Return the result of a function, or a random item of a sequence."""
     if callable(values):
         return values(generator)
@@ -213,12 +214,21 @@ def _draw(values: Sequence[Any] | Callable[[np.random.Generator], Any], generato
 
 def uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
     """Return a function for ``random`` that draws a number of [low, high)."""
-    return lambda generator: float(generator.uniform(low, high))
+
+    def draw(generator: np.random.Generator) -> float:
+        return float(generator.uniform(low, high))
+
+    return draw
 
 
 def log_uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
     """Return a function for ``random`` that draws a number of [low, high) with a uniform logarithm."""
-    return lambda generator: math.exp(generator.uniform(math.log(low), math.log(high)))
+
+    def draw(generator: np.random.Generator) -> float:
+        logarithm = generator.uniform(math.log(low), math.log(high))
+        return math.exp(logarithm)
+
+    return draw
 
 
 def point_name(point: Point) -> str:

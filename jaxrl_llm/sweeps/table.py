@@ -62,10 +62,14 @@ class Band:
     high: np.ndarray
 
 
+# Arrays x and y of the same length.
+Curve = tuple[np.ndarray, np.ndarray]
+
+
 # ---- figures ---------------------------------------------------------------------------------------------------
 
 
-def curve(run: Run, metric: str, x_axis: str) -> tuple[np.ndarray, np.ndarray]:
+def curve(run: Run, metric: str, x_axis: str) -> Curve:
     """Return (x, value) of the rows that have a number for both."""
     xs = []
     values = []
@@ -165,7 +169,7 @@ def _hashable(value: Any) -> Any:
     return repr(value)
 
 
-def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
+def band(curves: Sequence[Curve]) -> Band | None:
     """Return the quartiles of the curves at every x of any curve.
 
     Each curve is interpolated linearly between its points. Return None if no curve has a point. Each curve's x must
@@ -180,7 +184,7 @@ def band(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> Band | None:
     return Band(all_x, low, median, high)
 
 
-def _median(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+def _median(curves: Sequence[Curve]) -> Curve:
     """Return x and y [points]: the median of the curves at the x of the first curve, within the range of all curves."""
     first_x, _ = curves[0]
     low = max(x[0] for x, _ in curves)
@@ -493,7 +497,8 @@ def _record_table(runs: Sequence[Run]) -> str:
     """Return a table of runs by version. Several lines mean that the sweep mixes commits or versions."""
     counts: collections.Counter[str] = collections.Counter()
     for run in runs:
-        versions = ", ".join(f"{name} {version}" for name, version in run.made_with.get("versions", {}).items())
+        packages = run.made_with.get("versions", {})
+        versions = ", ".join(f"{name} {version}" for name, version in packages.items())
         commit = run.made_with.get("commit") or "unknown"
         devices = run.made_with.get("devices") or "unknown"
         counts[f"commit {commit}; {devices}; {versions}"] += 1
@@ -510,7 +515,8 @@ def _point_table(runs: Sequence[Run], sweep: Sweep) -> str:
         status = run.status
         if run.lost_rows:
             status += f", {run.lost_rows} rows lost"
-        rows.append(page.row(f"<code>{page.text(run.name)}</code>", status, *settings, *numbers))
+        name = f"<code>{page.text(run.name)}</code>"
+        rows.append(page.row(name, status, *settings, *numbers))
     table = page.table([page.text(column) for column in head], rows)
     return page.folded(f"{len(runs)} points", table)
 
@@ -542,7 +548,10 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, 
                 salt=f"{metric} {x_axis} {number}",
                 whole_x=x_axis == ITERATION,
             )
-            title = page.text(f"{sweep.facet.rsplit('.', 1)[-1]} {value}" if sweep.facet else metric)
+            title = page.text(metric)
+            if sweep.facet:
+                facet = sweep.facet.rsplit(".", 1)[-1]
+                title = page.text(f"{facet} {value}")
             if len(bands) == 1 < len(labels):
                 title += f" | {next(iter(bands))}"  # a picture with one line has no legend
             unit = page.text(units.get(metric, ""))
