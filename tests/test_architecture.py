@@ -5,10 +5,12 @@ import dataclasses
 import doctest
 import functools
 import importlib
+import importlib.util
 import pathlib
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -178,3 +180,11 @@ def test_lint_and_format_are_clean():
     for command in (["check", "--no-cache"], ["format", "--no-cache", "--check"]):
         done = subprocess.run([ruff, *command, "."], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+def test_types_are_clean():
+    command = [sys.executable, "-m", "pyrefly", "check", "--python-interpreter-path", sys.executable]
+    if importlib.util.find_spec("pyrefly") is None:
+        pytest.skip("pyrefly is not installed (extra [test])")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
