@@ -167,7 +167,7 @@ def test_every_setting_that_needs_another_is_refused_without_it():
 # Modules and functions that look at every setting alike, to check, show, compare or store it.
 OF_SETTINGS = tuple(module.__file__ for module in (config_module, method_config, schema))
 LOOK_AT_ALL = {"complaint", "flatten", "_leaves", "unread", "record", "to_json", "chosen_functions"}
-SHOW = ("limits.py", "stored.py", "cli.py", "html.py")
+SHOW = ("limits.py", "checkpoint_files.py", "cli.py", "html.py")
 
 
 def groups(cls, prefix=""):

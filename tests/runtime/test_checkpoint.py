@@ -242,7 +242,7 @@ def test_between_two_saves_nobody_looks_into_the_folder(checkpointer, monkeypatc
     checkpointer.wait()
     assert checkpointer.check()
     monkeypatch.setattr(checkpoint, "_tidy", lambda directory: pytest.fail("listed"))
-    monkeypatch.setattr(checkpoint.stored, "steps_in", lambda directory: pytest.fail("listed"))
+    monkeypatch.setattr(checkpoint.checkpoint_files, "steps_in", lambda directory: pytest.fail("listed"))
     assert checkpointer.check() == {}
 
 

@@ -96,7 +96,7 @@ class Pool:
     def __init__(self, config, *, task_scorer, examples, check):
         self.check = check
         for name in config.functions:
-            rewards._checked_spec(name, task_scorer, examples)
+            rewards._checked_function(name, task_scorer, examples)
 
     def __enter__(self):
         return self
