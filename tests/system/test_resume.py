@@ -243,11 +243,26 @@ def test_after_a_damaged_checkpoint_and_a_full_disk_it_is_the_run_that_never_was
     assert_same_run(workdir, undisturbed)
 
 
+@pytest.fixture(scope="module")
+def ghost_run(tmp_path_factory):
+    """Workdir of a finished run whose programs compute nothing: its files are those of any run."""
+    workdir = tmp_path_factory.mktemp("ghosts")
+    config = freeze(building.settings_of(CONFIG, SETTINGS))
+    with pytest.MonkeyPatch.context() as patch:
+        ghosts.haunt(patch)
+        assert train_module.train(config, workdir) == 0
+    return workdir
+
+
 @pytest.fixture
-def finished_copy(tmp_path, undisturbed, monkeypatch):
+def finished_copy(tmp_path, ghost_run, monkeypatch):
     """A copy of the finished run, and its config as the test process reads it, with as many devices as the run's."""
-    shutil.copytree(undisturbed, tmp_path / "copy")
-    mapping = json.loads((undisturbed / "config.json").read_text())
+    return copy_of(ghost_run, tmp_path, monkeypatch)
+
+
+def copy_of(run, tmp_path, monkeypatch):
+    shutil.copytree(run, tmp_path / "copy")
+    mapping = json.loads((run / "config.json").read_text())
     made_with = mapping.pop("made_with")
     assert re.fullmatch(r"\d+ x cpu", made_with["devices"])
     mesh = building.mesh_of(building.ONE)
@@ -562,8 +577,8 @@ def refuse_to_compile(*_):
 
 
 @pytest.mark.tier("kills")
-def test_a_finished_run_is_left_as_it_is(finished_copy, cache, undisturbed):
-    workdir, _ = finished_copy
+def test_a_finished_run_is_left_as_it_is(cache, undisturbed, tmp_path, monkeypatch):
+    workdir, _ = copy_of(undisturbed, tmp_path, monkeypatch)
     status, out, err = Process(workdir, cache, SETTINGS).finish()
     assert status == 0, err
     assert f"resumed at iteration {NUM_ITERATIONS}" in out
