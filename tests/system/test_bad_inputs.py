@@ -11,6 +11,7 @@ import jax
 import pytest
 from support import command_line
 from support.command_line import DEBUG_CONFIG
+from support.refusal import check_refusal
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import PRESETS
@@ -252,7 +253,7 @@ def test_answers_of_others_are_checked_before_anything_is_compiled(tmp_path, ref
     path = write(tmp_path / "shown.jsonl", rows)
     overrides = [f"external.paths=('{path}',)", "external.groups_per_iteration=8"]
     line = refused("train", *train_arguments(tmp_path, *overrides))
-    assert f"{path}:2: `completions[1]` has 10 tokens, over sampling.max_completion_tokens=8" in line
+    check_refusal(line, "sampling.max_completion_tokens", 8, f"{path}:2", "completions[1]", "10 tokens")
     line = refused(
         "train", *train_arguments(tmp_path, overrides[0], "external.groups_per_iteration=1", "replay.capacity=144")
     )
@@ -312,7 +313,10 @@ def test_config_file_that_is_none(text, named, tmp_path, refused):
         ("algorithm.reward_terms=length", ["algorithm.reward_terms[0]='length' is not one of", "'length_reward'"]),
         ("algorithm.divergence.coefficient=0.1", ["algorithm.divergence.coefficient='0.1'", "'none'"]),
         ("algorithm.surrogate=none.py:f", ["algorithm.surrogate='none.py:f' cannot be used", "no file"]),
-        ("algorithm.correction=importance", ["algorithm.correction='importance' must be 'none' or one that masks"]),
+        (
+            "algorithm.correction=importance",
+            ["algorithm.correction='importance'", "'none'", "algorithm.surrogate='clipped'"],
+        ),
         ("optimizer.learning_rate=-1", ["optimizer.learning_rate=-1.0", "at least 0"]),
         ("sampling.temperature=nan", ["sampling.temperature=nan"]),
         ("rewards.functions=('none.py:f',)", ["rewards.functions", "none.py"]),
@@ -320,7 +324,7 @@ def test_config_file_that_is_none(text, named, tmp_path, refused):
         ("rewards.functions=('/tmp:f',)", ["rewards.functions='/tmp:f' cannot be used: ModuleNotFoundError"]),
         ("rollout.prompts_per_iteration=4", ["rollout.prompts_per_iteration=4", "multiple of 8"]),
         ("sampling.temperature=0", ["sampling.temperature=0.0"]),
-        ("sampling.stop_strings=('a<|eos|>',)", ["sampling.stop_strings has 'a<|eos|>'", "sampling.stop_tokens"]),
+        ("sampling.stop_strings=('a<|eos|>',)", ["sampling.stop_strings='a<|eos|>'", "sampling.stop_tokens"]),
     ],
 )
 def test_settings_that_cannot_be(override, named, tmp_path, refused):
@@ -473,20 +477,21 @@ def test_rows_are_cut_at_line_ends_alone(tmp_path):
 @pytest.mark.parametrize(
     ("flag", "named"),
     [
-        ("--temperature=-1", "temperature"),
-        ("--temperature=0", "--temperature=0 must be at least 0.01; --greedy takes the most likely token"),
-        ("--top_p=0", "top_p"),
-        ("--max_tokens=0", "max_"),
-        ("--batch_size=0", "--batch_size=0 must be at least 1"),
-        ("--compute_dtype=float64", "float64"),
-        ("--stop=<|pad|>", "texts of completions have none: --stop_token ends them at such tokens"),
-        ("--output=/no/such/folder/out.jsonl", "/no/such/folder/out.jsonl"),
+        ("--temperature=-1", ["temperature=-1"]),
+        ("--temperature=0", ["--temperature=0", "0.01", "--greedy"]),
+        ("--top_p=0", ["top_p=0"]),
+        ("--max_tokens=0", ["max_completion_tokens=0"]),
+        ("--batch_size=0", ["--batch_size=0", "at least 1"]),
+        ("--compute_dtype=float64", ["compute_dtype='float64'", "'bfloat16'"]),
+        ("--stop=<|pad|>", ["--stop='<|pad|>'", "--stop_token"]),
+        ("--output=/no/such/folder/out.jsonl", ["/no/such/folder/out.jsonl"]),
     ],
 )
 def test_generate_refuses_bad_flags(flag, named, tmp_path, refused):
     path = write(tmp_path / "prompts.jsonl", '{"prompt": "a"}\n')
     output = f"--output={tmp_path / 'out.jsonl'}"
-    assert named in refused("generate", "--model=random:debug", f"--prompts={path}", output, flag)
+    line = refused("generate", "--model=random:debug", f"--prompts={path}", output, flag)
+    assert all(part in line for part in named), line
 
 
 def test_with_greedy_a_temperature_has_no_say(tmp_path, refused):
