@@ -31,6 +31,14 @@ with StopRequest() as stop:
 """
 
 
+@pytest.fixture(autouse=True)
+def hangups_are_not_ignored():
+    """The tests, and the runs they start, would inherit it from a test run that `nohup` started."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_requests_a_stop_and_the_handlers_come_back(number, monkeypatch):
     monkeypatch.setattr(stopping, "_leave_terminal", lambda: None)  # the terminal is that of the test run
