@@ -46,13 +46,13 @@ from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.questions.stream import PromptStream
 from jaxrl_llm.reports.metrics import cost_values, rollout_values
 from jaxrl_llm.run import assemble, model_of
-from jaxrl_llm.runtime import bucket, hosts, sharding
+from jaxrl_llm.runtime import bucket, hosts, run_record, sharding
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 from jaxrl_llm.scoring.rewards import RewardPool
 from jaxrl_llm.settings.schema import differences
 from jaxrl_llm.settings.use import keywords, use
 from jaxrl_llm.sweeps.points import with_point
-from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_STRING, Example, Rewards
+from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_STRING, Example, Rewards, Sums
 
 ROOT = pathlib.Path(__file__).parents[1]
 FUNCTIONS = ROOT / "tests" / "fixtures" / "reward_functions.py"
@@ -480,7 +480,7 @@ def test_functions_survive_json_and_what_differs_is_named(own):
     config = freeze({"algorithm": method, "replay": {"draw": use("age", scale_iterations=2.0)}})
     again = from_json(to_json(config))
     assert again == config and from_json(to_json(again)) == config and differences(config, again) == {}
-    assert from_json(config_module.record(config)) == config
+    assert from_json(run_record.record(config)) == config
     assert hash(again.algorithm.surrogate) == hash(config.algorithm.surrogate)
     saved = json.loads(to_json(config))["algorithm"]
     assert saved["correction"] == {"name": "token_masked", "low": 0.1, "high": 2.0}
@@ -611,7 +611,7 @@ def drawn(config, folder, monkeypatch):
 
     def step(self, state, ring, iteration, key, draw, base):
         ring, batch, sums = draw(ring, key)
-        return state, ring, sums | {"batch": batch}
+        return state, ring, sums.union(Sums({"batch": batch}))
 
     monkeypatch.setattr(Update, "step", step)
     return program_text.__wrapped__(to_json(config), "update")

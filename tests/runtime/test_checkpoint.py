@@ -412,7 +412,7 @@ def test_a_run_does_not_go_back(checkpointer):
     """It would end at once as a run of fewer iterations than it had."""
     save(checkpointer, 3, make_state())
     checkpointer.wait()
-    with pytest.raises(ConfigError, match="num_iterations=2 must be at least the 3 of checkpoint"):
+    with pytest.raises(ConfigError, match=r"num_iterations=2 .*\b3\b"):
         checkpointer.restore(abstract(make_state()), change(num_iterations=2), allow_config_changes=True)
 
 
