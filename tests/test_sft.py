@@ -10,6 +10,7 @@ import optax
 import pytest
 from support.building import ONE, TINY, learner_params, mesh_of
 from support.command_line import run_command
+from support.refusal import ANY, refused
 
 from jaxrl_llm.commands.sft import Supervised, answer_rows, answer_tokens, sft
 from jaxrl_llm.config import ConfigError, OptimizerConfig, freeze
@@ -226,7 +227,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text('{"architectures": []}')
     adapters = freeze(settings(tmp_path) | {"model": {"path": "random:debug", "lora": {"rank": 4}}})
-    with pytest.raises(ConfigError, match="adapters need a folder of their own"):
+    with refused(str(tmp_path / "full"), ANY, "config.json", "adapters"):
         sft(adapters, tmp_path / "full")
     with pytest.raises(ConfigError, match=r"update.load_balance=0.01 must be 0.0: sft has no balance cost"):
         sft(freeze(settings(tmp_path, update={"batch_size": 16, "load_balance": 0.01})), tmp_path)
