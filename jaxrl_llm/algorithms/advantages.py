@@ -11,7 +11,7 @@ Letters: B rows, S row width.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -111,7 +111,9 @@ def _has_several_parts(path: str, settings: Mapping[str, Any], config: Any) -> s
     return ""
 
 
-def gated(parts: Parts, gate: Number, where: Callable[..., Any]) -> list[tuple[Any, float]]:
+def gated(
+    parts: Sequence[tuple[Float[AnyArray, " B"], float]], gate: Number, where: Callable[..., Float[AnyArray, " B"]]
+) -> list[tuple[Float[AnyArray, " B"], float]]:
     """Return (values, weight) by reward function with the gate of ``gdpo``: r_k 1[r_0 >= gate] for k > 0.
 
     Args:
