@@ -20,6 +20,7 @@ import pathlib
 import re
 import sys
 import types
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,7 +74,7 @@ def settings_of(module: types.ModuleType) -> dict[str, dict[str, Setting]]:
                 continue
             comment = comment_above(lines, statement.lineno - 1)
             meaning = comment or meaning
-            fields[statement.target.id] = Setting(ast.unparse(statement.annotation), meaning)
+            fields[statement.target.id] = Setting(with_literals(ast.unparse(statement.annotation), module), meaning)
         classes[node.name] = fields
     return classes
 
@@ -85,6 +86,18 @@ def comment_above(lines: list[str], index: int) -> str:
         index -= 1
         comment.insert(0, lines[index].strip().removeprefix("#").strip())
     return " ".join(comment)
+
+
+def with_literals(annotation: str, module: types.ModuleType) -> str:
+    """Return an annotation with the values of each ``Literal`` that the module has given a name."""
+
+    def values(name: re.Match) -> str:
+        named = getattr(module, name[0], None)
+        if typing.get_origin(named) is not typing.Literal:
+            return name[0]
+        return f"Literal[{', '.join(map(repr, typing.get_args(named)))}]"
+
+    return re.sub(r"\b[A-Z]\w+", values, annotation)
 
 
 def allowed(annotation: str) -> str:
