@@ -142,6 +142,7 @@ def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it
     assert sampling.generator.take_draws().cut == num_cut and (num_cut > 0) == (name in ("top_p", "min_p"))
 
 
+@pytest.mark.tier("slow")  # plain: entropies in tests/ops/test_logp.py and test_sampling.py
 @pytest.mark.parametrize("name", ["all", pytest.param("temperature", marks=pytest.mark.slow)])
 def test_entropies_are_those_of_what_was_drawn_from_and_sums_are_of_every_token(name):
     sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS[name], keeps_entropy=True)
@@ -225,6 +226,7 @@ def test_samples_do_not_depend_on_slots_chunks_widths_or_the_order_of_prompts(se
     assert sampling.generator.state is None  # its caches are freed
 
 
+@pytest.mark.tier("slow")  # plain: test_samples_do_not_depend_on_slots_...
 def test_samples_do_not_depend_on_the_blocks_of_the_caches(monkeypatch):
     """Which come round, for slots are taken anew."""
     monkeypatch.setattr(attention, "BLOCK_PLACES", 4)
@@ -360,6 +362,7 @@ def test_a_stop_string_is_waited_for_and_no_chunk_is_one_too_many():
     assert all(watched.unfinished) and len(watched.unfinished) > 3
 
 
+@pytest.mark.tier("slow")  # plain: test_samples_do_not_depend_on_slots_...
 def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
     sampling = Sampling(make_sampler(mesh=MeshConfig(data=2), num_prompts=4, lookahead=2, num_slots=6, chunk_steps=2))
     run, in_flight = sampling.generator.programs, []
@@ -380,6 +383,7 @@ def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
     assert max(in_flight) > 0
 
 
+@pytest.mark.tier("slow")  # plain: test_sampler_logp_is_the_learners_and_that_of_a_float64_model
 def test_a_sampler_that_ignores_its_temperature_is_warned_of_and_another_is_not(monkeypatch):
     """Of 120 rollouts each; a false alarm is as likely as a normal deviate beyond 6 (2e-9)."""
     settings = dict(num_slots=5, chunk_steps=3, sampling={"temperature": 0.6})

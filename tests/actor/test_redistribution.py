@@ -39,6 +39,7 @@ def gone_on(workdir, stopped, shards):
     return resumed, host["conversations"], words
 
 
+@pytest.mark.tier("slow")  # plain: test_turns resumes inside a generation; test_checkpoint changes the mesh
 @pytest.mark.parametrize(("before", "now"), [pytest.param(4, 2, marks=pytest.mark.tier("slow")), (2, 4)])
 def test_what_was_begun_comes_out_as_it_would_have_in_the_same_order(tmp_path, before, now):
     expected, groups = sampling_on(before)(make_prompts(range(8)))

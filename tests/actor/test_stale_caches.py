@@ -73,6 +73,7 @@ def test_the_same_holds_over_a_mesh_and_with_adapters():
     assert gaps(sampling.sampler, rollout).max() <= 1e-4
 
 
+@pytest.mark.tier("slow")  # plain: test_moe.test_the_sampler_notes_what_the_learner_would_choose
 @pytest.mark.parametrize("stale_cache", ["keep", pytest.param("recompute", marks=pytest.mark.tier("slow"))])
 def test_experts_that_the_learner_replays_are_those_of_the_weights_that_read_the_tokens(stale_cache):
     """A prompt's are of the last weights that read it, and so are a half-written answer's if it is read again."""

@@ -275,6 +275,7 @@ def test_a_turn_that_is_longer_than_it_may_be_ends_its_row_there():
     assert 3 < cut < 24 and max(count for group in groups for count in group.turns) > 1
 
 
+@pytest.mark.tier("slow")  # plain: advantages of branches in test_turn_credit.py
 def test_rows_of_a_branch_draw_the_same_turns_first_and_then_each_its_own():
     """Of three rows the first two share one turn, or two of them; the first and the last are what they always are."""
     rollout, _ = Talking(num_slots=7, chunk_steps=1, branches=(2, 2))(make_prompts(range(8)))
@@ -313,7 +314,7 @@ def test_log_probs_of_drawn_tokens_are_the_learners_and_a_float64_models_and_ans
     "settings",
     [
         {"num_slots": 7, "chunk_steps": 1},
-        {"mesh": EIGHT, "num_slots": 8, "chunk_steps": 3},
+        pytest.param({"mesh": EIGHT, "num_slots": 8, "chunk_steps": 3}, marks=pytest.mark.slow),
         pytest.param({"mesh": CUBE, "num_slots": 16, "chunk_steps": 5}, marks=pytest.mark.slow),
     ],
     ids=["7 slots, 1 step", "data 8", "data 2 x fsdp 2 x tensor 2"],
@@ -358,7 +359,7 @@ def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
         np.testing.assert_array_equal(rollout.columns["experts"][:, 1:] * known, chosen[:, :-1] * known)
 
 
-@pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
+@pytest.mark.parametrize("stale_cache", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
 @pytest.mark.parametrize(
     "arch",
     [

@@ -118,6 +118,7 @@ def test_smollm2_gives_the_reference_log_probs_and_greedy_tokens(smollm2):
         assert greedy[row["first_eos_index"]] in tokenizer.eos_ids
 
 
+@pytest.mark.tier("slow")  # plain: test_tokenizer.py
 @needs_smollm2
 def test_smollm2_tokenizer_round_trips_any_text(smollm2):
     tokenizer, model, _ = smollm2

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from reference.paged_ring import PagedRing
 from support.building import EIGHT, mesh_of, replay_config
 from support.comparing import assert_same
@@ -181,6 +182,7 @@ def test_at_most_a_quarter_of_the_bytes_is_wasted_on_mixed_lengths():
 # --- placement -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.tier("slow")  # plain: test_ring.test_insert_and_draw_need_no_collective_...
 def test_on_eight_devices_it_needs_no_collective_copies_nothing_and_holds_and_draws_the_same():
     width, capacity, tokens, num_rows = 64, 512, 16384, 64
     config, mesh = ReplayConfig(max_age_steps=6), mesh_of(EIGHT)

@@ -288,6 +288,7 @@ def test_which_slot_a_new_row_takes(config, gone):
     assert ids_of(ring.slots).tolist() == [[4 if i == gone else i for i in range(4)]]
 
 
+@pytest.mark.tier("slow")  # plain: test_ring_equals_its_definition_...
 def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
     """Random rings: the slots that ``is_spent`` names are never drawn in this iteration or later ones."""
     rng = np.random.default_rng(0)

@@ -112,6 +112,7 @@ def test_not_a_bit_of_an_iteration_differs(plain):
             assert sums[0].tolist() == [oracle.checksum(np.asarray(x)) for x in jax.tree.leaves(arrays)]
 
 
+@pytest.mark.tier("slow")  # plain: test_a_ring_on_the_host_keeps_and_draws_the_same_rows
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_checkpoint_of_one_kind_is_resumed_as_the_other(plain, on_host, tmp_path):
     saver, reader = learner(on_host), learner(not on_host)

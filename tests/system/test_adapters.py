@@ -279,6 +279,7 @@ def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
     assert train_module.train(config_of(moved, num_iterations=4), workdir, allow_config_changes=True) == 0
 
 
+@pytest.mark.tier("slow")  # plain: test_a_folder_of_adapters_is_exported_like_its_base
 def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trained, tmp_path):
     workdir, *_ = trained
     measured = json.loads((workdir / "eval_after.json").read_text())

@@ -183,6 +183,7 @@ def test_questions_that_a_checkpoint_was_trained_on_are_warned_of(monkeypatch, c
     assert "(eval.num_prompts 3 -> 5)" in warned({"eval.num_prompts": 3})
 
 
+@pytest.mark.tier("slow")  # plain: test_a_checkpoint_is_evaluated_without_the_weights_...
 def test_a_run_s_folder_is_evaluated_as_a_model_like_its_checkpoint(tmp_path, capsys):
     config = lambda **changed: freeze(
         settings_of(DEBUG_CONFIG, {"eval.num_prompts": 5, "sampling.max_completion_tokens": 6} | changed)

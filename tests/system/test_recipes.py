@@ -468,7 +468,7 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
     np.testing.assert_allclose(sums["loss_sum"], expected_loss(recipe, config, rows, critic), rtol=3e-5)
 
 
-@most_in_tier("dapo")
+@most_in_tier("cispo")
 def test_the_first_loss_of_a_whole_iteration_is_that_of_the_papers_equation(recipe):
     """The rows go through the ring, and the update has gradients."""
     config = config_of(recipe, updates=1)
@@ -523,8 +523,8 @@ def test_every_recipe_says_how_its_tokens_are_added_up():
     assert not [recipe for recipe in RECIPES if says not in (FOLDER / f"{recipe}.py").read_text()]
 
 
-# Of each way in which a batch teaches nothing (TIED) one, and an old policy: each has a compilation of its own.
-every_recipe = most_in_tier("agro", "dapo", "ppo_ewma")
+# One compiled iteration of the recipe serves all laws of the plain suite.
+every_recipe = most_in_tier("cispo")
 
 
 @every_recipe
@@ -625,13 +625,13 @@ def test_stopped_and_resumed_is_bitwise_the_whole(recipe, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-@most_in_tier("agro")
+@most_in_tier("cispo")
 def test_devices_change_nothing(recipe):
     _, _, rows, expected = first(recipe)
     assert_same(Iteration(config_of(recipe), EIGHT).gradient(rows), expected)
 
 
-@most_in_tier("ppo_ewma")
+@most_in_tier("cispo")
 def test_microbatches_change_nothing(recipe):
     _, _, rows, expected = first(recipe)
     assert_same(Iteration(config_of(recipe, micro_batch_size=8), ONE).gradient(rows), expected)
