@@ -67,7 +67,7 @@ SETTINGS = {
 
 # The filters against the same model: the next tests.
 @pytest.mark.parametrize(
-    "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.slow) for name in SETTINGS]
+    "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.tier("slow")) for name in SETTINGS]
 )
 def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again. No support is too small.
@@ -98,7 +98,7 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
     [
         ("all", 40),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)  # parts of all
+            pytest.param(*case, marks=pytest.mark.tier("slow"))  # parts of all
             for case in (("all", 64), ("min_p", 7), ("top_k", 64), ("top_p", 24))
         ),
     ],

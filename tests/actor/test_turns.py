@@ -314,8 +314,8 @@ def test_log_probs_of_drawn_tokens_are_the_learners_and_a_float64_models_and_ans
     "settings",
     [
         {"num_slots": 7, "chunk_steps": 1},
-        pytest.param({"mesh": EIGHT, "num_slots": 8, "chunk_steps": 3}, marks=pytest.mark.slow),
-        pytest.param({"mesh": CUBE, "num_slots": 16, "chunk_steps": 5}, marks=pytest.mark.slow),
+        pytest.param({"mesh": EIGHT, "num_slots": 8, "chunk_steps": 3}, marks=pytest.mark.tier("slow")),
+        pytest.param({"mesh": CUBE, "num_slots": 16, "chunk_steps": 5}, marks=pytest.mark.tier("slow")),
     ],
     ids=["7 slots, 1 step", "data 8", "data 2 x fsdp 2 x tensor 2"],
 )
@@ -359,12 +359,12 @@ def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
         np.testing.assert_array_equal(rollout.columns["experts"][:, 1:] * known, chosen[:, :-1] * known)
 
 
-@pytest.mark.parametrize("stale_cache", [pytest.param("keep", marks=pytest.mark.slow), "recompute"])
+@pytest.mark.parametrize("stale_cache", [pytest.param("keep", marks=pytest.mark.tier("slow")), "recompute"])
 @pytest.mark.parametrize(
     "arch",
     [
         pytest.param(building.TINY, id="attention"),
-        pytest.param(building.TINY_DELTA, id="delta rule", marks=pytest.mark.slow),
+        pytest.param(building.TINY_DELTA, id="delta rule", marks=pytest.mark.tier("slow")),
     ],
 )
 def test_turns_under_new_weights_have_the_probabilities_of_those_weights(arch, stale_cache, monkeypatch):

@@ -96,12 +96,12 @@ def by_turn(advantage, arrays, number):
     ("kind", "settings"),
     [
         ("turn_returns", {}),
-        pytest.param("turn_returns", {"discount": 0.0, "std": False}, marks=pytest.mark.slow),
+        pytest.param("turn_returns", {"discount": 0.0, "std": False}, marks=pytest.mark.tier("slow")),
         ("mt_grpo", {"coefficient": 0.7}),
         ("gigpo", {"weight": 0.8}),
-        pytest.param("gigpo", {"discount": 0.5, "std": False}, marks=pytest.mark.slow),
+        pytest.param("gigpo", {"discount": 0.5, "std": False}, marks=pytest.mark.tier("slow")),
         ("ui_s1", {}),
-        pytest.param("ui_s1", {"min_std": 0.0, "matched": 0.5, "std": False}, marks=pytest.mark.slow),
+        pytest.param("ui_s1", {"min_std": 0.0, "matched": 0.5, "std": False}, marks=pytest.mark.tier("slow")),
     ],
 )
 @pytest.mark.parametrize("seed", [0, 1])
@@ -118,12 +118,12 @@ def test_matches_float64_loops_on_rows_of_unequal_turns(kind, settings, seed):
     ("kind", "settings"),
     [
         ("logo", {"weight": 0.7}),
-        pytest.param("logo", {"std": False}, marks=pytest.mark.slow),
+        pytest.param("logo", {"std": False}, marks=pytest.mark.tier("slow")),
         ("step_values", {}),
-        pytest.param("step_values", {"std": True}, marks=pytest.mark.slow),
+        pytest.param("step_values", {"std": True}, marks=pytest.mark.tier("slow")),
     ],
 )
-@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.tier("slow")), 2])
 def test_rows_that_share_their_first_turns_match_float64_loops(kind, settings, most):
     arrays, rows, number = table(4, shares=0.7)
     settings = settings | {"branch_turns": most}

@@ -44,7 +44,7 @@ PLAIN_CONFIGS = ("llama_yarn", "mistral_window", "qwen3", "gemma3", "qwen3_moe")
 
 def some_slow(names, plain):
     """Those that are not ``plain`` wait for the slow suite."""
-    return [name if name in plain else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [name if name in plain else pytest.param(name, marks=pytest.mark.tier("slow")) for name in names]
 
 
 @functools.cache

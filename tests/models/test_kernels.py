@@ -314,7 +314,7 @@ def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
         np.testing.assert_allclose(got[b, 0, n], expected, atol=3e-6)
 
 
-@pytest.mark.parametrize(("H", "B"), [(64, 3), pytest.param(128, 12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("H", "B"), [(64, 3), pytest.param(128, 12, marks=pytest.mark.tier("slow"))])
 def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypatch, H, B):
     """With their tokens innermost and not, of an odd number of rows one at a time, of 12 four at a time.
 

@@ -86,7 +86,7 @@ def test_a_value_of_another_type_is_shown_or_refused_by_the_name_of_its_file(nam
     assert num_refused >= 3  # what is deep or cut is refused in any field
 
 
-SLOW_VALUES = [pytest.param(value, marks=pytest.mark.slow) for value in (0, -1, -1e300, 10**12)]
+SLOW_VALUES = [pytest.param(value, marks=pytest.mark.tier("slow")) for value in (0, -1, -1e300, 10**12)]
 
 
 @pytest.mark.parametrize("value", [1e300, None, *SLOW_VALUES])

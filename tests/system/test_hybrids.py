@@ -68,10 +68,10 @@ def test_devices_change_nothing(rows, expected, mesh):
 @pytest.mark.parametrize(
     ("mesh", "is_packed"),
     [
-        pytest.param(MeshConfig(data=1, context=2), False, marks=pytest.mark.slow),  # plain: test_context.py
-        pytest.param(MeshConfig(data=1, context=4), True, marks=pytest.mark.slow),
-        pytest.param(MeshConfig(data=1, context=2, tensor=2), True, marks=pytest.mark.slow),
-        pytest.param(MeshConfig(data=1, fsdp=2, context=2), False, marks=pytest.mark.slow),
+        pytest.param(MeshConfig(data=1, context=2), False, marks=pytest.mark.tier("slow")),  # plain: test_context.py
+        pytest.param(MeshConfig(data=1, context=4), True, marks=pytest.mark.tier("slow")),
+        pytest.param(MeshConfig(data=1, context=2, tensor=2), True, marks=pytest.mark.tier("slow")),
+        pytest.param(MeshConfig(data=1, fsdp=2, context=2), False, marks=pytest.mark.tier("slow")),
     ],
     ids=str,
 )
