@@ -6,11 +6,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from support.building import EIGHT, ONE, mesh_of
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.planning.compiled import Row, save_all
 from jaxrl_llm.runtime import executables, programs, sharding
+
+
+@pytest.fixture(autouse=True)
+def no_compilation_cache():
+    """Compile anew, as ``plan`` does: a program that comes from the cache cannot be saved whole."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def program(mesh, factor=3.0):
