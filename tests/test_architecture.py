@@ -174,7 +174,7 @@ def test_every_module_says_what_it_owns():
 
 
 def test_lint_and_format_are_clean():
-    ruff = shutil.which("ruff") or str(pathlib.Path(__import__("sys").executable).parent / "ruff")
+    ruff = shutil.which("ruff") or str(pathlib.Path(sys.executable).parent / "ruff")
     if not pathlib.Path(ruff).exists():
         pytest.skip("ruff is not installed (extra [test])")
     for command in (["check", "--no-cache"], ["format", "--no-cache", "--check"]):

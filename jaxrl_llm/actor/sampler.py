@@ -155,7 +155,7 @@ class Sampler:
 
     @property
     def columns(self) -> dict[str, tuple[Any, ...]]:
-        """Return the dtype and sizes of each further value per token, by name (views.COLUMNS)."""
+        """Return the dtype and sizes of each further value per token, by name (algorithms.inputs.COLUMNS)."""
         arch = self.model.arch
         columns: dict[str, tuple[Any, ...]] = {}
         if self.support_tokens:
