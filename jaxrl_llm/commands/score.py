@@ -23,7 +23,7 @@ from jaxrl_llm.config import Config, ConfigError, MeshConfig
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.source import Source
-from jaxrl_llm.models.row_logp import PLAIN, row_logp
+from jaxrl_llm.models.row_logp import plain_logp
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.runtime import cli, json_lines, row_files, sharding
 from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
@@ -31,8 +31,6 @@ from jaxrl_llm.runtime.programs import Program, compile_all, use_cache
 FLAGS = flags.FLAGS
 
 Pair = tuple[list[int], list[int]]  # token ids of a prompt and of its completion
-
-CHUNK_POSITIONS = 16  # positions of each row whose logits exist at the same time
 
 
 def score(source: Source, path: str, *, batch_size: int, compute_dtype: str) -> list[dict[str, Any]]:
@@ -91,16 +89,7 @@ def _program(model: Model, mesh: Mesh, num_rows: int, width: int) -> Program:
     """Return the program that computes the log-probs of a batch of rows of this width."""
 
     def logp(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
-        return row_logp(
-            model,
-            params,
-            tokens,
-            prompt_length,
-            length,
-            sampling=PLAIN,
-            completion_width=width,
-            chunk_positions=CHUNK_POSITIONS,
-        ).logp
+        return plain_logp(model, params, tokens, prompt_length, length)
 
     shapes = [sharding.rows(mesh, shape, jnp.int32) for shape in ((num_rows, width), (num_rows,), (num_rows,))]
     return Program(logp, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))

@@ -34,6 +34,7 @@ from jaxrl_llm.runtime import sharding
 
 # The model's distribution without temperature and filters. It applies to prompts, which the model did not sample.
 PLAIN = SamplingConfig()
+PLAIN_CHUNK_POSITIONS = 16  # positions of each row whose logits ``plain_logp`` has in memory at once
 
 
 class RowValues(NamedTuple):
@@ -145,6 +146,26 @@ def row_logp(
         prompt_logp, _ = _part_logp(model, head_VD, prompts, PLAIN)
         values = values._replace(prompt_logp=prompt_logp)
     return values
+
+
+def plain_logp(
+    model: Model, params: Params, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array
+) -> jax.Array:
+    """Return the log-prob of every completion token at temperature 1 without filters, [B,S] f32 nats, else 0.0.
+
+    Args:
+        tokens, prompt_length, length: padded rows, as in ``row_logp``.
+    """
+    return row_logp(
+        model,
+        params,
+        tokens,
+        prompt_length,
+        length,
+        sampling=PLAIN,
+        completion_width=tokens.shape[1],
+        chunk_positions=PLAIN_CHUNK_POSITIONS,
+    ).logp
 
 
 def _part_logp(model: Model, head_VD: jax.Array, part: Part, sampling: SamplingConfig) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,6 @@ from typing import Any
 
 MODEL = "smollm2-135m-instruct"
 ASKED = "A model was given a task, and this is its answer:\n\n{answer}\n\nWhat was the task?"
-CHUNK_POSITIONS = 16
 
 
 def reward(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
@@ -51,7 +50,7 @@ def _scorer(path: str) -> Any:
 
     from jaxrl_llm.config import ConfigError, MeshConfig
     from jaxrl_llm.models.files import pretrained
-    from jaxrl_llm.models.row_logp import PLAIN, row_logp
+    from jaxrl_llm.models.row_logp import plain_logp
     from jaxrl_llm.models.transformer import Model
     from jaxrl_llm.runtime import row_files, sharding
     from jaxrl_llm.runtime.programs import Program, compile_all
@@ -70,17 +69,8 @@ def _scorer(path: str) -> Any:
     @functools.cache
     def compiled(width: int) -> Any:
         def mean(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
-            values = row_logp(
-                model,
-                params,
-                tokens,
-                prompt_length,
-                length,
-                sampling=PLAIN,
-                completion_width=width,
-                chunk_positions=CHUNK_POSITIONS,
-            )
-            return jnp.sum(values.logp, axis=1) / (length - prompt_length)
+            logp = plain_logp(model, params, tokens, prompt_length, length)
+            return jnp.sum(logp, axis=1) / (length - prompt_length)
 
         shapes = [sharding.rows(mesh, s, jnp.int32) for s in ((1, width), (1,), (1,))]
         program = Program(mean, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
