@@ -65,7 +65,11 @@ class Contender:
     """Generation with answers of so many tokens; ``round`` gives its seconds, CPU seconds and chunks."""
 
     def __init__(self, size_name: str, answer: int):
-        size, mesh, width = families.SIZES[size_name], one_device(), TURNS * (TURN + answer)
+        size, mesh, width = (
+            families.SIZES[size_name],
+            one_device(),
+            TURNS * (TURN + answer),
+        )
         arch = families.family("llama", size)
         ends = tuple(range(0, arch.vocab_size, TURN))
         self._sampler = Sampler(
@@ -80,7 +84,10 @@ class Contender:
             chunk_steps=CHUNK,
             answer_tokens=answer,
         )
-        self._run = compile_all(self._sampler.programs(publish.abstract_params(self._sampler.model, mesh)), mesh)
+        self._run = compile_all(
+            self._sampler.programs(publish.abstract_params(self._sampler.model, mesh)),
+            mesh,
+        )
         self._params = publish.sampler_form(random_params(self._sampler.model, mesh), arch)
         limits = EnvironmentsConfig(factory="here", max_turns=1000, max_answer_tokens=answer)
         config = dataclasses.replace(Config(), environments=limits, sampling=self._sampler.sampling)
@@ -89,7 +96,10 @@ class Contender:
         ids = np.random.default_rng(0).integers(0, arch.vocab_size, (2 * size.prompts, size.prompt), dtype=np.int32)
         numbers = np.arange(len(ids), dtype=np.int32)
         self._prompts = PromptBatch(
-            ids, np.full(len(ids), size.prompt, np.int32), numbers, (Example("", {}),) * len(ids)
+            ids,
+            np.full(len(ids), size.prompt, np.int32),
+            numbers,
+            (Example("", {}),) * len(ids),
         )
         self.round()
 
@@ -99,10 +109,18 @@ class Contender:
 
     def round(self) -> tuple[float, float, int]:
         generator = Generator(
-            self._sampler, dict(self._run, decode=self._decode), lambda ids: "", conversations=self._talk
+            self._sampler,
+            dict(self._run, decode=self._decode),
+            lambda ids: "",
+            conversations=self._talk,
         )
         self._chunks, cpu, start = 0, time.process_time(), time.perf_counter()
-        generator.generate(self._params, self._prompts, version=jnp.int32(0), key=rng.stream(0, "sample"))
+        generator.generate(
+            self._params,
+            self._prompts,
+            version=jnp.int32(0),
+            key=rng.stream(0, "sample"),
+        )
         rows = jax.block_until_ready(generator.take())
         self.drawn = float((rows.policy_version >= 0).sum() / (rows.length - rows.prompt_length).sum())
         return time.perf_counter() - start, time.process_time() - cpu, self._chunks
@@ -124,7 +142,13 @@ def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.answers", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SLOTS, default="medium")
     parser.add_argument("--rounds", type=results.at_least(1), default=5)
-    parser.add_argument("--answers", nargs="+", type=results.at_least(1), default=ANSWERS, help="tokens of each")
+    parser.add_argument(
+        "--answers",
+        nargs="+",
+        type=results.at_least(1),
+        default=ANSWERS,
+        help="tokens of each",
+    )
     options = parser.parse_args(arguments)
     for figure in measure(options.size, options.answers, options.rounds):
         print(f"{figure.name:20} {figure.value:10.3f} {figure.unit}")

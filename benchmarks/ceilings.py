@@ -29,7 +29,14 @@ class Probe:
         dtype: of matmuls and memory.
     """
 
-    def __init__(self, arch: Architecture, *, decode_rows: int = 128, batch_rows: int = 1024, dtype: str = "float32"):
+    def __init__(
+        self,
+        arch: Architecture,
+        *,
+        decode_rows: int = 128,
+        batch_rows: int = 1024,
+        dtype: str = "float32",
+    ):
         self._decode = _matmul(arch, decode_rows, dtype)
         self._batch = _matmul(arch, batch_rows, dtype)
         self._read = _read(dtype)

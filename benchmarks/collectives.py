@@ -34,7 +34,10 @@ def needed(run: Run) -> dict[str, float]:
     fsdp, tensor, shards = mesh["fsdp"], mesh["tensor"], mesh["fsdp"] * mesh["data"]
     micro_batches = compiled.micro_batches(run)
     of_layer = arch.width * arch.head_size * 2 * (arch.num_heads + arch.num_kv_heads) + 3 * arch.width * arch.ffn
-    layers, head = arch.num_layers * of_layer / tensor, arch.vocab_size * arch.width / tensor
+    layers, head = (
+        arch.num_layers * of_layer / tensor,
+        arch.vocab_size * arch.width / tensor,
+    )
     others = (fsdp - 1) / fsdp
     tokens = config.update.micro_batch_size / shards * config.row_tokens
     activations = 2 * (tensor - 1) / tensor * tokens * arch.width * 2
@@ -59,7 +62,10 @@ def main() -> None:
     mesh = {name: getattr(given, name) for name in ("fsdp", "tensor", "sampler_tensor")}
     changed = {
         "sampling": {"max_completion_tokens": given.completion},
-        "update": {"micro_batch_size": given.micro_batch, "logp_chunk_tokens": given.chunk},
+        "update": {
+            "micro_batch_size": given.micro_batch,
+            "logp_chunk_tokens": given.chunk,
+        },
     }
     run = pod.run_of(given.topology, mesh, layers=given.layers, changed=changed)
     (row,) = compiled.compile_rows(run, [given.program])

@@ -32,10 +32,18 @@ def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.compare", description=__doc__.splitlines()[0])
     parser.add_argument("old", type=Path)
     parser.add_argument("new", type=Path)
-    parser.add_argument("--tolerance", type=results.share, default=0.1, help="share by which a figure may be worse")
+    parser.add_argument(
+        "--tolerance",
+        type=results.share,
+        default=0.1,
+        help="share by which a figure may be worse",
+    )
     options = parser.parse_args(arguments)
     try:
-        (old_record, old), (new_record, new) = results.read(options.old), results.read(options.new)
+        (old_record, old), (new_record, new) = (
+            results.read(options.old),
+            results.read(options.new),
+        )
     except ValueError as error:
         parser.error(str(error))
     if old_record["benchmark"] != new_record["benchmark"]:

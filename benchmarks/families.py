@@ -43,7 +43,18 @@ class Size:
 
 
 SIZES = {
-    "medium": Size(384, 6, 1024, 8192, 64, prompts=2, group=8, prompt=64, completion=32, micro_batch=16),
+    "medium": Size(
+        384,
+        6,
+        1024,
+        8192,
+        64,
+        prompts=2,
+        group=8,
+        prompt=64,
+        completion=32,
+        micro_batch=16,
+    ),
     "tiny": Size(32, 6, 64, 264, 8, prompts=2, group=4, prompt=16, completion=8, micro_batch=8),
 }
 SINKS = dict(sinks=True, qkv_bias=True, o_bias=True, experts_bias=True, glu_limit=7.0)
@@ -79,7 +90,12 @@ def family(name: str, size: Size) -> Architecture:
         },
     }[name]
     sizes = {"num_heads": heads, "num_kv_heads": heads // 2, "head_size": head_size}
-    shared = {"vocab_size": size.vocab_size, "width": size.width, "num_layers": n, "ffn": size.ffn}
+    shared = {
+        "vocab_size": size.vocab_size,
+        "width": size.width,
+        "num_layers": n,
+        "ffn": size.ffn,
+    }
     return Architecture(**shared | sizes | of)
 
 
@@ -93,7 +109,10 @@ def config_of(size: Size) -> Config:
         {
             "prompts": {"max_tokens": size.prompt},
             "sampling": {"max_completion_tokens": size.completion},
-            "rollout": {"prompts_per_iteration": size.prompts, "group_size": size.group},
+            "rollout": {
+                "prompts_per_iteration": size.prompts,
+                "group_size": size.group,
+            },
             "update": {"batch_size": rows, "micro_batch_size": size.micro_batch},
         }
     )
@@ -119,7 +138,10 @@ class Contender:
 
 def measure(names: list[str], size: Size, rounds: int) -> Iterator[list[Figure]]:
     """Figures of one family after the other; those of Llama, the first name, come without ratios."""
-    llama, tokens = Contender(names[0], size), size.prompts * size.group * size.completion
+    llama, tokens = (
+        Contender(names[0], size),
+        size.prompts * size.group * size.completion,
+    )
     for name in names:
         contender = llama if name == names[0] else Contender(name, size)
         others = [] if contender is llama else [llama]
@@ -147,24 +169,47 @@ def row(figures: list[Figure]) -> str:
     of = {figure.name.partition("/")[2]: figure.value for figure in figures}
     ratio = lambda what: f"{of.get(f'{what}_over_llama', 1.0):.2f}"
     generation = f"{of['generate_tokens_per_s']:.0f}", ratio("generate")
-    update = f"{of['update_s']:.3f}", ratio("update"), f"{of['update_bytes'] / 2**20:.1f}"
+    update = (
+        f"{of['update_s']:.3f}",
+        ratio("update"),
+        f"{of['update_bytes'] / 2**20:.1f}",
+    )
     return COLUMNS.format(name, f"{of['parameters'] / 1e6:.2f} M", *generation, *update)
 
 
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.families", description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="medium")
-    parser.add_argument("--only", nargs="+", choices=FAMILIES[1:], default=FAMILIES[1:], help="beside Llama")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=FAMILIES[1:],
+        default=FAMILIES[1:],
+        help="beside Llama",
+    )
     parser.add_argument("--rounds", type=results.at_least(1), default=5)
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
     figures = []
-    print(COLUMNS.format("family", "parameters", "tokens/s", "x Llama", "update s", "x Llama", "update MiB"))
+    print(
+        COLUMNS.format(
+            "family",
+            "parameters",
+            "tokens/s",
+            "x Llama",
+            "update s",
+            "x Llama",
+            "update MiB",
+        )
+    )
     for of_family in measure(["llama", *dict.fromkeys(options.only)], SIZES[options.size], options.rounds):
         print(row(of_family), flush=True)
         figures += of_family
     if options.json:
-        settings = {"size": dataclasses.asdict(SIZES[options.size]), "rounds": options.rounds}
+        settings = {
+            "size": dataclasses.asdict(SIZES[options.size]),
+            "rounds": options.rounds,
+        }
         versions = machine.versions("jaxrl_llm", "jax", "jaxlib")
         results.write(options.json, "families", figures, versions=versions, settings=settings)
     return 0

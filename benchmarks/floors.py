@@ -87,7 +87,14 @@ def prefill(arch: Architecture, lengths: Sequence[int], *, itemsize: int = 4) ->
     return Work(forward_flops(arch, tokens=sum(lengths), pairs=pairs, predicted=0), weights)
 
 
-def decode_step(arch: Architecture, *, rows: int, context: float, read: float | None = None, itemsize: int = 4) -> Work:
+def decode_step(
+    arch: Architecture,
+    *,
+    rows: int,
+    context: float,
+    read: float | None = None,
+    itemsize: int = 4,
+) -> Work:
     """Return the work to decode one token for each of ``rows`` sequences.
 
     Args:
@@ -100,7 +107,14 @@ def decode_step(arch: Architecture, *, rows: int, context: float, read: float | 
     return Work(flops, itemsize * (weights + key * (rows * context if read is None else read)))
 
 
-def update_flops(arch: Architecture, lengths: Sequence[int], group: int, completion: int, *, shared: bool) -> float:
+def update_flops(
+    arch: Architecture,
+    lengths: Sequence[int],
+    group: int,
+    completion: int,
+    *,
+    shared: bool,
+) -> float:
     """Return the operations of the forward and backward pass over P*G rows."""
     rows = len(lengths) * group
     times = 1 if shared else group  # a prompt is computed

@@ -68,7 +68,17 @@ class Sizes:
 
 SIZES = {
     "full": Sizes(),
-    "tiny": Sizes((4,), 2, 4, 4, 4, update_rows=4, update_prompt=64, update_completion=4, micro_batch=2),
+    "tiny": Sizes(
+        (4,),
+        2,
+        4,
+        4,
+        4,
+        update_rows=4,
+        update_prompt=64,
+        update_completion=4,
+        micro_batch=2,
+    ),
 }
 PEER_TIMEOUT_S = 1800  # of one step
 
@@ -93,19 +103,37 @@ def config_of(rows: int, group: int, prompt: int, completion: int, *, chunk: int
             "model": {"compute_dtype": "bfloat16", "remat": "auto"},
             "prompts": {"max_tokens": prompt},
             "sampling": {"max_completion_tokens": completion},
-            "rollout": {"prompts_per_iteration": rows // group, "group_size": group, "chunk_steps": chunk},
+            "rollout": {
+                "prompts_per_iteration": rows // group,
+                "group_size": group,
+                "chunk_steps": chunk,
+            },
             "update": {"batch_size": rows, "micro_batch_size": micro_batch},
         }
     )
 
 
 def decode_config(rows: int, sizes: Sizes) -> Config:
-    return config_of(rows, sizes.group, sizes.prompt, sizes.completion, chunk=sizes.chunk, micro_batch=sizes.group)
+    return config_of(
+        rows,
+        sizes.group,
+        sizes.prompt,
+        sizes.completion,
+        chunk=sizes.chunk,
+        micro_batch=sizes.group,
+    )
 
 
 def update_config(sizes: Sizes) -> Config:
-    rows, prompt, completion = sizes.update_rows, sizes.update_prompt, sizes.update_completion
-    return config_of(rows, sizes.group, prompt, completion, chunk=completion, micro_batch=sizes.micro_batch)
+    rows, prompt, completion = (sizes.update_rows, sizes.update_prompt, sizes.update_completion)
+    return config_of(
+        rows,
+        sizes.group,
+        prompt,
+        completion,
+        chunk=completion,
+        micro_batch=sizes.micro_batch,
+    )
 
 
 def least_decode_s(arch: Architecture, rows: int, sizes: Sizes, ceilings: Ceilings) -> float:
@@ -143,7 +171,12 @@ def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
         least = least_decode_s(arch, rows, sizes, ceilings)
         per_s = tokens / statistics.median(whole)
         yield Figure(f"{name}/generate_tokens_per_s/batch={rows}", per_s, "tokens/s", "more")
-        yield Figure(f"{name}/decode_tokens_per_s/batch={rows}", tokens / taken, "tokens/s", "more")
+        yield Figure(
+            f"{name}/decode_tokens_per_s/batch={rows}",
+            tokens / taken,
+            "tokens/s",
+            "more",
+        )
         yield Figure(f"{name}/decode_share_of_floor/batch={rows}", least / taken, "", "more")
 
 
@@ -157,7 +190,12 @@ def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
     taken = statistics.median(watch.seconds["update"][1:])
     tokens = rows * (sizes.update_prompt + sizes.update_completion)
     yield Figure(f"{name}/update_tokens_per_s", tokens / taken, "tokens/s", "more")
-    yield Figure(f"{name}/update_mfu", update_flops(arch, sizes) / taken / ceilings.batch_flops, "", "more")
+    yield Figure(
+        f"{name}/update_mfu",
+        update_flops(arch, sizes) / taken / ceilings.batch_flops,
+        "",
+        "more",
+    )
 
 
 def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator[Figure]:
@@ -168,7 +206,11 @@ def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator
     """
     config = families.config_of(arch)
     for rows in sizes.batches:
-        job = {"rows": rows, "prompt_tokens": sizes.prompt, "completion_tokens": sizes.completion}
+        job = {
+            "rows": rows,
+            "prompt_tokens": sizes.prompt,
+            "completion_tokens": sizes.completion,
+        }
         taken = _median("hf", {"config": config, **job}, "generate_s", repeats)
         per_s = rows * sizes.completion / taken
         yield Figure(f"{name}/hf/generate_tokens_per_s/batch={rows}", per_s, "tokens/s", "more")
@@ -195,7 +237,14 @@ def _median(worker: str, job: dict[str, Any], part: str, repeats: int) -> float:
     log = run.FOLDER / f"gpu_{worker}.log"
     command = [python, "-m", f"benchmarks.workers.{worker}"]
     with contextlib.closing(
-        Worker(worker, command, job, environment=dict(os.environ), log=log, timeout_s=PEER_TIMEOUT_S)
+        Worker(
+            worker,
+            command,
+            job,
+            environment=dict(os.environ),
+            log=log,
+            timeout_s=PEER_TIMEOUT_S,
+        )
     ) as peer:
         return statistics.median([peer.step()[0][part] for _ in range(repeats + 1)][1:])
 
@@ -207,17 +256,30 @@ def compared(figures: list[Figure]) -> Iterator[Figure]:
         shape, _, rest = name.partition("/")
         peer, _, ours = rest.partition("/")
         if mine := value.get(f"{shape}/{ours}"):
-            yield Figure(f"{shape}/times_faster_than_{peer}/{ours}", mine / value[name], "x", "more")
+            yield Figure(
+                f"{shape}/times_faster_than_{peer}/{ours}",
+                mine / value[name],
+                "x",
+                "more",
+            )
 
 
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--shape", nargs="+", choices=SHAPES, default=["smollm2-135m", "qwen2-1.5b"], help="of the models"
+        "--shape",
+        nargs="+",
+        choices=SHAPES,
+        default=["smollm2-135m", "qwen2-1.5b"],
+        help="of the models",
     )
     parser.add_argument("--preset", choices=SIZES, default="full", help="sizes of the measurement")
     parser.add_argument("--repeats", type=results.at_least(1), default=3)
-    parser.add_argument("--peers", action="store_true", help="measure transformers and TRL too, of .venv-trl")
+    parser.add_argument(
+        "--peers",
+        action="store_true",
+        help="measure transformers and TRL too, of .venv-trl",
+    )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
     if options.peers and not Path(run.command("trl")[0]).exists():
@@ -225,7 +287,12 @@ def main(arguments: list[str]) -> int:
     if options.peers:  # they share the memory
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     sizes, device = SIZES[options.preset], jax.devices()[0]
-    table = Table("figure", "value", "unit", title=f"{device.device_kind}, bfloat16, random weights")
+    table = Table(
+        "figure",
+        "value",
+        "unit",
+        title=f"{device.device_kind}, bfloat16, random weights",
+    )
     figures = []
     for name in options.shape:
         arch = SHAPES[name]
@@ -237,7 +304,10 @@ def main(arguments: list[str]) -> int:
         for measure in (decode, update):
             started = time.monotonic()
             figures += measure(name, arch, ceilings, sizes, options.repeats)
-            print(f"{name} {measure.__name__}: {time.monotonic() - started:.0f} s", flush=True)
+            print(
+                f"{name} {measure.__name__}: {time.monotonic() - started:.0f} s",
+                flush=True,
+            )
         if options.peers:
             try:
                 figures += peers(name, arch, sizes, options.repeats)
@@ -251,7 +321,11 @@ def main(arguments: list[str]) -> int:
     if options.json:
         settings = {"sizes": dataclasses.asdict(sizes), "repeats": options.repeats}
         results.write(
-            options.json, "gpu", figures, versions=machine.versions("jaxrl_llm", "jax", "jaxlib"), settings=settings
+            options.json,
+            "gpu",
+            figures,
+            versions=machine.versions("jaxrl_llm", "jax", "jaxlib"),
+            settings=settings,
         )
     return 0
 

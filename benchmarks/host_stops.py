@@ -37,14 +37,21 @@ from system.test_hosts import SETTINGS, Job
 from system.test_resume import assert_same_run
 
 COUNT = 4
-KINDS = {"SIGTERM": (signal.SIGTERM, (0, 1, 2, 3)), "SIGKILL": (signal.SIGKILL, (1, 2, 3))}
+KINDS = {
+    "SIGTERM": (signal.SIGTERM, (0, 1, 2, 3)),
+    "SIGKILL": (signal.SIGKILL, (1, 2, 3)),
+}
 KINDS["SIGKILL of 0"] = signal.SIGKILL, (0,)
 MOMENT_S = 0.5, 2.0  # from the end of the second iteration: the checkpoint is begun, the generation takes 2 s and more
 
 
 def start(folder: pathlib.Path, name: str) -> Job:
     lean = {"num_iterations": 4, "eval.num_prompts": 0, "checkpoint.export": False}
-    lean |= {"sampling.max_completion_tokens": 64, "rollout.chunk_steps": 1, "update.updates_per_iteration": 1}
+    lean |= {
+        "sampling.max_completion_tokens": 64,
+        "rollout.chunk_steps": 1,
+        "update.updates_per_iteration": 1,
+    }
     return Job(COUNT, folder, SETTINGS | lean, flags=(f"--workdir={folder / name}",))
 
 
@@ -76,7 +83,11 @@ def one_try(folder: pathlib.Path, kind: str, chance: random.Random) -> dict[str,
     told = time.monotonic()
     job.hosts[victim].send_signal(number)
     statuses, outputs = job.end()
-    found = {"seconds": time.monotonic() - told, "statuses": statuses, "right": right(kind, victim, statuses, outputs)}
+    found = {
+        "seconds": time.monotonic() - told,
+        "statuses": statuses,
+        "right": right(kind, victim, statuses, outputs),
+    }
     found |= {"kind": kind, "victim": victim, "delay": delay}
     found["inside"] = stopped_inside(kind, folder / "run", outputs)
     again, texts = start(folder, "run").end()
@@ -128,7 +139,11 @@ def main() -> None:
             print(row(kind, tries[kind]), flush=True)
     print(f"\n{datetime.date.today()}, {os.cpu_count()} CPU cores")
     print("| signal | tries | ended right | s to the end of all, median / worst | statuses | inside | bitwise after |")
-    print("|---|---|---|---|---|---|---|", *(row(kind, x) for kind, x in tries.items() if x), sep="\n")
+    print(
+        "|---|---|---|---|---|---|---|",
+        *(row(kind, x) for kind, x in tries.items() if x),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

@@ -122,9 +122,14 @@ class Iteration:
             length=rows.length + self.config.row_tokens,
         )
         if ragged:
-            longest, group = self.config.prompts.max_tokens, self.config.rollout.group_size
+            longest, group = (self.config.prompts.max_tokens, self.config.rollout.group_size)
             prompt = draw.integers(longest // 2, longest + 1, len(rows.length) // group, dtype=np.int32)
-            own = draw.integers(4, self.config.sampling.max_completion_tokens + 1, len(rows.length), dtype=np.int32)
+            own = draw.integers(
+                4,
+                self.config.sampling.max_completion_tokens + 1,
+                len(rows.length),
+                dtype=np.int32,
+            )
             prompt = np.repeat(prompt, group)
             rows = rows.replace(prompt_length=prompt, length=prompt + own)
         return jax.device_put(rows, jax.tree.map(lambda x: x.sharding, shapes))

@@ -116,7 +116,11 @@ def config_of(*, prompts: int, group: int, prompt: int, completion: int, **group
     base = {
         "prompts": {"max_tokens": prompt},
         "sampling": {"max_completion_tokens": completion},
-        "rollout": {"prompts_per_iteration": prompts, "group_size": group, "chunk_steps": completion},
+        "rollout": {
+            "prompts_per_iteration": prompts,
+            "group_size": group,
+            "chunk_steps": completion,
+        },
         "replay": {"unit": "group"},
         "update": {"batch_size": rows, "micro_batch_size": rows},
     }
@@ -128,7 +132,14 @@ def config_of(*, prompts: int, group: int, prompt: int, completion: int, **group
 def generated(s: Setting, config: Config) -> Stopwatch:
     """Time the sampler's programs over ``repeats`` calls of ``Generator.generate``, after one warm-up call."""
     watch = Stopwatch()
-    iteration = Iteration(config, s.arch, random_params, random_prompts(config, s.arch), wrap=watch.wrap, learner=False)
+    iteration = Iteration(
+        config,
+        s.arch,
+        random_params,
+        random_prompts(config, s.arch),
+        wrap=watch.wrap,
+        learner=False,
+    )
     iteration.generate()
     watch.seconds.clear()
     for _ in range(s.repeats):
@@ -153,7 +164,13 @@ def decode_row(s: Setting, name: str, slots: int, prompt: int, *, completion: in
     """Return the mean seconds of a decode step. All steps have the same number of busy slots."""
     group = min(GROUP, slots) if slots > 1 else 2
     prompts = max(1, slots // group)
-    config = config_of(prompts=prompts, group=group, prompt=prompt, completion=completion, rollout={"slots": slots})
+    config = config_of(
+        prompts=prompts,
+        group=group,
+        prompt=prompt,
+        completion=completion,
+        rollout={"slots": slots},
+    )
     steps = prompts * group * completion // slots * s.repeats
     seconds = generated(s, config).total("decode") / steps
     own = (completion + 1) / 2
@@ -164,7 +181,13 @@ def decode_row(s: Setting, name: str, slots: int, prompt: int, *, completion: in
 def learner(s: Setting) -> Iterator[Row]:
     prompts = 2
     method = {"divergence": {"name": "reference", "coefficient": 0.1}}
-    config = config_of(prompts=prompts, group=GROUP, prompt=PROMPT, completion=COMPLETION, algorithm=method)
+    config = config_of(
+        prompts=prompts,
+        group=GROUP,
+        prompt=PROMPT,
+        completion=COMPLETION,
+        algorithm=method,
+    )
     rows = prompts * GROUP
     watch = Stopwatch()
     iteration = Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False)
@@ -189,7 +212,10 @@ def learner(s: Setting) -> Iterator[Row]:
 def logp(s: Setting) -> Iterator[Row]:
     tokens, chunk, D, V = 512, 256, s.arch.width, s.arch.vocab_size
     keys = jax.random.split(jax.random.key(0), 4)
-    hidden, head = jax.random.normal(keys[0], (1, tokens, D)), jax.random.normal(keys[1], (V, D)) / D**0.5
+    hidden, head = (
+        jax.random.normal(keys[0], (1, tokens, D)),
+        jax.random.normal(keys[1], (V, D)) / D**0.5,
+    )
     target = jax.random.randint(keys[2], (1, tokens), 0, V)
     weight = jax.random.normal(keys[3], (1, tokens))
 
@@ -222,7 +248,11 @@ def logp(s: Setting) -> Iterator[Row]:
     for name, program in programs.items():
         work = Work(floors.BACKWARD * 2.0 * tokens * D * V)
         yield Row(f"logp/{name}", statistics.median(watch.seconds[name][1:]), work)
-        yield Row(f"logp/{name}, memory", program.memory_analysis().temp_size_in_bytes / 1e6, unit="MB")
+        yield Row(
+            f"logp/{name}, memory",
+            program.memory_analysis().temp_size_in_bytes / 1e6,
+            unit="MB",
+        )
 
 
 def packing(s: Setting) -> Iterator[Row]:
@@ -232,22 +262,44 @@ def packing(s: Setting) -> Iterator[Row]:
         made = {}
         for way, settings in ways.items():
             if settings and unit == "rollout":
-                settings = {"micro_batch_tokens": 8 * (PROMPT + COMPLETION), "pack_width": 2 * (PROMPT + COMPLETION)}
-            sizes = {"prompts": prompts, "group": GROUP, "prompt": PROMPT, "completion": COMPLETION}
-            config = config_of(**sizes, replay={"unit": unit}, update={"micro_batch_size": 2 * GROUP, **settings})
+                settings = {
+                    "micro_batch_tokens": 8 * (PROMPT + COMPLETION),
+                    "pack_width": 2 * (PROMPT + COMPLETION),
+                }
+            sizes = {
+                "prompts": prompts,
+                "group": GROUP,
+                "prompt": PROMPT,
+                "completion": COMPLETION,
+            }
+            config = config_of(
+                **sizes,
+                replay={"unit": unit},
+                update={"micro_batch_size": 2 * GROUP, **settings},
+            )
             watch = Stopwatch()
-            made[way] = watch, Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False)
+            made[way] = (
+                watch,
+                Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False),
+            )
         for _ in range(s.repeats + 1):
             for _, iteration in made.values():
                 rollout = iteration.random_rollout(ragged=True)
                 iteration.update(rollout, np.arange(prompts * GROUP) % 2)
-        prompt, own = np.asarray(rollout.prompt_length), np.asarray(rollout.length - rollout.prompt_length)
+        prompt, own = (
+            np.asarray(rollout.prompt_length),
+            np.asarray(rollout.length - rollout.prompt_length),
+        )
         once = prompt[:: GROUP if unit == "group" else 1]
         pairs = np.sum(once * (once + 1) / 2) + np.sum(own * prompt + own * (own + 1) / 2)
         flops = floors.forward_flops(s.arch, tokens=once.sum() + own.sum(), pairs=pairs, predicted=own.sum())
         for way, (watch, _) in made.items():
             seconds = statistics.median(watch.seconds["update"][1:])
-            yield Row(f"update_{way}/{len(own)} ragged rows by {unit}", seconds, Work(floors.BACKWARD * flops))
+            yield Row(
+                f"update_{way}/{len(own)} ragged rows by {unit}",
+                seconds,
+                Work(floors.BACKWARD * flops),
+            )
 
 
 def optimizer(s: Setting) -> Iterator[Row]:
@@ -279,12 +331,19 @@ def weights(arch: Architecture, mesh: jax.sharding.Mesh) -> Any:
 def ring(s: Setting) -> Iterator[Row]:
     calls = 20 * s.repeats
     for capacity in CAPACITIES:
-        config = config_of(prompts=5, group=8, prompt=4, completion=4, replay={"capacity": capacity, "unit": "rollout"})
+        config = config_of(
+            prompts=5,
+            group=8,
+            prompt=4,
+            completion=4,
+            replay={"capacity": capacity, "unit": "rollout"},
+        )
         mesh = one_device()
         programs = assemble(config, PRESETS["debug"], (), mesh).programs()
         compiled = compile_all({name: programs[name] for name in ("init_ring", "insert")}, mesh)
         arguments = jax.tree.map(
-            lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), programs["insert"].args[1:]
+            lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding),
+            programs["insert"].args[1:],
         )
         rows = config.rollouts_per_iteration
         row_bytes = sum(x.nbytes for x in jax.tree.leaves(arguments))
@@ -311,7 +370,11 @@ def ring(s: Setting) -> Iterator[Row]:
 
         work = Work(0, 2 * row_bytes)
         for name, call in (("insert", insert_once), ("draw", draw_once)):
-            yield Row(f"ring_{name}/{rows} rows of {capacity}", median_seconds(call, calls), work)
+            yield Row(
+                f"ring_{name}/{rows} rows of {capacity}",
+                median_seconds(call, calls),
+                work,
+            )
 
 
 def publish(s: Setting) -> Iterator[Row]:
@@ -354,7 +417,10 @@ def questions(s: Setting) -> Iterator[Row]:
             memory.append(process.memory_info().rss - before)
             for _ in range(20):
                 timed("next 16", stream.next_batch, 16)
-            timed("tokenised one by one", lambda e=examples: [tokenizer.encode_prompt(x.prompt, **how) for x in e])
+            timed(
+                "tokenised one by one",
+                lambda e=examples: [tokenizer.encode_prompt(x.prompt, **how) for x in e],
+            )
             del examples, encoded, stream
     for name, found in seconds.items():
         yield Row(f"questions/{num} {name}", statistics.median(found))
@@ -374,13 +440,20 @@ def host_gap(s: Setting) -> Iterator[Row]:
         name: clock.wrap(name, program) for name, program in compile_them(programs, mesh).items()
     }
     try:
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             train.train(freeze(settings), Path(folder))
     finally:
         train.compile_all = compile_them
         clock.close()
     shares = idle_shares(clock.intervals, "update")
-    yield Row(f"host_gap/{len(shares)} iterations of the main job", statistics.median(shares), unit="of an iteration")
+    yield Row(
+        f"host_gap/{len(shares)} iterations of the main job",
+        statistics.median(shares),
+        unit="of an iteration",
+    )
 
 
 BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
@@ -399,8 +472,19 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.micro", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, metavar="NAME", help=f"of {', '.join(BENCHMARKS)}")
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m", help="of the model; tiny is for tests")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=BENCHMARKS,
+        metavar="NAME",
+        help=f"of {', '.join(BENCHMARKS)}",
+    )
+    parser.add_argument(
+        "--shape",
+        choices=SHAPES,
+        default="smollm2-135m",
+        help="of the model; tiny is for tests",
+    )
     parser.add_argument("--repeats", type=results.at_least(1), default=3)
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
@@ -420,12 +504,20 @@ def main(arguments: list[str]) -> int:
         for row in rows:
             figures.append(Figure(row.name, row.value, row.unit, "less"))
             if row.work is None:
-                shown = {"MB": f"{row.value:,.0f} MB", "s": f"{row.value * 1e3:,.3f} ms"}
+                shown = {
+                    "MB": f"{row.value:,.0f} MB",
+                    "s": f"{row.value * 1e3:,.3f} ms",
+                }
                 table.add_row(row.name, shown.get(row.unit, f"{row.value:.2%} {row.unit}"))
                 continue
             least = row.floor(ceilings)
             figures.append(Figure(f"{row.name}/share_of_floor", least / row.value, "", "more"))
-            table.add_row(row.name, f"{row.value * 1e3:.3f} ms", f"{least * 1e3:.3f} ms", f"{least / row.value:.0%}")
+            table.add_row(
+                row.name,
+                f"{row.value * 1e3:.3f} ms",
+                f"{least * 1e3:.3f} ms",
+                f"{least / row.value:.0%}",
+            )
         console.print(
             f"{name}: {time.monotonic() - started:.0f} s; ceilings {ceilings.decode_flops / 1e9:.0f} GFLOP/s at 128 "
             f"rows, {ceilings.batch_flops / 1e9:.0f} at 1024, read {ceilings.read_bytes / 1e9:.1f} GB/s"

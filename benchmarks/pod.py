@@ -38,7 +38,13 @@ MESHES = {
 }
 
 
-def run_of(topology: str, mesh: Mapping[str, int], *, layers: int = 0, changed: Mapping[str, Any] = {}) -> Run:
+def run_of(
+    topology: str,
+    mesh: Mapping[str, int],
+    *,
+    layers: int = 0,
+    changed: Mapping[str, Any] = {},
+) -> Run:
     """The job on such a slice; ``layers`` 0 = all. ``changed``: settings by part, in place of the job's.
 
     Raises:

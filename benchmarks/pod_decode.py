@@ -67,7 +67,10 @@ def main() -> None:
         if row.memory is None:
             raise SystemExit(f"error: {row.name}: {row.refused}")
         temporary, outputs = (size / 2**20 for size in (row.memory.temporary, row.memory.outputs))
-        print(f"{row.name:8} temporary {temporary:.0f} MiB a chip, outputs {outputs:.0f}", flush=True)
+        print(
+            f"{row.name:8} temporary {temporary:.0f} MiB a chip, outputs {outputs:.0f}",
+            flush=True,
+        )
     step = step_of(run, row)
     print(
         f"decode step reads {step.read / 2**20:.0f} MiB, must read {step.must / 2**20:.0f}: {step.read / step.must:.3f}"

@@ -32,7 +32,10 @@ from jaxrl_llm.runtime.programs import Program, compile_all
 WAYS = [
     (dtype, *weights)
     for dtype in ("float32", "bfloat16")
-    for weights in (("compute", "full"), *((kind, of) for kind in ("int8", "fp8", "fp4") for of in ("full", "rollout")))
+    for weights in (
+        ("compute", "full"),
+        *((kind, of) for kind in ("int8", "fp8", "fp4") for of in ("full", "rollout")),
+    )
 ]
 
 
@@ -43,8 +46,16 @@ def config_of(way: tuple[str, str, str], *, prompts: int, completion: int) -> Co
             "model": {"compute_dtype": dtype},
             "prompts": {"source": "arithmetic", "max_tokens": 48, "size": 64},
             "sampling": {"max_completion_tokens": completion},
-            "rollout": {"prompts_per_iteration": prompts, "group_size": 8, "weights": rollout},
-            "update": {"batch_size": prompts * 8, "micro_batch_size": 8, "weights": update},
+            "rollout": {
+                "prompts_per_iteration": prompts,
+                "group_size": 8,
+                "weights": rollout,
+            },
+            "update": {
+                "batch_size": prompts * 8,
+                "micro_batch_size": 8,
+                "weights": update,
+            },
         }
     )
 
@@ -55,11 +66,18 @@ def spread(model, mesh):
 
     def one(path, leaf):
         if "norm" in path[-1].key or "bias" in path[-1].key:
-            return np.full(leaf.shape, 0.0 if "bias" in path[-1].key else 1.0 - model.arch.norm_offset, np.float32)
+            return np.full(
+                leaf.shape,
+                0.0 if "bias" in path[-1].key else 1.0 - model.arch.norm_offset,
+                np.float32,
+            )
         return (draw.normal(size=leaf.shape) / np.sqrt(model.arch.width)).astype(np.float32)
 
     shapes = model.abstract_params(mesh)
-    return jax.device_put(jax.tree_util.tree_map_with_path(one, shapes), jax.tree.map(lambda x: x.sharding, shapes))
+    return jax.device_put(
+        jax.tree_util.tree_map_with_path(one, shapes),
+        jax.tree.map(lambda x: x.sharding, shapes),
+    )
 
 
 def gaps(name: str, way: tuple[str, str, str], *, prompts: int, completion: int) -> np.ndarray:
@@ -70,7 +88,10 @@ def gaps(name: str, way: tuple[str, str, str], *, prompts: int, completion: int)
         encoded = random_prompts(config, arch)
     else:
         source = pretrained.resolve(name)
-        arch, load = source.architecture(), lambda model, mesh: source.load_params(model, mesh, seed=0)
+        arch, load = (
+            source.architecture(),
+            lambda model, mesh: source.load_params(model, mesh, seed=0),
+        )
         encoded = questions(config, source.tokenizer())[0]
     iteration = Iteration(config, arch, load, encoded, learner=False)
     rollout, _ = iteration.generate()
@@ -85,23 +106,47 @@ def measure(names: list[str], *, prompts: int, completion: int) -> Iterator[Figu
     for name in names:
         for way in WAYS:
             found = gaps(name, way, prompts=prompts, completion=completion)
-            of = {"mean": found.mean(), "p99": np.quantile(found, 0.99), "p999": np.quantile(found, 0.999)}
+            of = {
+                "mean": found.mean(),
+                "p99": np.quantile(found, 0.99),
+                "p999": np.quantile(found, 0.999),
+            }
             for what, value in (of | {"max": found.max()}).items():
                 yield Figure(f"{name}/{'/'.join(way)}/{what}", float(value), "nats", "less")
 
 
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.precision", description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", default=["smollm2-135m-instruct"], help="paths or families")
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["smollm2-135m-instruct"],
+        help="paths or families",
+    )
     parser.add_argument("--prompts", type=results.at_least(1), default=8, help="of 8 answers each")
-    parser.add_argument("--completion", type=results.at_least(2), default=32, help="tokens of an answer at most")
+    parser.add_argument(
+        "--completion",
+        type=results.at_least(2),
+        default=32,
+        help="tokens of an answer at most",
+    )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
     figures = []
     for figure in measure(options.model, prompts=options.prompts, completion=options.completion):
         figures.append(figure)
         print(f"{figure.name:60} {figure.value:.2e}", flush=True)
-    shown = Table("model", "arithmetic", "sampler", "learner", "mean", "p99", "p99.9", "largest", title="Gap in nats")
+    shown = Table(
+        "model",
+        "arithmetic",
+        "sampler",
+        "learner",
+        "mean",
+        "p99",
+        "p99.9",
+        "largest",
+        title="Gap in nats",
+    )
     for i in range(0, len(figures), 4):
         *name, _ = figures[i].name.rsplit("/", 4)
         shown.add_row(*name, *(f"{figure.value:.1e}" for figure in figures[i : i + 4]))

@@ -74,8 +74,19 @@ def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
 
     workdir = FOLDER / f"ours_{seed}"
     shutil.rmtree(workdir, ignore_errors=True)
-    settings = {"seed": seed, "num_iterations": MAX_STEPS, "eval.num_prompts": 0, "checkpoint.export": False}
-    command = [sys.executable, "-m", "jaxrl_llm.train", f"--config={MAIN_JOB}", f"--workdir={workdir}"]
+    settings = {
+        "seed": seed,
+        "num_iterations": MAX_STEPS,
+        "eval.num_prompts": 0,
+        "checkpoint.export": False,
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "jaxrl_llm.train",
+        f"--config={MAIN_JOB}",
+        f"--workdir={workdir}",
+    ]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
     workdir.parent.mkdir(parents=True, exist_ok=True)
     log = workdir.with_suffix(".log")
@@ -116,7 +127,14 @@ def trl(seed: int, environment: dict[str, str]) -> Iterator[Step]:
         "bf16": False,
     }
     log = FOLDER / f"trl_{seed}.log"
-    worker = Worker("trl", run.command("trl"), told, environment=environment, log=log, timeout_s=1800)
+    worker = Worker(
+        "trl",
+        run.command("trl"),
+        told,
+        environment=environment,
+        log=log,
+        timeout_s=1800,
+    )
     with contextlib.closing(worker):
         for _ in range(MAX_STEPS):
             figures, _ = worker.step()
@@ -145,7 +163,14 @@ def summarise(reached: dict[str, list[Result]]) -> list[Figure]:
             if result.learned:
                 figures.append(Figure(f"{name}/seed_{seed}/seconds", result.seconds, "s", "less"))
             figures.append(Figure(f"{name}/seed_{seed}/first_update_s", result.first_s, "s", "less"))
-        figures.append(Figure(f"{name}/learned", sum(result.learned for result in runs), "runs", "more"))
+        figures.append(
+            Figure(
+                f"{name}/learned",
+                sum(result.learned for result in runs),
+                "runs",
+                "more",
+            )
+        )
         if all(result.learned for result in runs):
             medians[name] = statistics.median(result.seconds for result in runs)
             figures.append(Figure(f"{name}/seconds", medians[name], "s", "less"))
@@ -158,7 +183,12 @@ def summarise(reached: dict[str, list[Result]]) -> list[Figure]:
 
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="bash launch/bench.sh race", description=__doc__.splitlines()[0])
-    parser.add_argument("systems", nargs="*", metavar="system", help=f"of {', '.join(RUNNERS)}; default: both")
+    parser.add_argument(
+        "systems",
+        nargs="*",
+        metavar="system",
+        help=f"of {', '.join(RUNNERS)}; default: both",
+    )
     parser.add_argument("--seeds", type=results.at_least(1), default=3, help="runs of each")
     parser.add_argument("--threads", type=results.at_least(1), default=2, help="cores to use")
     parser.add_argument("--json", type=Path, help="file for the result")
@@ -185,7 +215,12 @@ def main(arguments: list[str]) -> int:
         say(f"{figure.name:<24} {figure.value:8.2f} {figure.unit}")
     if options.json:
         curves = {name: [result.steps for result in runs] for name, runs in reached.items()}
-        settings = {"target": TARGET, "window": WINDOW, "seeds": options.seeds, "curves": curves}
+        settings = {
+            "target": TARGET,
+            "window": WINDOW,
+            "seeds": options.seeds,
+            "curves": curves,
+        }
         results.write(options.json, "race", figures, versions={}, settings=settings)
     return 0
 

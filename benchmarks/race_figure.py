@@ -31,7 +31,13 @@ def curves(record: dict[str, Any], system: str) -> list[tuple[list[float], list[
         seconds, rates = zip(*steps, strict=True)
         ends = itertools.accumulate((first[f"{system}/seed_{seed}/first_update_s"], *seconds[1:]))
         recent = [rates[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(rates))]
-        found.append(([end / 60 for end in ends], list(rates), [sum(rates) / len(rates) for rates in recent]))
+        found.append(
+            (
+                [end / 60 for end in ends],
+                list(rates),
+                [sum(rates) / len(rates) for rates in recent],
+            )
+        )
     return found
 
 
@@ -45,7 +51,11 @@ def draw(records: list[dict[str, Any]], out: pathlib.Path) -> None:
         figure = Figure(figsize=(4.2 * len(records), 3.0), layout="constrained")
         panels = figure.subplots(1, len(records), sharex=True, sharey=True, squeeze=False)[0]
         for axes, record in zip(panels, records, strict=True):
-            day, cpu, cores = record["date"][:10], record["hardware"]["cpu"], record["hardware"]["cores"]
+            day, cpu, cores = (
+                record["date"][:10],
+                record["hardware"]["cpu"],
+                record["hardware"]["cores"],
+            )
             for system, (label, color) in LOOKS.items():
                 for seed, (minutes, rates, recent) in enumerate(curves(record, system)):
                     axes.plot(minutes, rates, ".", color=color, alpha=0.3, markersize=4)
@@ -63,7 +73,13 @@ def draw(records: list[dict[str, Any]], out: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.race_figure", description=__doc__.splitlines()[0])
-    parser.add_argument("records", nargs="*", type=pathlib.Path, default=RECORDS, help="files of benchmarks.race")
+    parser.add_argument(
+        "records",
+        nargs="*",
+        type=pathlib.Path,
+        default=RECORDS,
+        help="files of benchmarks.race",
+    )
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the SVG file to write")
     given = parser.parse_args()
     given.out.parent.mkdir(parents=True, exist_ok=True)

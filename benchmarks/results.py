@@ -65,7 +65,12 @@ def share(text: str) -> float:
 
 
 def write(
-    path: Path, benchmark: str, figures: Iterable[Figure], *, versions: dict[str, str], settings: dict[str, Any]
+    path: Path,
+    benchmark: str,
+    figures: Iterable[Figure],
+    *,
+    versions: dict[str, str],
+    settings: dict[str, Any],
 ) -> None:
     """Write the figures with machine, commit and versions to ``path``, and make its folders."""
     record = {

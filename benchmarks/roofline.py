@@ -69,7 +69,10 @@ def costs(computations: Mapping[str, Computation], inside: Computation, times: i
             if x.op == "fusion":
                 (name,) = x.called("calls")
                 fused = computations[name]
-                moved, flops = _moved_by_fusion(fused), sum(_flops(one, fused) for one in fused.instructions.values())
+                moved, flops = (
+                    _moved_by_fusion(fused),
+                    sum(_flops(one, fused) for one in fused.instructions.values()),
+                )
             else:
                 moved, flops = _moved(x, inside), _flops(x, inside)
             yield Cost(x, times, times * moved, times * flops)
@@ -142,8 +145,18 @@ def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.roofline", description=__doc__.splitlines()[0])
     parser.add_argument("--topology", default="h200:1", help="as jaxrl_llm.plan takes it")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["smollm2-135m", "qwen2-1.5b"])
-    parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots", help="model.remat of the update")
-    parser.add_argument("--logp-chunk-tokens", type=results.at_least(0), default=0, help="update.logp_chunk_tokens")
+    parser.add_argument(
+        "--remat",
+        choices=("none", "dots", "full"),
+        default="dots",
+        help="model.remat of the update",
+    )
+    parser.add_argument(
+        "--logp-chunk-tokens",
+        type=results.at_least(0),
+        default=0,
+        help="update.logp_chunk_tokens",
+    )
     parser.add_argument("--top", type=results.at_least(0), default=12, help="operations to list")
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")  # it only compiles
@@ -171,10 +184,20 @@ def main(arguments: list[str]) -> int:
         model = dataclasses.replace(config.model, remat=options.remat)
         update = dataclasses.replace(config.update, logp_chunk_tokens=options.logp_chunk_tokens)
         config = dataclasses.replace(config, model=model, update=update)
-        show("update", config, gpu.update_flops(arch, sizes) / peaks.batch_flops, "an update")
+        show(
+            "update",
+            config,
+            gpu.update_flops(arch, sizes) / peaks.batch_flops,
+            "an update",
+        )
         for rows in sizes.batches:
             step_s = gpu.least_decode_s(arch, rows, sizes, peaks) / sizes.completion
-            show("decode", gpu.decode_config(rows, sizes), step_s, f"a step of {rows} rows")
+            show(
+                "decode",
+                gpu.decode_config(rows, sizes),
+                step_s,
+                f"a step of {rows} rows",
+            )
     return 0
 
 

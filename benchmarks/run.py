@@ -134,13 +134,33 @@ def summarise(accepted: Sequence[Step]) -> list[Figure]:
         add = lambda name, value, unit, better, s=system: figures.append(Figure(f"{s}/{name}", value, unit, better))
         for part in ("step_s", "generate_s", "update_s"):
             add(part, median(lambda step, part=part: step.figures[part]), "s", "less")
-        add("tokens_per_s", median(lambda s: s.figures["tokens"] / s.figures["generate_s"]), "tokens/s", "more")
-        add("samples_per_s", median(lambda s: s.figures["samples"] / s.figures["step_s"]), "samples/s", "more")
+        add(
+            "tokens_per_s",
+            median(lambda s: s.figures["tokens"] / s.figures["generate_s"]),
+            "tokens/s",
+            "more",
+        )
+        add(
+            "samples_per_s",
+            median(lambda s: s.figures["samples"] / s.figures["step_s"]),
+            "samples/s",
+            "more",
+        )
         for kind in ("unshared", "shared"):
             for part in ("step_s", "generate_s", "update_s"):
                 share = median(lambda s, kind=kind, part=part: getattr(getattr(s, kind), part) / s.figures[part])
-                add(f"share_of_{kind}_floor/{part.removesuffix('_s')}", share, "", "more")
-        add("peak_bytes", max(step.figures["peak_bytes"] for step in mine), "bytes", "less")
+                add(
+                    f"share_of_{kind}_floor/{part.removesuffix('_s')}",
+                    share,
+                    "",
+                    "more",
+                )
+        add(
+            "peak_bytes",
+            max(step.figures["peak_bytes"] for step in mine),
+            "bytes",
+            "less",
+        )
         add("steps", len(mine), "", "")
     for pair in dict.fromkeys(step.pair for step in accepted if step.system != OURS):
         times = {
@@ -158,7 +178,14 @@ def table(figures: Sequence[Figure], systems: Sequence[str]) -> Table:
     value = {figure.name: figure.value for figure in figures}
     result = Table(title="medians; floor shares in % of step / generate / update")
     columns = ("system", "steps", "step s", "generate s", "update s", "tokens/s", "samples/s")
-    for column in (*columns, "% of floor", "% of shared", "peak GB", "1st update s", "ours faster"):
+    for column in (
+        *columns,
+        "% of floor",
+        "% of shared",
+        "peak GB",
+        "1st update s",
+        "ours faster",
+    ):
         result.add_column(column, justify="left" if column == "system" else "right", no_wrap=True)
     for s in systems:
         shares = [
@@ -183,7 +210,10 @@ def table(figures: Sequence[Figure], systems: Sequence[str]) -> Table:
 
 
 def measure(
-    systems: Sequence[str], commands: Mapping[str, list[str]], options: Any, environment: dict[str, str]
+    systems: Sequence[str],
+    commands: Mapping[str, list[str]],
+    options: Any,
+    environment: dict[str, str],
 ) -> int:
     """Run every pair, print each step and then the table. Return the exit status."""
     # After the cores are chosen: JAX counts them when it is first used.
@@ -191,7 +221,11 @@ def measure(
     from benchmarks.ceilings import Probe
 
     say = Console(width=160).print
-    sizes = {"num_questions": options.questions, "threads": options.threads, "remat": options.remat}
+    sizes = {
+        "num_questions": options.questions,
+        "threads": options.threads,
+        "remat": options.remat,
+    }
     job, arch = workload.make_job(WEIGHTS, **sizes)
     probe = Probe(arch, decode_rows=job.samples)
 
@@ -203,7 +237,14 @@ def measure(
         log = FOLDER / f"{name}.log"
         say(f"starting {name} (log {log.relative_to(machine.ROOT)})")
         told = dataclasses.asdict(dataclasses.replace(job, bf16=SYSTEMS[name].bf16))
-        return Worker(name, commands[name], told, environment=environment, log=log, timeout_s=options.timeout)
+        return Worker(
+            name,
+            commands[name],
+            told,
+            environment=environment,
+            log=log,
+            timeout_s=options.timeout,
+        )
 
     accepted, rejected, ceilings, first_update, versions = [], [], [], {}, {}
     for names in pairs_of(systems):
@@ -268,15 +309,43 @@ def environment(threads: int) -> dict[str, str]:
 
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="bash launch/bench.sh", description=__doc__.splitlines()[0])
-    parser.add_argument("systems", nargs="*", metavar="system", help=f"of {', '.join(SYSTEMS)}; default: all")
-    parser.add_argument("--steps", type=results.at_least(1), default=3, help="good steps of each system in each pair")
     parser.add_argument(
-        "--questions", type=results.at_least(1), default=16, help="an even number; fewer for a quick look"
+        "systems",
+        nargs="*",
+        metavar="system",
+        help=f"of {', '.join(SYSTEMS)}; default: all",
+    )
+    parser.add_argument(
+        "--steps",
+        type=results.at_least(1),
+        default=3,
+        help="good steps of each system in each pair",
+    )
+    parser.add_argument(
+        "--questions",
+        type=results.at_least(1),
+        default=16,
+        help="an even number; fewer for a quick look",
     )
     parser.add_argument("--threads", type=results.at_least(1), default=2, help="cores to use")
-    parser.add_argument("--remat", choices=("none", "dots", "full"), default="dots", help="model.remat of ours")
-    parser.add_argument("--max-others", type=results.share, default=0.1, help="share of CPU others may take in a step")
-    parser.add_argument("--timeout", type=results.at_least(1), default=1800, help="seconds a worker may be silent")
+    parser.add_argument(
+        "--remat",
+        choices=("none", "dots", "full"),
+        default="dots",
+        help="model.remat of ours",
+    )
+    parser.add_argument(
+        "--max-others",
+        type=results.share,
+        default=0.1,
+        help="share of CPU others may take in a step",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=results.at_least(1),
+        default=1800,
+        help="seconds a worker may be silent",
+    )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
     if options.questions % 2:

@@ -102,7 +102,10 @@ def forks(num: int, seconds: float) -> tuple[float, float]:
     """Forks a second of so many small interpreters at once, and milliseconds of processor each."""
     command = [sys.executable, "-I", "-S", "-c", FORKS, str(seconds)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(num)]
-    rates, costs = zip(*(map(float, process.communicate()[0].split()) for process in processes), strict=True)
+    rates, costs = zip(
+        *(map(float, process.communicate()[0].split()) for process in processes),
+        strict=True,
+    )
     return sum(rates), sum(costs) / num
 
 
@@ -111,7 +114,13 @@ def started(*flags: str) -> Kind:
 
     def run(code: str) -> None:
         command = [sys.executable, *flags, "-c", code]
-        subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=30, check=True)
+        subprocess.run(
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=30,
+            check=True,
+        )
 
     return Kind(run, lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]))
 
@@ -131,7 +140,8 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="programs at once")
     options = parser.parse_args()
     print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, ", end=""
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, ",
+        end="",
     )
     print(f"Linux {platform.release()}, Python {platform.python_version()}")
     for num in options.workers:
@@ -151,8 +161,14 @@ def main() -> None:
                         rates.setdefault((name, program), []).append(measured)
         for (name, program), found in rates.items():
             each, costs = zip(*found, strict=True)
-            print(f"{num} at once  {name:22s} {program:5s} best {max(each):6.0f}/s", end="  ")
-            print(f"median {statistics.median(each):6.0f}/s  processor {statistics.median(costs):6.2f} ms", flush=True)
+            print(
+                f"{num} at once  {name:22s} {program:5s} best {max(each):6.0f}/s",
+                end="  ",
+            )
+            print(
+                f"median {statistics.median(each):6.0f}/s  processor {statistics.median(costs):6.2f} ms",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

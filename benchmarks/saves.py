@@ -57,9 +57,18 @@ def times(gb: float, workdir: pathlib.Path, where: str) -> tuple[float, float, f
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--workdir", type=pathlib.Path, default=pathlib.Path("runs"), help="on the disk in question")
+    parser.add_argument(
+        "--workdir",
+        type=pathlib.Path,
+        default=pathlib.Path("runs"),
+        help="on the disk in question",
+    )
     parser.add_argument("--bucket", default="", help="instead of that disk: checkpoint.bucket of a run")
-    parser.add_argument("--gb", type=lambda text: [float(size) for size in text.split(",")], default=[0.1, 1.0, 4.0])
+    parser.add_argument(
+        "--gb",
+        type=lambda text: [float(size) for size in text.split(",")],
+        default=[0.1, 1.0, 4.0],
+    )
     given = parser.parse_args()
     given.workdir.mkdir(parents=True, exist_ok=True)
     print("| GB | the loop stands still, s | until it is whole, s | until it is read, s |\n|---|---|---|---|")
@@ -68,7 +77,8 @@ def main() -> None:
         where = given.bucket and f"{given.bucket.rstrip('/')}/{folder.name}"
         try:
             print(
-                f"| {gb:g} | " + " | ".join(f"{seconds:.1f}" for seconds in times(gb, folder, where)) + " |", flush=True
+                f"| {gb:g} | " + " | ".join(f"{seconds:.1f}" for seconds in times(gb, folder, where)) + " |",
+                flush=True,
             )
         finally:
             shutil.rmtree(folder)

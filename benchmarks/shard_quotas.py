@@ -45,7 +45,10 @@ def main() -> None:
         one = np.mean([call_times(1, 0, sigma, seed) for seed in range(SEEDS)], axis=0)
         for shards in (1, 8, 64):
             for slack in sorted({0, quotas.slack_of(PROMPTS, PROMPTS, shards, 0)}):
-                each = np.mean([call_times(shards, slack, sigma, seed) for seed in range(SEEDS)], axis=0)
+                each = np.mean(
+                    [call_times(shards, slack, sigma, seed) for seed in range(SEEDS)],
+                    axis=0,
+                )
                 first, later = each[:2] / one[:2]
                 print(f"{sigma:5} {shards:6} {slack:5} {first:10.2f} {later:11.2f} {each[2]:6.0f}")
 

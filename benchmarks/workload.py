@@ -55,7 +55,12 @@ def exported(folder: Path) -> Path:
     source = pretrained.resolve(pretrained.SMOLLM2)
     if not (folder / "config.json").exists():
         model = Model(source.architecture())
-        hf.export(source.load_params(model, one_device(), seed=0), model, source.tokenizer(), folder)
+        hf.export(
+            source.load_params(model, one_device(), seed=0),
+            model,
+            source.tokenizer(),
+            folder,
+        )
     return folder
 
 
@@ -67,7 +72,12 @@ def make_job(folder: Path, *, num_questions: int, threads: int, remat: str) -> t
     """
     source = pretrained.resolve(pretrained.SMOLLM2)
     exported(folder)
-    prompts = PromptsConfig(source="reasoning_gym", name="chain_sum", arguments=CHAIN_SUM, size=num_questions)
+    prompts = PromptsConfig(
+        source="reasoning_gym",
+        name="chain_sum",
+        arguments=CHAIN_SUM,
+        size=num_questions,
+    )
     tokenizer = source.tokenizer()
     questions = [example.prompt for example in tasks.load(prompts, seed=0).examples]
     lengths = [len(tokenizer.encode_prompt(q, chat_template=True, system_prompt="")) for q in questions]

@@ -536,7 +536,10 @@ class Config:
         return dataclasses.replace(
             self,
             update=dataclasses.replace(self.update, scaled_from_batch_size=0),
-            optimizer=dataclasses.replace(self.optimizer, learning_rate=math.sqrt(c) * self.optimizer.learning_rate),
+            optimizer=dataclasses.replace(
+                self.optimizer,
+                learning_rate=math.sqrt(c) * self.optimizer.learning_rate,
+            ),
             algorithm=algorithm,
         )
 

@@ -102,7 +102,10 @@ def _rules(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
     yield from _rules_of_questions(config)
     yield from _rules_of_batches(config)
     for name in ("stop_strings", "stop_tokens"):
-        yield all(getattr(config.sampling, name)), f"sampling.{name} must not contain the empty string"
+        yield (
+            all(getattr(config.sampling, name)),
+            f"sampling.{name} must not contain the empty string",
+        )
 
 
 def _rules_of_counts(config: Any) -> Iterator[Rule]:
@@ -116,7 +119,10 @@ def _rules_of_counts(config: Any) -> Iterator[Rule]:
         (num_rows, ("rollout.group_size", "rollout.prompts_per_iteration", "rollout.lookahead_prompts")),
     ):
         product = " x ".join(f"[{name}]" for name in names)
-        yield count <= MOST, f"{product} make {count} steps, questions or rollouts, and int32 counts to {MOST}"
+        yield (
+            count <= MOST,
+            f"{product} make {count} steps, questions or rollouts, and int32 counts to {MOST}",
+        )
 
 
 def _rules_of_ring(config: Any) -> Iterator[Rule]:
@@ -125,7 +131,10 @@ def _rules_of_ring(config: Any) -> Iterator[Rule]:
     replay = config.replay
     capacity = config.ring_capacity
     rows_per_iteration = config.rows_per_iteration
-    yield update.batch_size % update.micro_batch_size == 0, "[update.micro_batch_size] must divide [update.batch_size]"
+    yield (
+        update.batch_size % update.micro_batch_size == 0,
+        "[update.micro_batch_size] must divide [update.batch_size]",
+    )
     yield (
         capacity >= update.batch_size,
         "[replay.capacity] must be at least [update.batch_size]: a batch does not repeat a rollout",
@@ -209,7 +218,10 @@ def _rules_of_learning(config: Any) -> Iterator[Rule]:
         "types",
     )
     targets = config.model.lora.targets
-    yield len({*targets}) == len(targets) > 0, "[model.lora.targets] must name a matrix, and none twice"
+    yield (
+        len({*targets}) == len(targets) > 0,
+        "[model.lora.targets] must name a matrix, and none twice",
+    )
     yield (
         config.optimizer.name != "adafactor" or config.optimizer.moment_dtype != "int8",
         "[optimizer.moment_dtype] is of AdamW's moments, and must be 'float32' or 'bfloat16' with [optimizer.name]",
@@ -230,7 +242,10 @@ def _rules_of_rewards(config: Any) -> Iterator[Rule]:
         len(functions) == len(config.rewards.weights) > 0,
         "[rewards.weights] must have one weight for each of [rewards.functions]",
     )
-    yield len(set(functions)) == len(functions), "[rewards.functions] must not name a function twice"
+    yield (
+        len(set(functions)) == len(functions),
+        "[rewards.functions] must not name a function twice",
+    )
 
 
 def _rules_of_questions(config: Any) -> Iterator[Rule]:
@@ -246,10 +261,16 @@ def _rules_of_questions(config: Any) -> Iterator[Rule]:
         "[eval.name], but [eval.num_prompts]: set both or none",
     )
     if makes_all:
-        yield prompts.name == "", "[prompts.name] must be '' for [prompts.source], which makes all of its questions"
+        yield (
+            prompts.name == "",
+            "[prompts.name] must be '' for [prompts.source], which makes all of its questions",
+        )
     elif prompts.source != "arithmetic":
         kind = "dataset" if prompts.source == "reasoning_gym" else "file"
-        yield prompts.name != "", f"[prompts.name] must name the {kind} for [prompts.source]"
+        yield (
+            prompts.name != "",
+            f"[prompts.name] must name the {kind} for [prompts.source]",
+        )
     yield (
         prompts.source in FILE_SOURCES or 0 < prompts.size <= MOST_MADE,
         f"[prompts.size] must be at least 1 and at most {MOST_MADE} for [prompts.source]",
@@ -291,8 +312,16 @@ def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
     main_ring = config.ring_capacity - round(replay.positive_fraction * config.ring_capacity)
     iterations_held = main_ring // config.rows_per_iteration
     for name, must_be_0, reason in (
-        ("replay.positive_fraction", replay.unit == "group", "unless replay.unit='rollout': rows are kept one by one"),
-        ("replay.positive_fraction", replay.capacity_tokens > 0, "with [replay.capacity_tokens]: it has no pages"),
+        (
+            "replay.positive_fraction",
+            replay.unit == "group",
+            "unless replay.unit='rollout': rows are kept one by one",
+        ),
+        (
+            "replay.positive_fraction",
+            replay.capacity_tokens > 0,
+            "with [replay.capacity_tokens]: it has no pages",
+        ),
         (
             "replay.positive_fraction",
             0 < replay.max_age_steps < iterations_held,
@@ -305,7 +334,11 @@ def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
         ),
         ("rollout.max_resample_rounds", algorithm.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
         ("rollout.max_lag_iterations", not config.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),
-        ("algorithm.critic.clip", algorithm.critic.bins > 0, "for [algorithm.critic.bins]: a clip needs one number"),
+        (
+            "algorithm.critic.clip",
+            algorithm.critic.bins > 0,
+            "for [algorithm.critic.bins]: a clip needs one number",
+        ),
     ):
         yield not must_be_0 or flat[name] == 0, f"[{name}] must be 0 {reason}"
     yield (
@@ -341,7 +374,10 @@ def _rules_of_environments(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
     environments = config.environments
     reason = "with environments.factory: only the policy's own end tokens end its turns"
     for name, empty in (("sampling.stop_strings", ()), ("external.groups_per_iteration", 0)):
-        yield environments.factory == "" or flat[name] == empty, f"[{name}] must be {empty!r} {reason}"
+        yield (
+            environments.factory == "" or flat[name] == empty,
+            f"[{name}] must be {empty!r} {reason}",
+        )
     yield (
         environments.factory == "" or not config.metrics.share_rollouts,
         "[metrics.share_rollouts] must be False with environments.factory: shared rollouts have one turn",

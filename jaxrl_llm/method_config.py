@@ -29,10 +29,19 @@ LORA_TARGETS: tuple[LoraTarget, ...] = ("q", "k", "v", "o", "gate", "up", "down"
 WITH_ADAPTERS = ReadWhen(lambda config: config.model.lora.rank > 0, "with model.lora.rank=0")
 WITH_MODULES = ReadWhen(lambda config: config.model.lora.modules > 1, "with model.lora.modules=1")
 WITH_TURNS = ReadWhen(lambda config: config.environments.factory != "", "without environments.factory")
-WITH_CRITIC = ReadWhen(lambda config: config.has_critic, "without a critic (algorithm.advantage='gae' has one)")
+WITH_CRITIC = ReadWhen(
+    lambda config: config.has_critic,
+    "without a critic (algorithm.advantage='gae' has one)",
+)
 WITH_BINS = ReadWhen(lambda config: config.algorithm.critic.bins > 0, "with algorithm.critic.bins=0")
-WITH_SECOND_RING = ReadWhen(lambda config: config.replay.positive_fraction > 0, "with replay.positive_fraction=0")
-WITH_PRIORITIES = ReadWhen(lambda config: config.replay.reads_priority, "with a replay.draw that reads no priority")
+WITH_SECOND_RING = ReadWhen(
+    lambda config: config.replay.positive_fraction > 0,
+    "with replay.positive_fraction=0",
+)
+WITH_PRIORITIES = ReadWhen(
+    lambda config: config.replay.reads_priority,
+    "with a replay.draw that reads no priority",
+)
 NO_ADVANTAGE = "with an algorithm.surrogate that reads no advantage"
 WITH_ADVANTAGES = ReadWhen(lambda config: config.reads_advantage, NO_ADVANTAGE)
 WITH_ADVANTAGES_OR_TIES = ReadWhen(lambda config: config.reads_function_of_advantage, NO_ADVANTAGE)
@@ -103,7 +112,10 @@ class AlgorithmConfig:
 
     # Advantage of a rollout: the baseline of its reward, and the scale.
     advantage: Annotated[Chosen[facts.AdvantageFacts], WITH_ADVANTAGES_OR_TIES] = slot(
-        advantages.ADVANTAGES | turns.ADVANTAGES, "rows", "grpo", facts=facts.AdvantageFacts
+        advantages.ADVANTAGES | turns.ADVANTAGES,
+        "rows",
+        "grpo",
+        facts=facts.AdvantageFacts,
     )
     # Reward terms, such as length penalties. They are added to the reward before the advantage is computed.
     reward_terms: Annotated[tuple[Chosen[facts.RewardTermFacts], ...], WITH_ADVANTAGES] = slot(
@@ -111,7 +123,11 @@ class AlgorithmConfig:
     )
     # Reshapings of the advantage, applied in order.
     reshaping: Annotated[tuple[Chosen[facts.ReshapingFacts], ...], WITH_ADVANTAGES] = slot(
-        shaping.RESHAPINGS | turns.RESHAPINGS, "advantage, rows", (), facts=facts.ReshapingFacts, several=True
+        shaping.RESHAPINGS | turns.RESHAPINGS,
+        "advantage, rows",
+        (),
+        facts=facts.ReshapingFacts,
+        several=True,
     )
     # Overlong filter: leave truncated completions out of the loss and out of their group's baseline.
     overlong_filter: bool = False
@@ -133,7 +149,10 @@ class AlgorithmConfig:
     )
     # KL penalty: the policy that the current policy must stay close to.
     divergence: Chosen[facts.DivergenceFacts] = slot(
-        DIVERGENCES, "tokens", facts=facts.DivergenceFacts, settings={"coefficient": (NotNegative, 0.04)}
+        DIVERGENCES,
+        "tokens",
+        facts=facts.DivergenceFacts,
+        settings={"coefficient": (NotNegative, 0.04)},
     )
     # Reference reset: after these iterations the current policy becomes the reference, and the ring is emptied (ReMix:
     # 50 and 100).
@@ -223,7 +242,10 @@ class ReplayConfig:
     # Admission to that share: "correct" rollouts, or "likely" rollouts, whose mean log-probability per token is at
     # least that of the rollouts that overwrite them.
     admission: Annotated[Chosen[facts.AdmissionFacts], WITH_SECOND_RING] = slot(
-        ADMISSIONS, "evicted, rows, pass_threshold", "correct", facts=facts.AdmissionFacts
+        ADMISSIONS,
+        "evicted, rows, pass_threshold",
+        "correct",
+        facts=facts.AdmissionFacts,
     )
     # Draw weights, in proportion to which rollouts are drawn: "uniform", "priority" (priority ** exponent), "age"
     # (exp(-age / scale_iterations)), "fresh_or_older" (each batch has either fresh or older rollouts), or

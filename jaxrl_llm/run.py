@@ -56,7 +56,10 @@ class Run:
     def beside(self) -> dict[str, Any]:
         """Device memory that the programs' sizes do not show: keyword arguments of ``programs.in_use_bytes``."""
         frozen = sharding.device_bytes(self.learner.frozen)
-        return {"keeps_slots": self.config.rollout.lookahead_prompts > 0, "frozen": frozen}
+        return {
+            "keeps_slots": self.config.rollout.lookahead_prompts > 0,
+            "frozen": frozen,
+        }
 
     @property
     def abstract_checkpoint(self) -> dict[str, Any]:
@@ -94,7 +97,11 @@ class Run:
 
 
 def assemble(
-    config: Config, arch: Architecture, eos_ids: tuple[int, ...], mesh: Mesh, reference: Architecture | None = None
+    config: Config,
+    arch: Architecture,
+    eos_ids: tuple[int, ...],
+    mesh: Mesh,
+    reference: Architecture | None = None,
 ) -> Run:
     """Build the run of a config.
 
@@ -208,11 +215,21 @@ def _sampler_of(config: Config, arch: Architecture, eos_ids: tuple[int, ...], me
         keeps_experts=config.model.routing_replay,
         answer_tokens=config.environments.max_answer_tokens if config.environments.factory else 0,
         turn_tokens=config.environments.max_turn_tokens,
-        branches=(advantage_settings.get("branch_rows", 0), advantage_settings.get("branch_turns", 0)),
+        branches=(
+            advantage_settings.get("branch_rows", 0),
+            advantage_settings.get("branch_turns", 0),
+        ),
     )
 
 
-def describe(run: Run, num_train: int, num_held_out: int, read_s: float, skipped: list[str], written: str) -> str:
+def describe(
+    run: Run,
+    num_train: int,
+    num_held_out: int,
+    read_s: float,
+    skipped: list[str],
+    written: str,
+) -> str:
     """Return the text printed at the start: devices, model, questions, batch sizes, checkpoint, first skipped rows."""
     config = run.config
     arch = run.model.arch
@@ -281,7 +298,12 @@ def _large_arrays(run: Run) -> list[tuple[Any, ...]]:
     entries: list[tuple[Any, ...]] = [
         ((learner.abstract_state, learner.frozen), "model.path", "model.reference_path"),
         (learner.abstract_ring, "replay.capacity", "replay.capacity_tokens"),
-        (run.sampler.abstract_state(), "rollout.group_size", "rollout.lookahead_prompts", "sampling.support_tokens"),
+        (
+            run.sampler.abstract_state(),
+            "rollout.group_size",
+            "rollout.lookahead_prompts",
+            "sampling.support_tokens",
+        ),
     ]
     if run.eval_sampler is not None:
         entries.append((run.eval_sampler.abstract_state(), "eval.num_samples", "eval.slots"))

@@ -259,7 +259,11 @@ class Sums:
 
     def union(self, other: Sums) -> Sums:
         """Return the sums of both. No name may be in both."""
-        return Sums({**self.totals, **other.totals}, {**self.maxima, **other.maxima}, {**self.by_age, **other.by_age})
+        return Sums(
+            {**self.totals, **other.totals},
+            {**self.maxima, **other.maxima},
+            {**self.by_age, **other.by_age},
+        )
 
     def plus(self, other: Sums) -> Sums:
         """Combine the same sums of two pieces of a batch."""
@@ -276,7 +280,9 @@ class Sums:
             return jnp.sum(x, axis=0)
 
         return Sums(
-            jax.tree.map(total, self.totals), jax.tree.map(jnp.max, self.maxima), jax.tree.map(total, self.by_age)
+            jax.tree.map(total, self.totals),
+            jax.tree.map(jnp.max, self.maxima),
+            jax.tree.map(total, self.by_age),
         )
 
     def named(self) -> dict[str, jax.Array]:

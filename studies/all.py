@@ -61,7 +61,13 @@ def arms_of(name: str) -> tuple[Arm, ...]:
 # ---- tables ----------------------------------------------------------------------------------------------------
 
 
-def table_of(name: str, *, base_of: str = "", threshold: float = THRESHOLD, best_first: bool = False) -> str:
+def table_of(
+    name: str,
+    *,
+    base_of: str = "",
+    threshold: float = THRESHOLD,
+    best_first: bool = False,
+) -> str:
     """Return a table of the arms of a study.
 
     Savings are relative to the on-policy arm of the study ``base_of``, or by default of the study itself.
@@ -244,7 +250,11 @@ def by_seeds() -> str:
     end("end, E6, ratio of sequences less of tokens", sequence, plain)
     league = by_name("league")
     for other in ("mssr", "ppo_ewma", "grpo"):
-        end(f"end, league, replay_positive_bias less {other}", league["replay_positive_bias"], league[other])
+        end(
+            f"end, league, replay_positive_bias less {other}",
+            league["replay_positive_bias"],
+            league[other],
+        )
     return comparisons.table()
 
 
@@ -260,7 +270,12 @@ def _add_replay_ratios(comparisons: Comparisons) -> None:
         cost(f"seconds saved, y {y}, N 8 B", grid[y, 8], grid[1, 1], Arm.seconds)
     sequences = pictures.grid_of(arms_of("e2_sequence"))
     for y in (2, 4):
-        cost(f"seconds saved, sequences, y {y}, N 8 B", sequences[y, 8], sequences[1, 1], Arm.seconds)
+        cost(
+            f"seconds saved, sequences, y {y}, N 8 B",
+            sequences[y, 8],
+            sequences[1, 1],
+            Arm.seconds,
+        )
     for y in (1, 2, 4, 8, 16):
         comparisons.end(f"end, y {y}, N 8 B", grid[y, 8], grid[1, 1])
 
@@ -276,10 +291,18 @@ def _add_advantages(comparisons: Comparisons) -> None:
         return e3[f"AsymRE, delta_V {delta:g}, share {share:g}"]
 
     for share in (0, 0.2, 0.5):
-        end(f"end, AsymRE, -0.3 less -0.1, share {share:g}", asymre(-0.3, share), asymre(-0.1, share))
+        end(
+            f"end, AsymRE, -0.3 less -0.1, share {share:g}",
+            asymre(-0.3, share),
+            asymre(-0.1, share),
+        )
     for delta in (0, -0.05, -0.1, -0.3):
         for share in (0.2, 0.5):
-            end(f"end, AsymRE {delta:g}, share {share:g} less none", asymre(delta, share), asymre(delta, 0))
+            end(
+                f"end, AsymRE {delta:g}, share {share:g} less none",
+                asymre(delta, share),
+                asymre(delta, 0),
+            )
     cost("saved, AsymRE -0.3, share 0.2", asymre(-0.3, 0.2), base)
     cost("seconds saved, AsymRE -0.3, share 0.2", asymre(-0.3, 0.2), base, Arm.seconds)
 
@@ -304,13 +327,31 @@ def smollm2_by_seeds() -> str:
     for threshold in (0.5, 0.6):
         suffix = f"to {threshold:.2f}"
         for name in ("y 2, ring of 2 B", "ring of 2 B, no reuse"):
-            cost(f"saved, products, {name}, {suffix}", products[name], products["on-policy"], DECLARED, threshold)
+            cost(
+                f"saved, products, {name}, {suffix}",
+                products[name],
+                products["on-policy"],
+                DECLARED,
+                threshold,
+            )
         for name, arm in methods(products).items():
-            cost(f"saved of the clip's cost, products, {name}, {suffix}", arm, products[CLIP], DECLARED, threshold)
+            cost(
+                f"saved of the clip's cost, products, {name}, {suffix}",
+                arm,
+                products[CLIP],
+                DECLARED,
+                threshold,
+            )
     (_, on_policy), *others = without_task(arms_of("smollm2_gpu")).items()
     for name, arm in others:
         for threshold in (SMOLLM2_THRESHOLD, 0.4):
-            cost(f"seconds saved, GPU, {name}, to {threshold:.2f}", arm, on_policy, Arm.seconds, threshold)
+            cost(
+                f"seconds saved, GPU, {name}, to {threshold:.2f}",
+                arm,
+                on_policy,
+                Arm.seconds,
+                threshold,
+            )
     return comparisons.table()
 
 
@@ -323,7 +364,13 @@ def lives(name: str) -> str:
         "first uses": "replay/first_use_frac",
     }
     ks = (1, 4, 16, 32)
-    head = ["arm", *columns, *(f"pass@{k}" for k in ks), "entropy", "train less held-out"]
+    head = [
+        "arm",
+        *columns,
+        *(f"pass@{k}" for k in ks),
+        "entropy",
+        "train less held-out",
+    ]
     rows = []
     for arm in arms_of(name):
         cells = [f"{arm.last_tenth(metric).value:.2f}" for metric in columns.values()]
@@ -419,7 +466,15 @@ def sigmoids(name: str, begun_by: str) -> str:
     sigmoids.sort(key=lambda pair: -round(pair[1].ceiling, 2))
     rows = []
     for arm_name, f in sigmoids:
-        rows.append((arm_name, f"{f.ceiling:.2f}", f"{f.middle:.0f}", f"{f.steepness:.1f}", f"{f.error:.3f}"))
+        rows.append(
+            (
+                arm_name,
+                f"{f.ceiling:.2f}",
+                f"{f.middle:.0f}",
+                f"{f.steepness:.1f}",
+                f"{f.error:.3f}",
+            )
+        )
     head = ("arm", "ceiling A", "middle, batches", "steepness B", "error on the second half")
     return arms.markdown(head, rows)
 
@@ -651,7 +706,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "e2_fits": lambda: sigmoids("e2", "e4"),
     "e2_ring": lambda: against_ring("e2"),
     "e2_mu": lambda: by_threshold_and_mu(
-        "e2", {f"mu {mu:g}": (THRESHOLD, mu) for mu in (0.5, 1.0, 2.0, COST_RATIO, 10.0)}
+        "e2",
+        {f"mu {mu:g}": (THRESHOLD, mu) for mu in (0.5, 1.0, 2.0, COST_RATIO, 10.0)},
     ),
     "e2_thresholds": lambda: by_threshold_and_mu(
         "e2", {f"to {rate:.2f}": (rate, COST_RATIO) for rate in (0.35, 0.40, 0.45)}
@@ -677,7 +733,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "smollm2_sums": lambda: pretrained("sums"),
     "smollm2_products": lambda: pretrained("products"),
     "smollm2_thresholds": lambda: by_threshold(
-        [pretrained_arms("sums"), pretrained_arms("products")], (0.3, 0.4, 0.5, 0.6), DECLARED
+        [pretrained_arms("sums"), pretrained_arms("products")],
+        (0.3, 0.4, 0.5, 0.6),
+        DECLARED,
     ),
     "smollm2_rates": lambda: rates(*filter(study, SMOLLM2_STUDIES)),
     "smollm2_gpu": lambda: table_of("smollm2_gpu", threshold=SMOLLM2_THRESHOLD),
@@ -698,7 +756,12 @@ def figures(folder: pathlib.Path) -> None:
         "ring of 8 B, no reuse": grid[1, 8],
         "each rollout used 4 times": grid[4, 8],
     }
-    pictures.curves({"": readme_arms}, folder / "replay_study.svg", over={batches: DECLARED}, threshold=THRESHOLD)
+    pictures.curves(
+        {"": readme_arms},
+        folder / "replay_study.svg",
+        over={batches: DECLARED},
+        threshold=THRESHOLD,
+    )
     pictures.accuracy(grid, folder / "replay_study_compute.svg", over=DECLARED, x_label=batches)
     if _times_of(grid):
         pictures.accuracy(grid, folder / "replay_study_seconds.svg", over=Arm.seconds, x_label=SECONDS)
@@ -726,7 +789,10 @@ def _smollm2_figure(arms_of_task: Sequence[Arm], path: pathlib.Path) -> None:
     if method_arms:
         other_arms = {name: arm for name, arm in by_short_name.items() if name not in method_arms}
         references = {name: by_short_name[name] for name in ("on-policy", CLIP)}
-        families = {"uses and rings": other_arms, f"{CLIP}: methods": references | method_arms}
+        families = {
+            "uses and rings": other_arms,
+            f"{CLIP}: methods": references | method_arms,
+        }
     pictures.curves(families, path, over=over, threshold=SMOLLM2_THRESHOLD)
 
 

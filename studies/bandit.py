@@ -51,7 +51,14 @@ def limit(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float) -> np.ndar
     return np.maximum(a - low, 0) / -delta_v
 
 
-def run(behaviour: np.ndarray, rewards: np.ndarray, delta_v: float, *, steps: int = 3000, rate: float = 1.0):
+def run(
+    behaviour: np.ndarray,
+    rewards: np.ndarray,
+    delta_v: float,
+    *,
+    steps: int = 3000,
+    rate: float = 1.0,
+):
     """Return the policy [..., A] after ``steps`` gradient steps that start from the behaviour."""
     logits = np.log(behaviour)
     for _ in range(steps):

@@ -77,7 +77,10 @@ def read_times(path: pathlib.Path) -> dict[str, Times]:
 
 def line(times: Sequence[Times]) -> Seconds:
     """Fit the seconds of an iteration to the number of generated rollouts (``replay_plan.Seconds``)."""
-    return Seconds.of([(t.generated, t.iteration_s) for t in times], statistics.mean(t.trained for t in times))
+    return Seconds.of(
+        [(t.generated, t.iteration_s) for t in times],
+        statistics.mean(t.trained for t in times),
+    )
 
 
 def compute(run: Run, extra: Forwards, mu: float = COST_RATIO) -> np.ndarray:

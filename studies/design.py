@@ -194,7 +194,11 @@ def smollm2_sweep(
     two_digits = one_digit | {"max_digits": 2}
     tasks = {
         "sums": {"prompts.name": "chain_sum", "prompts.arguments": one_digit},
-        "products": {"prompts.name": "products", "prompts.max_tokens": 56, "prompts.arguments": one_digit},
+        "products": {
+            "prompts.name": "products",
+            "prompts.max_tokens": 56,
+            "prompts.arguments": one_digit,
+        },
         "longer sums": {"prompts.name": "chain_sum", "prompts.arguments": two_digits},
     }
     points = {}
@@ -205,5 +209,12 @@ def smollm2_sweep(
     def label(settings: Point) -> str:
         return next(name for name, point in points.items() if point == settings)
 
-    sweep = sweep_of(list(points.values()), label, rates, samples=2, choosing=TUNING[:1], budget=budget)
+    sweep = sweep_of(
+        list(points.values()),
+        label,
+        rates,
+        samples=2,
+        choosing=TUNING[:1],
+        budget=budget,
+    )
     return dataclasses.replace(sweep, after="studies.transfer:measure")

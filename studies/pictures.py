@@ -20,7 +20,12 @@ from jaxrl_llm.sweeps.intervals import Interval
 from studies.arms import DECLARED, Arm, CostCurve
 from studies.design import COST_RATIO
 
-STYLE = {"svg.hashsalt": "replay", "font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
+STYLE = {
+    "svg.hashsalt": "replay",
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
 COLUMNS = 3  # panels per row
 COLOURS = [f"C{i}" for i in (0, 1, 2, 3, 4, 5, 6, 8, 9)]  # without grey, the colour of the threshold
 Grid = Mapping[tuple[int, int], Arm]
@@ -55,12 +60,27 @@ def save(figure: Figure, out: pathlib.Path) -> None:
     figure.savefig(out, metadata={"Date": None})
 
 
-def _band(axes: Any, x: np.ndarray, curves: np.ndarray, *, color: str, linestyle: str, label: str = "") -> Any:
+def _band(
+    axes: Any,
+    x: np.ndarray,
+    curves: np.ndarray,
+    *,
+    color: str,
+    linestyle: str,
+    label: str = "",
+) -> Any:
     """Draw the smoothed mean curve with a 95 % band of its draws, and return the line of the mean."""
     curves = intervals.smooth(curves)
     low, high = np.quantile(curves[1:], (0.025, 0.975), axis=0)
     axes.fill_between(x[0], low, high, alpha=0.1, linewidth=0, color=color)
-    (line,) = axes.plot(x[0], curves[0], linewidth=1.4, color=color, linestyle=linestyle, label=label or None)
+    (line,) = axes.plot(
+        x[0],
+        curves[0],
+        linewidth=1.4,
+        color=color,
+        linestyle=linestyle,
+        label=label or None,
+    )
     return line
 
 
@@ -166,7 +186,11 @@ def ends(arms: Sequence[Arm], out: pathlib.Path) -> None:
 
 
 def curves(
-    families: Mapping[str, Mapping[str, Arm]], out: pathlib.Path, *, over: Mapping[str, CostCurve], threshold: float
+    families: Mapping[str, Mapping[str, Arm]],
+    out: pathlib.Path,
+    *,
+    over: Mapping[str, CostCurve],
+    threshold: float,
 ) -> None:
     """Draw the held-out pass rate over costs, and the threshold: one row per family of arms, one panel per cost.
 
@@ -196,5 +220,11 @@ def curves(
             panels[0].set_ylabel("held-out pass rate")
         for axes, x_label in zip(rows[-1], over, strict=True):
             axes.set_xlabel(x_label)
-        figure.legend([lines[name] for name in names], names, frameon=False, loc="outside lower left", ncols=len(over))
+        figure.legend(
+            [lines[name] for name in names],
+            names,
+            frameon=False,
+            loc="outside lower left",
+            ncols=len(over),
+        )
         save(figure, out)

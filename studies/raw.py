@@ -87,7 +87,11 @@ def collect(config: str, folder: pathlib.Path, only: Sequence[str] = ()) -> dict
     configs_of_runs = {run.name: points[run.name][1] for run in runs}
     refuse_other_questions([(folder / run.name, configs_of_runs[run.name]) for run in runs])
     records = [_record(run, folder / run.name, configs_of_runs[run.name], sweep.name_of(run.point)) for run in runs]
-    return {"config": config, "made_with": made_with[0] | {"machine": hardware()}, "runs": records}
+    return {
+        "config": config,
+        "made_with": made_with[0] | {"machine": hardware()},
+        "runs": records,
+    }
 
 
 def _only_arms(sweep: Sweep, only: Sequence[str], config: str) -> Sweep:
@@ -117,7 +121,12 @@ def added(content: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
     machine = content["made_with"]["machine"]
     machine_before = before["made_with"]["machine"]
     _refuse_other(path, "config", before["config"], content["config"])
-    _refuse_other(path, "made_with", before["made_with"], content["made_with"] | {"machine": machine_before})
+    _refuse_other(
+        path,
+        "made_with",
+        before["made_with"],
+        content["made_with"] | {"machine": machine_before},
+    )
     runs = {record["name"]: record for record in before["runs"]}
     for record in content["runs"]:
         runs[record["name"]] = record if machine == machine_before else record | {"machine": machine}

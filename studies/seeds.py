@@ -55,7 +55,12 @@ def by_seed(arm: Arm) -> list[Arm]:
         evaluation_rows = arm.evaluation_rows[i : i + 1]
         curves = no_draws.curves(passed / arm.samples)
         arm_of_run = dataclasses.replace(
-            arm, runs=[run], passed=passed, curves=curves, evaluation_rows=evaluation_rows, draws=no_draws
+            arm,
+            runs=[run],
+            passed=passed,
+            curves=curves,
+            evaluation_rows=evaluation_rows,
+            draws=no_draws,
         )
         arms.append(arm_of_run)
     return arms

@@ -211,7 +211,12 @@ class Actor:
             num_tied: number of degenerate groups, without a learning signal, among the groups that went into the ring.
         """
         sampled = acted.sampled
-        values = rollout_values(self._config, sampled.asked, sampled.answers, num_tied + sampled.num_tied_left_out)
+        values = rollout_values(
+            self._config,
+            sampled.asked,
+            sampled.answers,
+            num_tied + sampled.num_tied_left_out,
+        )
         values |= draw_values(self._config, acted.draws)
         values["time/generate_s"] = acted.generate_s
         values["time/reward_s"] = sampled.waited_s
@@ -236,7 +241,10 @@ class Actor:
 
     def arrays(self) -> dict[str, Any]:
         """Return the device arrays that ``restore`` needs. An entry is None if it does not exist."""
-        return {"sampler": self.generator.state, "rounds": self._rounds[0].rollout if self._rounds else None}
+        return {
+            "sampler": self.generator.state,
+            "rounds": self._rounds[0].rollout if self._rounds else None,
+        }
 
     def state(self) -> dict[str, Any]:
         """Return the host state that ``restore`` needs, as plain JSON."""
@@ -252,7 +260,12 @@ class Actor:
             "spent_s": time.monotonic() - self._began if self.is_inside else self.spent_s,
         }
 
-    def restore(self, state: dict[str, Any], arrays: dict[str, Any], shapes: dict[str, list[int]]) -> list[str]:
+    def restore(
+        self,
+        state: dict[str, Any],
+        arrays: dict[str, Any],
+        shapes: dict[str, list[int]],
+    ) -> list[str]:
         """Restore the actor from a checkpoint.
 
         Args:

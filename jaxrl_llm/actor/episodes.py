@@ -301,7 +301,12 @@ class Conversations:
             if not 0 < len(answer) <= limit:
                 error = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={limit}"
         if error is not None:
-            failed = dataclasses.replace(reply, answer=None, outcome=OUTCOME_ERROR, reason=f"environment: {error}")
+            failed = dataclasses.replace(
+                reply,
+                answer=None,
+                outcome=OUTCOME_ERROR,
+                reason=f"environment: {error}",
+            )
             turn.reply = _finished(failed)
             turn.verdict = -STOP_EOS
         elif turn.end + len(answer) >= self._max_completion_tokens:  # no room for another token of the policy

@@ -223,7 +223,13 @@ class Evaluation:
         self._pool = pool
         self._key = sharding.put(rng.stream(run.config.seed, "eval"), sharding.replicated(run.mesh, 0))
         conversations = Conversations(environment, tokenizer, run.config) if environment else None
-        self._generator = Generator(sampler, programs, tokenizer.decode, check=pool.check, conversations=conversations)
+        self._generator = Generator(
+            sampler,
+            programs,
+            tokenizer.decode,
+            check=pool.check,
+            conversations=conversations,
+        )
 
     def result(self, params: Any, version: jax.Array) -> dict[str, Any]:
         """Return the result of ``evaluate`` for these published weights."""
@@ -351,7 +357,9 @@ def questions(
 
 
 def _apart(
-    config: Config, train: list[prompts_lib.EncodedExample], held_out: list[prompts_lib.EncodedExample]
+    config: Config,
+    train: list[prompts_lib.EncodedExample],
+    held_out: list[prompts_lib.EncodedExample],
 ) -> list[prompts_lib.EncodedExample]:
     """Return the training questions whose tokens differ from the tokens of every held-out question.
 

@@ -174,7 +174,13 @@ class Generator:
             if self._has_enough(due):
                 break
         self._receive(reading, on_finished)
-        self._chosen = quotas.chosen(self._finished_places(), self._group_id, due, sampler.num_prompts, sampler.slack)
+        self._chosen = quotas.chosen(
+            self._finished_places(),
+            self._group_id,
+            due,
+            sampler.num_prompts,
+            sampler.slack,
+        )
         return [self.finished[place] for place in quotas.in_rows(self._chosen, sampler.num_prompts)]
 
     def _group_id(self, place: Place) -> int:
@@ -208,7 +214,10 @@ class Generator:
         return jax.device_get(flags)
 
     def _start_reading(
-        self, reasons: np.ndarray, lengths: np.ndarray, answer_counts: np.ndarray | None = None
+        self,
+        reasons: np.ndarray,
+        lengths: np.ndarray,
+        answer_counts: np.ndarray | None = None,
     ) -> Reading:
         """Record the newly finished groups and start reading their tokens, one group per shard at a time."""
         new_places: list[list[Place]] = [[] for _ in range(self.sampler.shards)]
@@ -339,7 +348,12 @@ class Generator:
                         call=self.calls,
                     )
             flat = index.reshape(-1)
-            arrays = (prompts.tokens[flat], prompts.length[flat], prompts.group_id[flat], entry)
+            arrays = (
+                prompts.tokens[flat],
+                prompts.length[flat],
+                prompts.group_id[flat],
+                entry,
+            )
             arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
             self.state = self.programs["prefill"](params, self.state, *arrays, *version_argument)
 
@@ -349,6 +363,14 @@ class Generator:
         """Return shard, entry, calls since the opening and group_id of each open prompt, for ``adopt``."""
         return [[*place, self.calls - prompt.call, prompt.group_id] for place, prompt in self.open_prompts.items()]
 
-    def adopt(self, shard: int, entry: int, lag: int, group_id: int, example: Example, prompt: list[int]) -> None:
+    def adopt(
+        self,
+        shard: int,
+        entry: int,
+        lag: int,
+        group_id: int,
+        example: Example,
+        prompt: list[int],
+    ) -> None:
         """Record an open prompt of a restored device state. The prompt was opened ``lag`` calls ago."""
         self.open_prompts[shard, entry] = OpenPrompt(group_id, example, prompt, self.calls - lag)

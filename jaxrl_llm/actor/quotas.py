@@ -52,7 +52,11 @@ def is_enough(num_finished_M: Any, num_prompts: int, slack: int) -> Any:
 
 
 def chosen(
-    finished: list[list[Place]], age: Callable[[Place], int], due: set[Place], num_prompts: int, slack: int
+    finished: list[list[Place]],
+    age: Callable[[Place], int],
+    due: set[Place],
+    num_prompts: int,
+    slack: int,
 ) -> list[list[Place]]:
     """Return the places of the P groups that leave: one list per shard, oldest group first.
 
@@ -64,7 +68,10 @@ def chosen(
         due: places of the groups that must leave with this call.
     """
     most = num_prompts // len(finished) + slack
-    queue = sorted((place for places in finished for place in places), key=lambda x: (x not in due, age(x)))
+    queue = sorted(
+        (place for places in finished for place in places),
+        key=lambda x: (x not in due, age(x)),
+    )
     leaving: list[list[Place]] = [[] for _ in finished]
     left = num_prompts
     for place in queue:

@@ -31,7 +31,10 @@ from jaxrl_llm.types import STOP_NONE
 
 
 def redistribute(
-    generator: Generator, state: SamplerState | None, host_state: dict[str, Any], shapes: dict[str, list[int]]
+    generator: Generator,
+    state: SamplerState | None,
+    host_state: dict[str, Any],
+    shapes: dict[str, list[int]],
 ) -> tuple[SamplerState | None, dict[str, Any], list[str]]:
     """Convert a saved sampler state to the number of data shards of the generator.
 
@@ -52,7 +55,11 @@ def redistribute(
         return state, host_state, []
     layout = sharding.of(state), sharding.replicated(sampler.mesh, 0)
     # The state is donated, because the caches do not change.
-    program = jax.jit(functools.partial(_move, old_shards=old_shards), out_shardings=layout, donate_argnums=0)
+    program = jax.jit(
+        functools.partial(_move, old_shards=old_shards),
+        out_shardings=layout,
+        donate_argnums=0,
+    )
     state, restarts = program(state)
     restarts = jax.device_get(restarts)
     moved = _move_host_state(host_state, old_shards, sampler.shards, sampler.entries, restarts)
@@ -63,7 +70,11 @@ def redistribute(
 
 
 def _move_host_state(
-    host_state: dict[str, Any], old_shards: int, shards: int, entries: int, restarts: np.ndarray
+    host_state: dict[str, Any],
+    old_shards: int,
+    shards: int,
+    entries: int,
+    restarts: np.ndarray,
 ) -> dict[str, Any]:
     """Return the entries of the actor's host state that depend on the number of shards."""
     old_entries = shards * entries // old_shards
@@ -82,7 +93,11 @@ def _move_host_state(
     draws = []
     for sums in host_state["draws"]:
         draws.append([[sum(by_shard), *[0.0] * (shards - 1)] for by_shard in sums])
-    return {"open_prompts": open_prompts, "conversations": conversations, "draws": draws}
+    return {
+        "open_prompts": open_prompts,
+        "conversations": conversations,
+        "draws": draws,
+    }
 
 
 def _move(state: SamplerState, *, old_shards: int) -> tuple[SamplerState, jax.Array]:
@@ -106,7 +121,11 @@ def _move(state: SamplerState, *, old_shards: int) -> tuple[SamplerState, jax.Ar
     is_cleared = restarts[..., None] & is_completion
 
     def clear(x: jax.Array, mask: jax.Array = is_cleared) -> jax.Array:
-        return jnp.where(mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)), jnp.zeros((), x.dtype), x)
+        return jnp.where(
+            mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim)),
+            jnp.zeros((), x.dtype),
+            x,
+        )
 
     waiting = {name: clear(x, slot_row < 0 if name == "idle_steps" else restarts) for name, x in state.waiting.items()}
     moved = dataclasses.replace(

@@ -184,7 +184,11 @@ def sample(
     num_groups = config.rollout.prompts_per_iteration
     while True:
         groups = generator.generate(
-            params, next_batch(generator.prompts_wanted()), version=version, key=key, on_finished=on_finished
+            params,
+            next_batch(generator.prompts_wanted()),
+            version=version,
+            key=key,
+            on_finished=on_finished,
         )
         started = time.monotonic()
         hosts.doing("rewards")
@@ -293,14 +297,24 @@ def _state_of_list(state: list[Any], column_shapes: Mapping[str, tuple[int, ...]
             row[positions] = 1.0
         columns["reward_mask"] = mask
     sparse = {name: _sparse(column) for name, column in columns.items()}
-    return {"total": total, "parts": parts, "outcome": outcome, "errors": errors, "columns": sparse}
+    return {
+        "total": total,
+        "parts": parts,
+        "outcome": outcome,
+        "errors": errors,
+        "columns": sparse,
+    }
 
 
 def _sparse(column: np.ndarray) -> dict[str, list[Any]]:
     """Return an array as plain JSON: its shape, and the flat indices and values that are not 0. Masks have few."""
     flat = column.ravel()
     indices = np.flatnonzero(flat)
-    return {"shape": list(column.shape), "indices": indices.tolist(), "values": flat[indices].tolist()}
+    return {
+        "shape": list(column.shape),
+        "indices": indices.tolist(),
+        "values": flat[indices].tolist(),
+    }
 
 
 def _dense(saved: dict[str, list[Any]]) -> np.ndarray:

@@ -165,7 +165,10 @@ class Sampler:
         if self.keeps_old_logp:
             columns["earlier_logp"] = (jnp.float32,)
         if self.keeps_experts:
-            columns["experts"] = (moe.id_dtype(arch), arch.num_layers * arch.experts_per_token)
+            columns["experts"] = (
+                moe.id_dtype(arch),
+                arch.num_layers * arch.experts_per_token,
+            )
         return columns
 
     def _empty(self) -> SamplerState:
@@ -248,7 +251,12 @@ class Sampler:
         entry = rows((M, P // M), jnp.int32)
         leaving = [rows(shape, jnp.int32) for shape in self._leaving_shapes]
         rollout = jax.eval_shape(self._collect, state, *leaving)[0]
-        new_prompts = (rows((P, L), jnp.int32), rows((P,), jnp.int32), rows((P,), jnp.int32), entry)
+        new_prompts = (
+            rows((P, L), jnp.int32),
+            rows((P,), jnp.int32),
+            rows((P,), jnp.int32),
+            entry,
+        )
         version = (scalar,) if self.stale_cache else ()
         table = (M, self.entries, self.group_size)
         answers = ()
@@ -267,7 +275,14 @@ class Sampler:
             ),
             "decode": Program(
                 self._decode,
-                (abstract_params, state, scalar, key, rows((M, self.entries), jnp.bool), *answers),
+                (
+                    abstract_params,
+                    state,
+                    scalar,
+                    key,
+                    rows((M, self.entries), jnp.bool),
+                    *answers,
+                ),
                 (state_layout, host_layout),
                 donate=(1,),
             ),
@@ -279,24 +294,41 @@ class Sampler:
             "collect": Program(
                 self._collect,
                 (state, *leaving),
-                (sharding.leading(self.learner_mesh or self.mesh, rollout), whole, state_layout),
+                (
+                    sharding.leading(self.learner_mesh or self.mesh, rollout),
+                    whole,
+                    state_layout,
+                ),
                 donate=(0,),
             ),
         }
         if self.cuts_rows or self.sampling.stop_strings:
             programs["stop_rows"] = Program(
-                stop_strings.cut, (state, rows(table, jnp.int32)), (state_layout, whole), donate=(0,)
+                stop_strings.cut,
+                (state, rows(table, jnp.int32)),
+                (state_layout, whole),
+                donate=(0,),
             )
         if self.stale_cache:
             programs["reread"] = Program(
-                self._reread, (abstract_params, state, scalar), out_shardings=state_layout, donate=(1,)
+                self._reread,
+                (abstract_params, state, scalar),
+                out_shardings=state_layout,
+                donate=(1,),
             )
         if A:
             programs["read_waiting"] = Program(turns.host_arrays, (state,), host_layout)
         return programs
 
     def _prefill(
-        self, params, state: SamplerState, tokens_PL, length_P, group_id_P, entry_MP, version=None
+        self,
+        params,
+        state: SamplerState,
+        tokens_PL,
+        length_P,
+        group_id_P,
+        entry_MP,
+        version=None,
     ) -> SamplerState:
         """Open P prompts in the given entries of their shards. A padding prompt has entry E and is dropped.
 
@@ -443,7 +475,11 @@ class Sampler:
         is_enough = quotas.is_enough(jnp.sum(finished, axis=1), self.num_prompts, self.slack)
         is_wanted = ~is_enough | jnp.any(due & ~finished)
         # Skip the whole chunk, not only the loop, because the work before the loop costs time too.
-        state = run_if(is_wanted, lambda state: self._decode_chunk(params, state, version, key, answers), state)
+        state = run_if(
+            is_wanted,
+            lambda state: self._decode_chunk(params, state, version, key, answers),
+            state,
+        )
         return state, turns.host_arrays(state) if answers else (state.stop_reason, state.length)
 
     def _decode_chunk(self, params, state: SamplerState, version, key, answers) -> SamplerState:
@@ -497,9 +533,19 @@ class Sampler:
         token_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, position_MZ)
 
         index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # position of the next token in the completion
-        cache = Cache(state.cache_k, state.cache_v, _by_row(jnp.where(active_MZ, index_MZ, 0)), state.cache_end)
+        cache = Cache(
+            state.cache_k,
+            state.cache_v,
+            _by_row(jnp.where(active_MZ, index_MZ, 0)),
+            state.cache_end,
+        )
         hidden, caches = self.model.forward(
-            params, _by_row(token_MZ)[:, None], _by_row(position_MZ)[:, None], prompt=prompt, cache=cache, rope=rope
+            params,
+            _by_row(token_MZ)[:, None],
+            _by_row(position_MZ)[:, None],
+            prompt=prompt,
+            cache=cache,
+            rope=rope,
         )
 
         new_columns = {"experts": moe.by_token(hidden, caches)[1]} if self.keeps_experts else {}
@@ -545,7 +591,13 @@ class Sampler:
         )
 
     def _draw(
-        self, logits_ZV: jax.Array, state: SamplerState, active_MZ, row_MZ, index_MZ, key
+        self,
+        logits_ZV: jax.Array,
+        state: SamplerState,
+        active_MZ,
+        row_MZ,
+        index_MZ,
+        key,
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], DrawSums]:
         """Draw a token in each slot.
 
@@ -574,7 +626,11 @@ class Sampler:
             if size:
                 support = support_of(logits, size, axis)
                 logits = keep_support(logits, support, axis)
-            return support, sample_inverse_cdf(logits, uniform, axis), surprise_moments(logits, axis)
+            return (
+                support,
+                sample_inverse_cdf(logits, uniform, axis),
+                surprise_moments(logits, axis),
+            )
 
         logits_ZV = filter_logits(self.tempered(logits_ZV, state), Filter.of(sampling))
         is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
@@ -625,7 +681,11 @@ class Sampler:
             columns={name: flat(x) for name, x in state.columns.items()},
         )
         free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT, mode="drop"))(state.group_id, entry_MX)
-        return rollout, state.drawn, dataclasses.replace(state, group_id=free, drawn=self._no_draws())
+        return (
+            rollout,
+            state.drawn,
+            dataclasses.replace(state, group_id=free, drawn=self._no_draws()),
+        )
 
 
 def _by_row(x: jax.Array) -> jax.Array:

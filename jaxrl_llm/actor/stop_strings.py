@@ -28,7 +28,10 @@ def has_special(text: str, tokenizer: Any) -> bool:
 
 
 def check(
-    stops: Sequence[str], tokenizer: Any, name: str = "sampling.stop_strings", instead: str = "sampling.stop_tokens"
+    stops: Sequence[str],
+    tokenizer: Any,
+    name: str = "sampling.stop_strings",
+    instead: str = "sampling.stop_tokens",
 ) -> None:
     """Check that no stop string contains a special token, because such a stop string would never match.
 
@@ -64,7 +67,15 @@ def stop(generator: Any, reasons: np.ndarray, lengths: np.ndarray, scanned: np.n
         if place[0] in tokens:
             prompt_lengths[place] = len(prompt.tokens)
     stop_strings = generator.sampler.sampling.stop_strings
-    own_lengths = find(stop_strings, generator.decode_text, tokens, prompt_lengths, reasons, lengths, scanned)
+    own_lengths = find(
+        stop_strings,
+        generator.decode_text,
+        tokens,
+        prompt_lengths,
+        reasons,
+        lengths,
+        scanned,
+    )
     # All hosts need all cuts, because only one host searches a row that is copied to several hosts.
     all_lengths = hosts.exchange(own_lengths if own_lengths.any() else None)
     cuts = [host_lengths for host_lengths in all_lengths if host_lengths is not None]
@@ -116,7 +127,12 @@ def find(
     return new_length
 
 
-def completed_at(stops: Sequence[str], decode_text: decoding.Decode, ids: list[int], num_searched: int) -> int | None:
+def completed_at(
+    stops: Sequence[str],
+    decode_text: decoding.Decode,
+    ids: list[int],
+    num_searched: int,
+) -> int | None:
     """Return the smallest number of tokens that contains a stop string, or None without a stop string.
 
     Only numbers above ``num_searched`` are tried. The function decodes the new tokens and a window before them. The

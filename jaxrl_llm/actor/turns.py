@@ -67,7 +67,11 @@ def idle_room(chunk_steps: int) -> int:
 
 def by_slot(state: Any, of_rows: jax.Array) -> jax.Array:
     """Return the values [M,Z/M] of the slots' rows from a table [M,E,G]. An idle slot gets the value of row 0."""
-    return jnp.take_along_axis(of_rows.reshape(state.slot_row.shape[0], -1), jnp.maximum(state.slot_row, 0), axis=1)
+    return jnp.take_along_axis(
+        of_rows.reshape(state.slot_row.shape[0], -1),
+        jnp.maximum(state.slot_row, 0),
+        axis=1,
+    )
 
 
 def decodes(state: Any) -> jax.Array:
@@ -102,7 +106,14 @@ def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tupl
     return jnp.where(is_shared, sample // rows * rows, sample)
 
 
-def append_answers(model: Model, params: Any, state: Any, rope: Any, answers: jax.Array, verdict: jax.Array) -> Any:
+def append_answers(
+    model: Model,
+    params: Any,
+    state: Any,
+    rope: Any,
+    answers: jax.Array,
+    verdict: jax.Array,
+) -> Any:
     """Append the environment's answers to the due rows, and read the answers except for their last tokens.
 
     The next decode step reads the last token.
@@ -164,7 +175,10 @@ def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array
         cache_k=begin(state.cache_k, state.prompt_k),
         cache_v=begin(state.cache_v, state.prompt_v),
         length=jnp.where(begins, state.prompt_length, state.length),
-        waiting={"known": jnp.where(begins, state.length, 0), "idle_steps": jnp.where(slot_begins, 0, idle_steps)},
+        waiting={
+            "known": jnp.where(begins, state.length, 0),
+            "idle_steps": jnp.where(slot_begins, 0, idle_steps),
+        },
     )
     tokens = min(state.tokens.shape[3], REREAD_TOKENS)
     read = functools.partial(_read, model, params, rope, tokens)
@@ -179,17 +193,29 @@ def _unread(state: Any) -> jax.Array:
 
 def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
     """Read up to T tokens of each shard's first rows with unread tokens, in one forward."""
-    (M, slots), (_, _, G, S), unread_MZ = state.slot_row.shape, state.tokens.shape, _unread(state)
+    (M, slots), (_, _, G, S), unread_MZ = (
+        state.slot_row.shape,
+        state.tokens.shape,
+        _unread(state),
+    )
     slot_MR = jnp.argsort(unread_MZ <= 0, axis=1, stable=True)[:, : -(-slots // READ_PART)]
     take = lambda of_slots: jnp.take_along_axis(of_slots, slot_MR, axis=1)
-    row_MR, size_MR = take(jnp.maximum(state.slot_row, 0)), jnp.clip(take(unread_MZ), 0, T)
+    row_MR, size_MR = (
+        take(jnp.maximum(state.slot_row, 0)),
+        jnp.clip(take(unread_MZ), 0, T),
+    )
     length_MR, prompt_MR = (take(by_slot(state, x)) for x in (state.length, state.prompt_length))
     rows = lambda x: x.reshape(M, -1, *x.shape[3:])
     place_MRT = length_MR[..., None] + jnp.arange(T)[None, None]  # row position of the token after each read token
     token_MRT = jax.vmap(lambda t, r, p: t[r[:, None], p])(rows(state.tokens), row_MR, jnp.minimum(place_MRT, S) - 1)
 
     flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
-    at = {"slot": slot_MR, "entry": row_MR // G, "size": size_MR, "idle": take(state.waiting["idle_steps"])}
+    at = {
+        "slot": slot_MR,
+        "entry": row_MR // G,
+        "size": size_MR,
+        "idle": take(state.waiting["idle_steps"]),
+    }
     at |= {"oldest": prompt_MR - 1, "next": length_MR - 1}  # positions of a cache's first token, first unread token
     at |= {"end": jnp.broadcast_to(state.cache_end, size_MR.shape)}
     at = {name: flat(x) for name, x in at.items()}
@@ -204,13 +230,20 @@ def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
         both = zip((2 if model.attention == "splash" else 3, 2), *arrays, strict=True)
         return [tuple(map(functools.partial(one, axis), model.arch.by_layer, *x)) for axis, *x in both]
 
-    past = each(functools.partial(_past, S), (state.prompt_k, state.prompt_v), (state.cache_k, state.cache_v))
+    past = each(
+        functools.partial(_past, S),
+        (state.prompt_k, state.prompt_v),
+        (state.cache_k, state.cache_v),
+    )
     seen = Prompt(*past, visible=jnp.arange(S)[None] < at["next"][:, None])
     how = {"prompt": seen, "length": at["size"], "rope": rope}
     hidden, made = model.forward(params, flat(token_MRT), flat(place_MRT) - 1, **how)
     cache_k, cache_v = each(_kept, past, made[:2], (state.cache_k, state.cache_v))
 
-    columns, unrows = dict(state.columns), lambda x: x.reshape(state.length.shape + x.shape[2:])
+    columns, unrows = (
+        dict(state.columns),
+        lambda x: x.reshape(state.length.shape + x.shape[2:]),
+    )
     if "experts" in columns:  # each token has the experts of the token before it
         chosen = moe.by_token(hidden, made)[1].reshape(*place_MRT.shape, -1).astype(columns["experts"].dtype)
         place_MRT = jnp.where(jnp.arange(T)[None, None] < size_MR[..., None], place_MRT, S)  # out of range for padding
@@ -227,7 +260,13 @@ def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
     )
 
 
-def _past(width: int, axis: int | None, of_prompts: jax.Array, blocks: tuple[jax.Array, ...], at: Any) -> jax.Array:
+def _past(
+    width: int,
+    axis: int | None,
+    of_prompts: jax.Array,
+    blocks: tuple[jax.Array, ...],
+    at: Any,
+) -> jax.Array:
     """Return one layer's keys or values [R,K,S,H] of the reading rows in token order, or their delta rule states.
 
     Args:
@@ -242,12 +281,21 @@ def _past(width: int, axis: int | None, of_prompts: jax.Array, blocks: tuple[jax
         return own
     place_RS = (at["end"] - at["idle"] - at["next"])[:, None] + jnp.arange(width)[None]
     own = _in_order(jnp.moveaxis(own, axis, 2), place_RS % own.shape[axis])
-    prompts = jnp.pad(of_prompts[at["entry"]], ((0, 0), (0, 0), (0, width - of_prompts.shape[2]), (0, 0)))
+    prompts = jnp.pad(
+        of_prompts[at["entry"]],
+        ((0, 0), (0, 0), (0, width - of_prompts.shape[2]), (0, 0)),
+    )
     is_before_RS = jnp.arange(width)[None] < at["oldest"][:, None]
     return jnp.where(is_before_RS[:, None, :, None], prompts, own)
 
 
-def _kept(axis: int | None, past_RKSH: jax.Array, new_RKTH: jax.Array, blocks: tuple[jax.Array, ...], at: Any) -> Any:
+def _kept(
+    axis: int | None,
+    past_RKSH: jax.Array,
+    new_RKTH: jax.Array,
+    blocks: tuple[jax.Array, ...],
+    at: Any,
+) -> Any:
     """Return one layer's cache blocks of all slots, with the tokens that the rows have read. See ``_past``."""
     parts, slot = [new_RKTH], jnp.where(at["size"] > 0, at["slot"], len(blocks[0]))  # out of range: slot unchanged
     if axis is not None:
@@ -256,7 +304,11 @@ def _kept(axis: int | None, past_RKSH: jax.Array, new_RKTH: jax.Array, blocks: t
         nth_RC = at["size"][:, None] - 1 - age_RC  # index among the new tokens; negative for earlier tokens
         index_RC = jnp.where(nth_RC < 0, at["next"][:, None], S) + nth_RC
         both = jnp.concatenate([past_RKSH, new_RKTH], axis=2)
-        parts = jnp.split(jnp.moveaxis(_in_order(both, jnp.maximum(index_RC, 0)), 2, axis), len(blocks), axis=axis)
+        parts = jnp.split(
+            jnp.moveaxis(_in_order(both, jnp.maximum(index_RC, 0)), 2, axis),
+            len(blocks),
+            axis=axis,
+        )
     whole = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # nonfinite values of a row must not stay in its slot
     return tuple(x.at[slot].set(whole(part), mode="drop") for x, part in zip(blocks, parts, strict=True))
 
@@ -297,4 +349,10 @@ def host_arrays(state: Any) -> tuple[jax.Array, ...]:
     read = jax.vmap(lambda of_rows, row: of_rows[row])
     by_row = (x.reshape(M, -1, S) for x in (state.tokens, state.behaviour_logp))
     of_slots = [sharding.by_device(read, x, row, axes=(("batch",),) * 2) for x in by_row]
-    return state.stop_reason, state.length, state.waiting["heard"], jnp.where(waits, row, -1), *of_slots
+    return (
+        state.stop_reason,
+        state.length,
+        state.waiting["heard"],
+        jnp.where(waits, row, -1),
+        *of_slots,
+    )

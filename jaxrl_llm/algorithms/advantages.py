@@ -73,7 +73,13 @@ def brorl(x: Rows, *, norm_decay: Decay = 0.0) -> Learned:
 
     Source: arXiv:2510.01180.
     """
-    return over_batch(minus_mean(x.reward, x.groups), x.groups.valid, x, centre=False, decay=norm_decay)
+    return over_batch(
+        minus_mean(x.reward, x.groups),
+        x.groups.valid,
+        x,
+        centre=False,
+        decay=norm_decay,
+    )
 
 
 def _delta_is_not_zero(settings: Mapping[str, Any]) -> bool:
@@ -112,7 +118,9 @@ def _has_several_parts(path: str, settings: Mapping[str, Any], config: Any) -> s
 
 
 def gated(
-    parts: Sequence[tuple[Float[AnyArray, " B"], float]], gate: Number, where: Callable[..., Float[AnyArray, " B"]]
+    parts: Sequence[tuple[Float[AnyArray, " B"], float]],
+    gate: Number,
+    where: Callable[..., Float[AnyArray, " B"]],
 ) -> list[tuple[Float[AnyArray, " B"], float]]:
     """Return (values, weight) by reward function with the gate of ``gdpo``: r_k 1[r_0 >= gate] for k > 0.
 
@@ -131,7 +139,12 @@ def _gated_by_settings(parts: Parts, settings: Mapping[str, Any], where: Callabl
     return gated(parts, settings["gate"], where)
 
 
-@needs(siblings=True, by_part=_gated_by_settings, memory=memory.Moments, rule=_has_several_parts)
+@needs(
+    siblings=True,
+    by_part=_gated_by_settings,
+    memory=memory.Moments,
+    rule=_has_several_parts,
+)
 def gdpo(x: Rows, *, gate: Number = 0.0, norm_decay: Decay = 0.0) -> Learned:
     """Return a / std of the batch, where a = sum_k weight_k (r_k - mean) / std of the group for each reward function k.
 
@@ -192,7 +205,11 @@ def poise(x: Rows, *, decay: Share = 0.9) -> Learned:
         rollouts is ours.
     """
     features = baselines.row_features(
-        x.behaviour_logp, x.columns["entropy"], x.columns["hidden"], x.mask, max_length=x.max_length
+        x.behaviour_logp,
+        x.columns["entropy"],
+        x.columns["hidden"],
+        x.mask,
+        max_length=x.max_length,
     )
     predicted = baselines.ridge_predict(features, x.memory["regression"])
     # A rollout predicts its siblings, so its target is their mean reward.
@@ -224,7 +241,12 @@ def gae(
 
 
 def over_batch(
-    value: Float[AnyArray, "*any"], valid: Bool[AnyArray, "*any"], x: Rows, *, centre: bool, decay: float
+    value: Float[AnyArray, "*any"],
+    valid: Bool[AnyArray, "*any"],
+    x: Rows,
+    *,
+    centre: bool,
+    decay: float,
 ) -> tuple[Float[Array, "*any"], Sums]:
     """Return values divided by the standard deviation of all valid ones of the batch, and the sums to remember.
 

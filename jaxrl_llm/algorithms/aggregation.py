@@ -130,7 +130,10 @@ def imitation(x: Batch) -> Float[AnyArray, "B S"]:
     w = 1 / tokens of the correct completions of others, as in ``sft``
     """
     is_demonstration = x.trainable & (x.group_id < 0) & x.correct
-    return token_mean(completion_mask(x.prompt_length, x.length, x.width), x._replace(trainable=is_demonstration))
+    return token_mean(
+        completion_mask(x.prompt_length, x.length, x.width),
+        x._replace(trainable=is_demonstration),
+    )
 
 
 def cross_entropy(logp: Float[AnyArray, "B T"], weight: Float[AnyArray, "B T"]) -> Float[Array, ""]:
@@ -145,4 +148,8 @@ AGGREGATIONS = {
     "prompt_mean": prompt_mean,
 }
 
-CROSS_ENTROPIES = {"environment": environment, "answers": answers, "imitation": imitation}
+CROSS_ENTROPIES = {
+    "environment": environment,
+    "answers": answers,
+    "imitation": imitation,
+}

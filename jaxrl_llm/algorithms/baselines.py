@@ -71,19 +71,28 @@ def row_features(
     length = jnp.sum(mask, axis=1).astype(jnp.float32)
     count = jnp.maximum(length, 1.0)
 
-    def moments(value: Float[AnyArray, "B T"]) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
+    def moments(
+        value: Float[AnyArray, "B T"],
+    ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         """Return mean and standard deviation over the completion."""
         mean = jnp.sum(jnp.where(mask, value, 0.0), axis=1) / count
         square = jnp.sum(jnp.where(mask, jnp.square(value - mean[:, None]), 0.0), axis=1) / count
         return mean, jnp.sqrt(square)
 
-    columns = (jnp.ones_like(length), length / max_length, *moments(-logp), *moments(entropy))
+    columns = (
+        jnp.ones_like(length),
+        length / max_length,
+        *moments(-logp),
+        *moments(entropy),
+    )
     scaled_hidden = hidden * hidden.shape[1] ** -0.5
     return jnp.concatenate([jnp.stack(columns, axis=1), scaled_hidden], axis=1)
 
 
 def regression_sums(
-    features: Float[AnyArray, "B F"], target: Float[AnyArray, " B"], valid: Bool[AnyArray, " B"]
+    features: Float[AnyArray, "B F"],
+    target: Float[AnyArray, " B"],
+    valid: Bool[AnyArray, " B"],
 ) -> Float[Array, "F F+1"]:
     """Return ``sum_b x_b [x_b, y_b]`` over valid rows, [F, F + 1] f32: the sums that least squares needs.
 
@@ -95,7 +104,10 @@ def regression_sums(
 
 
 def ridge_predict(
-    features: Float[AnyArray, "B F"], sums: Float[AnyArray, "F F+1"], *, ridge: float = RIDGE
+    features: Float[AnyArray, "B F"],
+    sums: Float[AnyArray, "F F+1"],
+    *,
+    ridge: float = RIDGE,
 ) -> Float[Array, " B"]:
     """Return ``x (X'X + ridge I)^-1 X'y`` of each row, [B] f32; 0 without data.
 

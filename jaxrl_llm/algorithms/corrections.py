@@ -116,7 +116,10 @@ def _is_within(log_ratio: Float[AnyArray, "B T"], low: float, high: float) -> Bo
 
 
 def weight(
-    log_weight: Float[AnyArray, "B T"], is_kept: Bool[AnyArray, "B T"], *, is_carried: bool
+    log_weight: Float[AnyArray, "B T"],
+    is_kept: Bool[AnyArray, "B T"],
+    *,
+    is_carried: bool,
 ) -> Float[AnyArray, "B T"]:
     """Return the weight [B,T] f32 of each token from the result of a correction, 0.0 if the token is not kept.
 
@@ -130,12 +133,18 @@ def weight(
 
 def sequence_ratio(log_ratio: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Array, " B"]:
     """Return exp of each row's sum of log-ratios [B,T], cut to +-36 nats: [B] f32, 0.0 for a row without a token."""
-    total = jnp.clip(jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1), -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
+    total = jnp.clip(
+        jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1),
+        -LOG_WEIGHT_LIMIT,
+        LOG_WEIGHT_LIMIT,
+    )
     return jnp.where(jnp.any(mask, axis=1), jnp.exp(total), 0.0)
 
 
 def effective_sample_size(
-    ratio_sum: Float[AnyArray, "*any"], ratio_square_sum: Float[AnyArray, "*any"], num_rows: Real[AnyArray, "*any"]
+    ratio_sum: Float[AnyArray, "*any"],
+    ratio_square_sum: Float[AnyArray, "*any"],
+    num_rows: Real[AnyArray, "*any"],
 ) -> Float[Array, "*any"]:
     """Return a factor [] f32 of the learning rate: the square root of the effective share of the batch's sequences.
 
@@ -149,7 +158,9 @@ def effective_sample_size(
 
 
 def effective_share(
-    total: Float[AnyArray, "*any"], square_total: Float[AnyArray, "*any"], count: Real[AnyArray, "*any"]
+    total: Float[AnyArray, "*any"],
+    square_total: Float[AnyArray, "*any"],
+    count: Real[AnyArray, "*any"],
 ) -> Float[Array, "*any"]:
     """Return the effective sample size of weights, divided by their number n.
 

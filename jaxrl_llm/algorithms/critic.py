@@ -91,7 +91,11 @@ def lambda_returns(
         carried = jax.tree.map(lambda new, old: jnp.where(mask_B, new, old), here, later)
         return carried, jnp.where(mask_B, return_B, 0.0)
 
-    end = (jnp.zeros_like(value[:, 0]), jnp.zeros_like(value[:, 0]), jnp.zeros_like(mask[:, 0]))
+    end = (
+        jnp.zeros_like(value[:, 0]),
+        jnp.zeros_like(value[:, 0]),
+        jnp.zeros_like(mask[:, 0]),
+    )
     tokens = (value.T, mask.T, reward.T) if has_token_rewards else (value.T, mask.T)
     _, returns_TB = jax.lax.scan(step, end, tokens, reverse=True)
     return returns_TB.T
@@ -100,7 +104,10 @@ def lambda_returns(
 def new_head(width: int, bins: Bins) -> dict[str, Float32[Array, "..."]]:
     """Return a head of zeros, "kernel" [D, m] and "bias" [m] f32. It predicts 0, or the middle of its bins."""
     outputs = max(bins.count, 1)
-    return {"kernel": jnp.zeros((width, outputs), jnp.float32), "bias": jnp.zeros(outputs, jnp.float32)}
+    return {
+        "kernel": jnp.zeros((width, outputs), jnp.float32),
+        "bias": jnp.zeros(outputs, jnp.float32),
+    }
 
 
 def head_outputs(

@@ -59,7 +59,10 @@ def _divergence_from(other_logp: Float[AnyArray, "B T"], x: Tokens, estimator: s
 
 
 def kl_estimate(
-    policy_logp: Float[AnyArray, "*any"], ref_logp: Float[AnyArray, "*any"], *, kind: str
+    policy_logp: Float[AnyArray, "*any"],
+    ref_logp: Float[AnyArray, "*any"],
+    *,
+    kind: str,
 ) -> Float[AnyArray, "*any"]:
     """Return an estimate of KL(policy || reference) from each token drawn from the policy.
 

@@ -67,7 +67,9 @@ def _oldest_age(settings: Mapping[str, Any], iteration: Int[Array, ""], oldest: 
 
 
 def _preferred_ages(
-    settings: Mapping[str, Any], uniform_number: Float[Array, ""], oldest: Int[Array, ""] | int
+    settings: Mapping[str, Any],
+    uniform_number: Float[Array, ""],
+    oldest: Int[Array, ""] | int,
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Return the youngest and the oldest age that a batch prefers: either age 0, or every larger age."""
     is_fresh = uniform_number < settings["fresh_share"]
@@ -189,7 +191,12 @@ DRAWS = {
     "uniform_then_fresh": uniform_then_fresh,
 }
 
-PRIORITIES = {"advantage": by_advantage, "reward": by_reward, "length": by_length, "surprise": by_surprise}
+PRIORITIES = {
+    "advantage": by_advantage,
+    "reward": by_reward,
+    "length": by_length,
+    "surprise": by_surprise,
+}
 
 ADMISSIONS = {"correct": correct, "likely": likely}
 

@@ -55,26 +55,52 @@ COLUMNS = {
     # Recorded by the sampler.
     "support": Column(True, True, "[B, S, N] i32 ids that each token was drawn among (ops.filters)"),
     "entropy": Column(True, False, "f32 nats, of the distribution that each token was drawn from"),
-    "earlier_logp": Column(True, False, "f32, of the learner's older weights that drew the token, 0.0 elsewhere"),
-    "experts": Column(True, True, "[B, S, layers*k] experts that the token before each chose, in prompts too"),
+    "earlier_logp": Column(
+        True,
+        False,
+        "f32, of the learner's older weights that drew the token, 0.0 elsewhere",
+    ),
+    "experts": Column(
+        True,
+        True,
+        "[B, S, layers*k] experts that the token before each chose, in prompts too",
+    ),
     # Computed by the learner for new rows (learner.annotation).
-    "generation_logp": Column(True, True, "f32, of the weights that drew each token, with the learner's numerics"),
+    "generation_logp": Column(
+        True,
+        True,
+        "f32, of the weights that drew each token, with the learner's numerics",
+    ),
     "ref_logp": Column(True, True, "f32, of the frozen reference"),
     "value": Column(True, True, "f32 reward that the critic expected at each token"),
     "hidden": Column(False, False, "[B, D] f32, mean hidden state of the completion"),
     # Computed by credit.
     "returns": Column(True, True, "f32 reward that the critic should expect at each token"),
-    "group_mean": Column(False, True, "f32, mean of the group's rewards at that time, 0.0 if not trainable"),
+    "group_mean": Column(
+        False,
+        True,
+        "f32, mean of the group's rewards at that time, 0.0 if not trainable",
+    ),
     "tied": Column(
-        False, False, "bool: the group has no advantage and, if the advantage compares siblings, equal rewards"
+        False,
+        False,
+        "bool: the group has no advantage and, if the advantage compares siblings, equal rewards",
     ),
     "question_id": Column(False, False, "i32; the ring stores it beside the rows (RingState.question)"),
     # Made with the rewards (Rewards.columns); 0.0 for rows that are not trainable.
     "turn_reward": Column(False, False, "[B, K] f32, share of the reward that each turn received", TURN),
     "turn_seconds": Column(
-        False, False, "[B, K] f32, seconds that the environment took to answer each turn; 0.0 = no answer", TURN
+        False,
+        False,
+        "[B, K] f32, seconds that the environment took to answer each turn; 0.0 = no answer",
+        TURN,
     ),
-    "reward_mask": Column(True, False, "f32, 1.0 for tokens of the completion that a reward function masks", TOKEN),
+    "reward_mask": Column(
+        True,
+        False,
+        "f32, 1.0 for tokens of the completion that a reward function masks",
+        TOKEN,
+    ),
     # Of drawn rows.
     "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),
 }
@@ -88,7 +114,11 @@ def reward_columns(needed: Iterable[str], *, max_turns: int, max_length: int) ->
         max_turns: largest number of turns of the policy in a completion.
         max_length: longest completion, in tokens. A column with TOKEN has a value for each of these positions.
     """
-    shape_of_kind: dict[str, tuple[int, ...]] = {ROW: (), TURN: (max_turns,), TOKEN: (max_length,)}
+    shape_of_kind: dict[str, tuple[int, ...]] = {
+        ROW: (),
+        TURN: (max_turns,),
+        TOKEN: (max_length,),
+    }
     shapes = {}
     for name in sorted(needed):
         if name in COLUMNS and COLUMNS[name].from_rewards:

@@ -226,7 +226,13 @@ class Memory:
         ledger: stores the memory of each question (``questions.ledger.Ledger``).
     """
 
-    def __init__(self, functions: Sequence[Chosen[Any]], part_names: Sequence[str], sizes: Sizes, ledger: Ledger):
+    def __init__(
+        self,
+        functions: Sequence[Chosen[Any]],
+        part_names: Sequence[str],
+        sizes: Sizes,
+        ledger: Ledger,
+    ):
         self.ledger = ledger
         self.part_names = part_names
         self._memories: dict[str, MethodMemory] = {}

@@ -69,7 +69,11 @@ def length_reward(x: Rows, *, weight: NotNegative = 0.1) -> Float[Array, " B"]:
 
 @needs(memory=memory.ShortAnswers)
 def short_answer(
-    x: Rows, *, tokens: Count = 4, bonus: NotNegative = 0.5, every_iterations: CountOrZero = 0
+    x: Rows,
+    *,
+    tokens: Count = 4,
+    bonus: NotNegative = 0.5,
+    every_iterations: CountOrZero = 0,
 ) -> tuple[Float[Array, " B"], dict[str, Float[Array, "D N"]]]:
     """Return ``bonus`` for a correct answer of at most ``tokens`` tokens, else 0, [B] f32.
 
@@ -111,7 +115,11 @@ def difficulty(correct: Bool[AnyArray, " B"], groups: Groups) -> Int[Array, " B"
 
 
 def answers_within(
-    length: Int[AnyArray, " B"], row_class: Int[AnyArray, " B"], groups: Groups, *, grid: Sequence[int]
+    length: Int[AnyArray, " B"],
+    row_class: Int[AnyArray, " B"],
+    groups: Groups,
+    *,
+    grid: Sequence[int],
 ) -> Float[Array, "D {len(grid)+1}"]:
     """Return the counts from which a length limit of each class is chosen, [NUM_DIFFICULTIES, len(grid) + 1] f32.
 
@@ -174,7 +182,11 @@ def entropy_factor(
 
 @needs("entropy")
 def entropy_bonus(
-    advantage: Float[AnyArray, "B S"], x: Rows, *, coefficient: NotNegative = 0.4, limit: Positive = 2.0
+    advantage: Float[AnyArray, "B S"],
+    x: Rows,
+    *,
+    coefficient: NotNegative = 0.4,
+    limit: Positive = 2.0,
 ) -> Float[AnyArray, "B S"]:
     """Return an advantage plus a bonus for the token's entropy. The bonus is 0 if the advantage is 0; [B,S] f32.
 

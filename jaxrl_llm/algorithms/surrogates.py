@@ -94,7 +94,13 @@ def gspo(x: Tokens, *, low: Share = 3e-4, high: NotNegative = 4e-4, dual: OverOn
     return _of_row_ratio(x, 1.0, low, high, dual)
 
 
-def _of_row_ratio(x: Tokens, power: Float[AnyArray, " B"] | float, low: float, high: float, dual: float) -> Terms:
+def _of_row_ratio(
+    x: Tokens,
+    power: Float[AnyArray, " B"] | float,
+    low: float,
+    high: float,
+    dual: float,
+) -> Terms:
     """Return the term of ``gspo`` with its ratio raised to a power, [B] f32 or a number."""
     mean = _row_sum(x.policy_logp - x.old_logp, x) / _length(x)
     only_gradient = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
@@ -162,7 +168,12 @@ def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Te
     return _clip(log_ratio, x.advantage, centre - low, centre + high, 0.0)
 
 
-@needs("ref_logp", siblings=True, advantage="is_centred_reward", aggregation="counts_rows_alike")
+@needs(
+    "ref_logp",
+    siblings=True,
+    advantage="is_centred_reward",
+    aggregation="counts_rows_alike",
+)
 def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     """Return half the variance over the group of R = r - beta log(policy / reference), divided by beta.
 
@@ -176,7 +187,12 @@ def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     return _regression(x, x.ref_logp, beta, centred=True)
 
 
-@needs(siblings=True, reads_old=True, advantage="is_centred_reward", aggregation="counts_rows_alike")
+@needs(
+    siblings=True,
+    reads_old=True,
+    advantage="is_centred_reward",
+    aggregation="counts_rows_alike",
+)
 def gvpo(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     """Return ``_regression`` against the old policy, centred.
 
@@ -422,7 +438,11 @@ def _is_row(x: Tokens) -> Bool[Array, " B"]:
 def _group_mean(value_B: Float[AnyArray, " B"], x: Tokens) -> Float[Array, " B"]:
     """Return the mean over the group's rows that have a token, at each of its rows, [B]."""
     valid_PG = _is_row(x).reshape(-1, x.group_size)
-    total_P1 = jnp.sum(jnp.where(valid_PG, value_B.reshape(-1, x.group_size), 0.0), axis=1, keepdims=True)
+    total_P1 = jnp.sum(
+        jnp.where(valid_PG, value_B.reshape(-1, x.group_size), 0.0),
+        axis=1,
+        keepdims=True,
+    )
     mean_P1 = total_P1 / jnp.maximum(jnp.sum(valid_PG, axis=1, keepdims=True), 1).astype(jnp.float32)
     return jnp.broadcast_to(mean_P1, valid_PG.shape).reshape(-1)
 

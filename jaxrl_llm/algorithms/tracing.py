@@ -51,7 +51,11 @@ def reads_of_surrogate(surrogate: Chosen[Any]) -> frozenset[str]:
 
 def reads_of_draw(draw: Chosen[Any]) -> frozenset[str]:
     """Return the names of the arrays of ``Stored`` that the weights of a draw depend on."""
-    arrays = {"priority": _SHAPE_OF_FLOATS, "age": _SHAPE_OF_INTEGERS, "uses": _SHAPE_OF_INTEGERS}
+    arrays = {
+        "priority": _SHAPE_OF_FLOATS,
+        "age": _SHAPE_OF_INTEGERS,
+        "uses": _SHAPE_OF_INTEGERS,
+    }
 
     def call(arrays: Mapping[str, jax.Array]) -> Any:
         return draw(Stored(**arrays))
@@ -77,7 +81,10 @@ def _read(
     return _READ_BY_FUNCTION[key]
 
 
-def _trace(call: Callable[[Mapping[str, jax.Array]], Any], arrays: dict[str, jax.ShapeDtypeStruct]) -> frozenset[str]:
+def _trace(
+    call: Callable[[Mapping[str, jax.Array]], Any],
+    arrays: dict[str, jax.ShapeDtypeStruct],
+) -> frozenset[str]:
     """Return the names of the arrays that the traced ``call`` depends on."""
     names = sorted(arrays)  # the order in which jax flattens a dictionary
     try:

@@ -92,7 +92,12 @@ def returns(turns: Turns, discount: float, at_least: float = -math.inf) -> Float
 
 
 def compared(
-    value: Float[AnyArray, "B K"], key: Int[AnyArray, "B K"], turns: Turns, x: Rows, *, std: bool
+    value: Float[AnyArray, "B K"],
+    key: Int[AnyArray, "B K"],
+    turns: Turns,
+    x: Rows,
+    *,
+    std: bool,
 ) -> Float[Array, "B K"]:
     """Return (value - mean) / (std + 1e-6) among the turns of a group with the same key, [B,K] f32.
 
@@ -146,7 +151,11 @@ def _sorted_turns(
     return sorted_keys, value, place, jnp.any(jnp.stack(begins), axis=0)
 
 
-def _over_runs(value: jax.Array, first: jax.Array, combine: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+def _over_runs(
+    value: jax.Array,
+    first: jax.Array,
+    combine: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
     """Combine the values of each run, and return the result at every element of the run, [N].
 
     Args:
@@ -377,7 +386,12 @@ def branches(turns: Turns, x: Rows, branch_turns: int) -> tuple[Int[Array, "B 1"
 
 @needs("turn_reward", siblings=True, tied_teaches=_always, rule=_branches_fit)
 def logo(
-    x: Rows, *, branch_rows: BranchRows = 4, branch_turns: Count = 1, weight: NotNegative = 1.0, std: bool = True
+    x: Rows,
+    *,
+    branch_rows: BranchRows = 4,
+    branch_turns: Count = 1,
+    weight: NotNegative = 1.0,
+    std: bool = True,
 ) -> Float[Array, "B S"]:
     """Return the row's advantage in the group plus, after the shared turns, ``weight`` times that among sharing rows.
 
@@ -486,4 +500,7 @@ def _over_mean(duration: Float[AnyArray, "*any"], counts: Bool[AnyArray, "*any"]
     return jnp.where(mean > 0, (duration / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)
 
 
-RESHAPINGS = {"without_wrong_turns": without_wrong_turns, "duration_factor": duration_factor}
+RESHAPINGS = {
+    "without_wrong_turns": without_wrong_turns,
+    "duration_factor": duration_factor,
+}

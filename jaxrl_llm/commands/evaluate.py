@@ -70,7 +70,11 @@ def _warn(run: str, saved: Config, config: Config) -> None:
 
 
 def evaluate(
-    config: Config, model: str = "", checkpoint: str = "", num_samples: int | None = None, adapter: str = ""
+    config: Config,
+    model: str = "",
+    checkpoint: str = "",
+    num_samples: int | None = None,
+    adapter: str = "",
 ) -> dict[str, Any]:
     """Sample completions of the held-out questions of ``config``, score them and return the figures.
 
@@ -105,7 +109,11 @@ def evaluate(
         assert sampler is not None  # eval.num_prompts is at least 1
         params, base = _weights(run, source, checkpoint)
         weights = run.learner.params, run.learner.base, run.sampler_params
-        check_room(run, (weights, "model.path"), (sampler.abstract_state(), "eval.num_samples", "eval.slots"))
+        check_room(
+            run,
+            (weights, "model.path"),
+            (sampler.abstract_state(), "eval.num_samples", "eval.slots"),
+        )
         publishing = publish.programs(run.model, mesh, sampler.mesh)
         evals = {f"eval_{name}": program for name, program in sampler.programs(run.sampler_params).items()}
         compiled = compile_all(evals | publishing, mesh)
@@ -136,7 +144,10 @@ def _checked(config: Config, model: str, checkpoint: str, num_samples: int | Non
         raise ConfigError("eval.num_prompts=0 must be at least 1 to evaluate")
     config = dataclasses.replace(config, eval=dataclasses.replace(config.eval, num_samples=num_samples))
     if model:  # the adapters of the config belong to a checkpoint
-        config = dataclasses.replace(config, model=dataclasses.replace(config.model, path=model, lora=LoraConfig()))
+        config = dataclasses.replace(
+            config,
+            model=dataclasses.replace(config.model, path=model, lora=LoraConfig()),
+        )
     return config
 
 
@@ -169,7 +180,13 @@ def main() -> None:
     """Run the command with the values of its flags."""
     if FLAGS.output:
         row_files.check_output(FLAGS.output)
-    result = evaluate(freeze(FLAGS.config), FLAGS.model, FLAGS.checkpoint, FLAGS.num_samples, FLAGS.adapter)
+    result = evaluate(
+        freeze(FLAGS.config),
+        FLAGS.model,
+        FLAGS.checkpoint,
+        FLAGS.num_samples,
+        FLAGS.adapter,
+    )
     text = json_lines.written(result, indent=1)
     if FLAGS.output and hosts.is_first():
         pathlib.Path(FLAGS.output).write_text(text)

@@ -109,7 +109,11 @@ def _read_checkpoint(checkpoint: str, path: str) -> _Trained:
     host: dict[str, Any] = {}
     params, config = weights.restore_params(checkpoint, check=host.update)
     source = run_models.base_of(checkpoint, config, pretrained.resolve, path)
-    model = Model(source.architecture(), param_dtype=config.model.param_dtype, lora=config.model.lora)
+    model = Model(
+        source.architecture(),
+        param_dtype=config.model.param_dtype,
+        lora=config.model.lora,
+    )
     path = path or config.model.path
     _check_shapes(params, model, f"{checkpoint} and {path}")
     tokenizer = source.tokenizer().ending_at(config.sampling.stop_tokens)
@@ -156,11 +160,27 @@ def main() -> None:
 
 def define_flags() -> None:
     """Define the flags of the command."""
-    flags.DEFINE_string("checkpoint", "", "Workdir of a run, its folder of checkpoints, or one checkpoint.")
-    flags.DEFINE_string("model", "", "Model to export; with --checkpoint: the present place of its run's model.path.")
+    flags.DEFINE_string(
+        "checkpoint",
+        "",
+        "Workdir of a run, its folder of checkpoints, or one checkpoint.",
+    )
+    flags.DEFINE_string(
+        "model",
+        "",
+        "Model to export; with --checkpoint: the present place of its run's model.path.",
+    )
     flags.DEFINE_string("output", None, "Folder to write.", required=True)
-    flags.DEFINE_string("dtype", "", "Dtype of the weights: float32, bfloat16 or float16; default: the model's.")
-    flags.DEFINE_bool("merge", False, "Write adapters and their base as one model, not the adapters alone.")
+    flags.DEFINE_string(
+        "dtype",
+        "",
+        "Dtype of the weights: float32, bfloat16 or float16; default: the model's.",
+    )
+    flags.DEFINE_bool(
+        "merge",
+        False,
+        "Write adapters and their base as one model, not the adapters alone.",
+    )
 
 
 def start() -> None:

@@ -114,7 +114,11 @@ def generate(
 
 
 def _read_prompts(
-    path: str, arch: Architecture, tokenizer: Any, max_completion_tokens: int, encoding: dict[str, Any]
+    path: str,
+    arch: Architecture,
+    tokenizer: Any,
+    max_completion_tokens: int,
+    encoding: dict[str, Any],
 ) -> tuple[list[dict[str, Any]], list[list[int]], dict[int, list[int]]]:
     """Read the input file.
 
@@ -153,7 +157,11 @@ def _result(prompt: list[int], ids: list[int], logp: np.ndarray, reason: int, to
 
 
 def _prompt_ids(
-    where: str, row: dict[str, Any], tokenizer: Any, vocab_size: int, encoding: dict[str, Any]
+    where: str,
+    row: dict[str, Any],
+    tokenizer: Any,
+    vocab_size: int,
+    encoding: dict[str, Any],
 ) -> list[int]:
     """Return the token ids of a row's prompt. ``where`` names the row in error messages."""
     if "prompt_ids" in row:
@@ -239,7 +247,11 @@ def define_flags() -> None:
     flags.DEFINE_string("adapter", "", "Folder of adapters (PEFT) for --model.")
     flags.DEFINE_string("prompts", None, "JSONL with `prompt`, `messages` or `prompt_ids` per row.")
     flags.DEFINE_string("output", None, "JSONL to write.")
-    flags.DEFINE_bool("greedy", False, "Take the most likely token. The other sampling flags have no effect.")
+    flags.DEFINE_bool(
+        "greedy",
+        False,
+        "Take the most likely token. The other sampling flags have no effect.",
+    )
     flags.DEFINE_bool("ignore_eos", False, "Continue to --max_tokens, or to a --stop or --stop_token.")
     flags.DEFINE_integer("max_tokens", 64, "Most tokens of a completion.")
     flags.DEFINE_float("temperature", 1.0, "Softmax temperature.")
@@ -252,9 +264,15 @@ def define_flags() -> None:
     flags.DEFINE_string("compute_dtype", "float32", "float32 or bfloat16.")
     flags.DEFINE_string("system_prompt", "", "System message before prompts that have none.")
     flags.DEFINE_multi_string("stop_token", [], "Token that ends a completion. The flag may be repeated.")
-    flags.DEFINE_bool("chat_template", True, "Wrap prompts in the model's chat template; false for a base model.")
+    flags.DEFINE_bool(
+        "chat_template",
+        True,
+        "Wrap prompts in the model's chat template; false for a base model.",
+    )
     flags.DEFINE_string(
-        "chat_template_kwargs", "{}", 'Arguments of the chat template, as JSON: {"enable_thinking": false}.'
+        "chat_template_kwargs",
+        "{}",
+        'Arguments of the chat template, as JSON: {"enable_thinking": false}.',
     )
     flags.DEFINE_bool("special_tokens", False, "Encode the text of a special token as that token.")
     flags.mark_flags_as_required(["model", "prompts", "output"])

@@ -27,9 +27,18 @@ FLAGS = flags.FLAGS
 # Name of a column -> (bytes per parameter, the settings). The bytes are those of weights, gradient, two moments, and
 # the sampler's copy (model.compute_dtype=bfloat16).
 SETTINGS = {
-    "float32": (4 + 4 + 8 + 2, "weights and moments of float32, model.compute_dtype=bfloat16"),
-    "bfloat16": (2 + 2 + 4 + 2, "model.param_dtype=bfloat16 and optimizer.moment_dtype=bfloat16"),
-    "offload": (2 + 2 + 0 + 2, "the settings of bfloat16, and optimizer.offload=True (moments in the host's memory)"),
+    "float32": (
+        4 + 4 + 8 + 2,
+        "weights and moments of float32, model.compute_dtype=bfloat16",
+    ),
+    "bfloat16": (
+        2 + 2 + 4 + 2,
+        "model.param_dtype=bfloat16 and optimizer.moment_dtype=bfloat16",
+    ),
+    "offload": (
+        2 + 2 + 0 + 2,
+        "the settings of bfloat16, and optimizer.offload=True (moments in the host's memory)",
+    ),
 }
 
 
@@ -79,14 +88,27 @@ def layers_have(arch: Architecture) -> list[str]:
 def table(presets: list[dict[str, Any]]) -> Table:
     """Return the rows as a table for a terminal."""
     columns = Table("preset", "family", caption_justify="left", row_styles=("", "dim"))
-    for name in ("parameters", "layers", "width", "positions", *(f"{setting}, GB" for setting in SETTINGS)):
+    for name in (
+        "parameters",
+        "layers",
+        "width",
+        "positions",
+        *(f"{setting}, GB" for setting in SETTINGS),
+    ):
         columns.add_column(name, justify="right")
     columns.add_column("beyond Llama")
     for row in presets:
         memory = [f"{row['bytes'][setting] / 1e9:.1f}" for setting in SETTINGS]
         sizes = [str(row[name]) for name in ("layers", "width", "positions")]
         features = "; ".join(row["layers_have"])
-        columns.add_row(row["preset"], row["family"], _count(row["parameters"]), *sizes, *memory, features)
+        columns.add_row(
+            row["preset"],
+            row["family"],
+            _count(row["parameters"]),
+            *sizes,
+            *memory,
+            features,
+        )
     notes = [f"{setting}: {size} bytes per parameter, {text}" for setting, (size, text) in SETTINGS.items()]
     notes.append("plan --preset=NAME --topology=CHIPS computes the memory of a whole run.")
     columns.caption = "\n".join(notes)

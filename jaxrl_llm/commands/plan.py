@@ -134,7 +134,10 @@ def head(run: Run, topology: str, chip: chips.Chip, model: presets.Model) -> dic
 
 def _compile(run: Run, *, keep: bool) -> list[Row]:
     """Compile every program and print a line for each as soon as it is compiled. ``keep`` keeps the executables."""
-    print("program           arguments    outputs  temporary    aliased       peak  (MiB per chip)", flush=True)
+    print(
+        "program           arguments    outputs  temporary    aliased       peak  (MiB per chip)",
+        flush=True,
+    )
     rows = []
     for row in compile_rows(run, keep=keep):
         rows.append(row)
@@ -335,18 +338,29 @@ def define_flags() -> None:
     """Define the flags of the command."""
     config_flags.DEFINE_config_file("config", None, "Python file with get_config().")
     flags.DEFINE_string(
-        "topology", None, "TPU slice or GPUs by name, such as v5e:2x4, v5p-128, v5litepod-256 or h100:8."
+        "topology",
+        None,
+        "TPU slice or GPUs by name, such as v5e:2x4, v5p-128, v5litepod-256 or h100:8.",
     )
     flags.DEFINE_string(
-        "preset", "", f"Shape of a public model, which replaces config.model.path: {', '.join(presets.PRESETS)}."
+        "preset",
+        "",
+        f"Shape of a public model, which replaces config.model.path: {', '.join(presets.PRESETS)}.",
     )
     flags.DEFINE_float("price", 0.0, "Dollars per chip and hour; 0 = not known.")
     flags.DEFINE_integer(
-        "search", 0, "Compile at most this many layouts (mesh, micro-batch, remat), and print the best that fit.", 0
+        "search",
+        0,
+        "Compile at most this many layouts (mesh, micro-batch, remat), and print the best that fit.",
+        0,
     )
     flags.DEFINE_string("json", "", "JSON file for the complete plan.")
     flags.DEFINE_string("html", "", "HTML file for a page with pictures.")
-    flags.DEFINE_string("save", "", "Folder for the compiled programs, which train takes (config.executables).")
+    flags.DEFINE_string(
+        "save",
+        "",
+        "Folder for the compiled programs, which train takes (config.executables).",
+    )
     flags.mark_flags_as_required(["config", "topology"])
 
 

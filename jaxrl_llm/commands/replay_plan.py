@@ -377,16 +377,44 @@ def replay_plan(
 def main() -> None:
     """Run the command with the values of its flags."""
     workdirs = [] if FLAGS.workdir is None else FLAGS.workdir.split(",")
-    print(replay_plan(mu=FLAGS.mu, alpha=FLAGS.alpha, rho=FLAGS.rho, workdirs=workdirs, rollouts=FLAGS.rollouts))
+    print(
+        replay_plan(
+            mu=FLAGS.mu,
+            alpha=FLAGS.alpha,
+            rho=FLAGS.rho,
+            workdirs=workdirs,
+            rollouts=FLAGS.rollouts,
+        )
+    )
 
 
 def define_flags() -> None:
     """Define the flags of the command."""
-    flags.DEFINE_float("mu", None, "Time to generate a rollout over time to train on one; default: the run's.")
-    flags.DEFINE_string("workdir", None, "A run that measured mu and alpha, or several runs, separated by commas.")
-    flags.DEFINE_float("rho", RHO, "Correlation of rollouts of nearly the same weights, 0 to 1. No run measures it.")
-    flags.DEFINE_float("alpha", None, "Growth of the noise with age, sigma ~ age^alpha; default: the runs'.")
-    flags.DEFINE_integer("rollouts", 0, "Rollouts that an iteration generates, R: the table also shows B and N.")
+    flags.DEFINE_float(
+        "mu",
+        None,
+        "Time to generate a rollout over time to train on one; default: the run's.",
+    )
+    flags.DEFINE_string(
+        "workdir",
+        None,
+        "A run that measured mu and alpha, or several runs, separated by commas.",
+    )
+    flags.DEFINE_float(
+        "rho",
+        RHO,
+        "Correlation of rollouts of nearly the same weights, 0 to 1. No run measures it.",
+    )
+    flags.DEFINE_float(
+        "alpha",
+        None,
+        "Growth of the noise with age, sigma ~ age^alpha; default: the runs'.",
+    )
+    flags.DEFINE_integer(
+        "rollouts",
+        0,
+        "Rollouts that an iteration generates, R: the table also shows B and N.",
+    )
 
 
 def start() -> None:

@@ -32,7 +32,12 @@ def main() -> None:
 
 def define_flags() -> None:
     """Define the flags of the command."""
-    flags.DEFINE_string("workdir", None, "Directory of a run; the report is written into it.", required=True)
+    flags.DEFINE_string(
+        "workdir",
+        None,
+        "Directory of a run; the report is written into it.",
+        required=True,
+    )
 
 
 def start() -> None:

@@ -112,11 +112,25 @@ def main() -> None:
         raise ConfigError(f"--compute_dtype={FLAGS.compute_dtype!r} must be 'float32' or 'bfloat16'")
     row_files.check_output(FLAGS.output)
     source = pretrained.resolve(FLAGS.model, adapter=FLAGS.adapter)
-    output = score(source, FLAGS.input, batch_size=FLAGS.batch_size, compute_dtype=FLAGS.compute_dtype)
+    output = score(
+        source,
+        FLAGS.input,
+        batch_size=FLAGS.batch_size,
+        compute_dtype=FLAGS.compute_dtype,
+    )
     row_files.write(FLAGS.output, output)
     tokens = sum(len(row["logp"]) for row in output)
     mean = sum(sum(row["logp"]) for row in output) / max(1, tokens)
-    print(json_lines.written({"rows": len(output), "tokens": tokens, "mean_logp_nats": mean, "output": FLAGS.output}))
+    print(
+        json_lines.written(
+            {
+                "rows": len(output),
+                "tokens": tokens,
+                "mean_logp_nats": mean,
+                "output": FLAGS.output,
+            }
+        )
+    )
 
 
 def define_flags() -> None:

@@ -80,7 +80,14 @@ def server_of(
         raise ConfigError(f"{lengths} must be at most the model's {arch.max_positions} positions")
     try:
         num_requests = (slots + max_waiting) * (1 + len(adapters))
-        server = Server(address, {}, tokenizer, sampling.temperature, token, num_requests=num_requests)
+        server = Server(
+            address,
+            {},
+            tokenizer,
+            sampling.temperature,
+            token,
+            num_requests=num_requests,
+        )
     except OSError as error:
         raise ConfigError(f"--host={address[0]!r:.100} --port={address[1]}: {error}") from error
     try:
@@ -127,7 +134,10 @@ def _engines(
     model = Model(arch, compute_dtype)
     loaded = {path: ({"blocks": {}}, LoraConfig())}  # the model itself has no adapters
     for name, config in configs.items():
-        loaded[name] = peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh), config
+        loaded[name] = (
+            peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh),
+            config,
+        )
     if adapters:
         model = dataclasses.replace(model, lora=lora.common(configs.values()))
     is_greedy = sampling.temperature == 0
@@ -147,7 +157,11 @@ def _engines(
         keeps_support=False,
         cuts_rows=True,
     )
-    sizes = {"--slots": slots, "--max_tokens": sampling.max_completion_tokens, "--max_prompt_tokens": max_prompt_tokens}
+    sizes = {
+        "--slots": slots,
+        "--max_tokens": sampling.max_completion_tokens,
+        "--max_prompt_tokens": max_prompt_tokens,
+    }
     check_fits([sampler.abstract_state()] * (1 + len(adapters)), mesh, sizes)  # one state for each engine
     programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
@@ -227,7 +241,11 @@ def serve(
         ConfigError: bad input, before anything is compiled.
     """
     use_cache(Config().compilation_cache)
-    at_least_one = {"max_tokens": max_tokens, "max_prompt_tokens": max_prompt_tokens, "max_waiting": max_waiting}
+    at_least_one = {
+        "max_tokens": max_tokens,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_waiting": max_waiting,
+    }
     for name, value in at_least_one.items():
         if value < 1:
             raise ConfigError(f"--{name}={value} must be at least 1")
@@ -251,7 +269,10 @@ def serve(
         compute_dtype=compute_dtype,
     )
     shown_host = f"[{host}]" if ":" in host else host
-    print(f"serving     {model} at http://{shown_host}:{server.server_port}/v1", flush=True)
+    print(
+        f"serving     {model} at http://{shown_host}:{server.server_port}/v1",
+        flush=True,
+    )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: server.shutdown())
     with server:
@@ -290,15 +311,29 @@ def main() -> None:
 def define_flags() -> None:
     """Define the flags of the command."""
     flags.DEFINE_string("model", None, pretrained.SOME)
-    flags.DEFINE_multi_string("adapter", [], "NAME=FOLDER of adapters (PEFT) for the model. The flag may be repeated.")
-    flags.DEFINE_string("host", "127.0.0.1", "Address to listen at. Other machines need a token (JAXRL_SERVE_TOKEN).")
+    flags.DEFINE_multi_string(
+        "adapter",
+        [],
+        "NAME=FOLDER of adapters (PEFT) for the model. The flag may be repeated.",
+    )
+    flags.DEFINE_string(
+        "host",
+        "127.0.0.1",
+        "Address to listen at. Other machines need a token (JAXRL_SERVE_TOKEN).",
+    )
     flags.DEFINE_integer("port", 8000, "Port; 0 takes a free one.", lower_bound=0, upper_bound=65535)
     flags.DEFINE_integer("slots", 32, "Completions decoded side by side.", upper_bound=2**31 - 1)
-    flags.DEFINE_integer("max_waiting", 256, "Most requests that wait; more are answered with status 429.")
+    flags.DEFINE_integer(
+        "max_waiting",
+        256,
+        "Most requests that wait; more are answered with status 429.",
+    )
     flags.DEFINE_integer("max_prompt_tokens", 512, "Most tokens of a prompt.")
     flags.DEFINE_integer("max_tokens", 512, "Most tokens of a completion.")
     flags.DEFINE_float(
-        "temperature", 1.0, "Softmax temperature of requests that name none; 0 = greedy decoding of all requests."
+        "temperature",
+        1.0,
+        "Softmax temperature of requests that name none; 0 = greedy decoding of all requests.",
     )
     seed_help = "Seed of the sampling noise. By default, requests without a seed have new noise at every start."
     flags.DEFINE_integer("seed", None, seed_help, lower_bound=0, upper_bound=2**31 - 1)

@@ -96,7 +96,13 @@ def read_sweep(path: str) -> Sweep:
     return sweep
 
 
-def points_of(path: str, base: Any, sweep: Sweep, folder: pathlib.Path, overrides: Collection[str] = ()) -> Points:
+def points_of(
+    path: str,
+    base: Any,
+    sweep: Sweep,
+    folder: pathlib.Path,
+    overrides: Collection[str] = (),
+) -> Points:
     """Return the points of the sweep. Points of ``then`` are included once all other points are finished.
 
     Args:
@@ -190,7 +196,11 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
         run = Run(
             name=name,
             point=point,
-            status=_status(share_done(folder / name, rows, config, sweep) == 1, name in failed, bool(rows)),
+            status=_status(
+                share_done(folder / name, rows, config, sweep) == 1,
+                name in failed,
+                bool(rows),
+            ),
             rows=rows,
             made_with=made_with_of(folder / name) if rows else {},
             after={column: afters[name].get(column) for column in columns},
@@ -243,7 +253,12 @@ def _record(workdir: pathlib.Path) -> RunRecord | None:
 
 
 def write_results(
-    folder: pathlib.Path, points: Points, sweep: Sweep, failed: dict[str, str], *, page: bool = False
+    folder: pathlib.Path,
+    points: Points,
+    sweep: Sweep,
+    failed: dict[str, str],
+    *,
+    page: bool = False,
 ) -> None:
     """Write table.csv from the points' metrics. If ``page`` is True, also write sweep.html."""
     runs = runs_of(folder, points, sweep, failed)
@@ -271,7 +286,13 @@ def train_command(config_file: str, base: Config, config: Config, workdir: pathl
     Raises:
         ConfigError: a setting cannot be given on a command line.
     """
-    words = ["python", "-m", "jaxrl_llm.train", f"--config={config_file}", f"--workdir={workdir}"]
+    words = [
+        "python",
+        "-m",
+        "jaxrl_llm.train",
+        f"--config={config_file}",
+        f"--workdir={workdir}",
+    ]
     flat = flatten(config)
     for field, (old, new) in differences(base, config, whole=True).items():
         if isinstance(new, dict):
@@ -337,7 +358,11 @@ class _Worker:
         with worker_end:
             paths = f"import sys; sys.path[:] = {sys.path!r}\n"
             self.process = subprocess.Popen(
-                [sys.executable, "-c", paths + serve.replace("CONNECTION", str(worker_end.fileno()))],
+                [
+                    sys.executable,
+                    "-c",
+                    paths + serve.replace("CONNECTION", str(worker_end.fileno())),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[worker_end.fileno()],
                 # In its own process group Ctrl-C does not reach the worker. The sweep passes it on once.
@@ -462,7 +487,13 @@ class _Display:
         on_end: called with the failed points after a point has ended.
     """
 
-    def __init__(self, folder: pathlib.Path, points: Points, sweep: Sweep, on_end: Callable[[dict[str, str]], None]):
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        points: Points,
+        sweep: Sweep,
+        on_end: Callable[[dict[str, str]], None],
+    ):
         self._folder = folder
         self._sweep = sweep
         self._on_end = on_end
@@ -528,7 +559,12 @@ class _Display:
 
 
 def run_sweep(
-    folder: pathlib.Path, points: Points, sweep: Sweep, *, num_workers: int, serve: str = SERVE
+    folder: pathlib.Path,
+    points: Points,
+    sweep: Sweep,
+    *,
+    num_workers: int,
+    serve: str = SERVE,
 ) -> tuple[dict[str, str], str | None]:
     """Run the unfinished points, and write table and page. The result is that of ``run_points``."""
     todo = {}
@@ -552,7 +588,12 @@ def run_sweep(
 
 
 def run_stages(
-    folder: pathlib.Path, known: Callable[[], Points], sweep: Sweep, *, num_workers: int, serve: str = SERVE
+    folder: pathlib.Path,
+    known: Callable[[], Points],
+    sweep: Sweep,
+    *,
+    num_workers: int,
+    serve: str = SERVE,
 ) -> tuple[Points, dict[str, str], str | None]:
     """Run the sweep's own points, then the points that ``then`` makes from their results.
 
@@ -627,13 +668,25 @@ def sweep(
     if stopped:
         print(f"stopped by {stopped}; run the same command again to continue")
     if failed:
-        print(f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}", file=sys.stderr)
+        print(
+            f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}",
+            file=sys.stderr,
+        )
         if definition.then:
-            print("the points of `then` are made once all of these points are finished", file=sys.stderr)
+            print(
+                "the points of `then` are made once all of these points are finished",
+                file=sys.stderr,
+            )
     return exit_status(failed, stopped)
 
 
-def launch_unfinished(template: str, config_file: str, points: Points, definition: Sweep, folder: pathlib.Path) -> int:
+def launch_unfinished(
+    template: str,
+    config_file: str,
+    points: Points,
+    definition: Sweep,
+    folder: pathlib.Path,
+) -> int:
     """Launch the commands of the points whose training is not finished, and return 1 if a launch failed, else 0."""
     base = freeze(runpy.run_path(config_file)["get_config"]())
     trained = dataclasses.replace(definition, after="")  # the commands train, and do nothing after that
@@ -666,7 +719,11 @@ def define_flags() -> None:
     config_flags.DEFINE_config_file("config", None, "Python file with get_config() and get_sweep().")
     flags.DEFINE_string("workdir", None, "Folder of the sweep. Each run has its own folder in it.")
     flags.DEFINE_integer("workers", 1, "Points that run at the same time; 0 only writes table and page.")
-    flags.DEFINE_string("launch", "", "'print', or a command that is run for each point; see the text above.")
+    flags.DEFINE_string(
+        "launch",
+        "",
+        "'print', or a command that is run for each point; see the text above.",
+    )
     flags.mark_flags_as_required(["config", "workdir"])
 
 

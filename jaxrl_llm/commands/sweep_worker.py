@@ -48,7 +48,12 @@ def main(fileno: int, train: Callable[[Config, pathlib.Path], int] | None = None
             connection.send(run_point(from_json(config), pathlib.Path(workdir), train or _train, after))
 
 
-def run_point(config: Config, workdir: pathlib.Path, train: Callable[[Config, pathlib.Path], int], after: str) -> bool:
+def run_point(
+    config: Config,
+    workdir: pathlib.Path,
+    train: Callable[[Config, pathlib.Path], int],
+    after: str,
+) -> bool:
     """Run a point and return whether it ended well. Standard output and error are appended to ``workdir/log.txt``."""
     workdir.mkdir(parents=True, exist_ok=True)
     with open(workdir / LOG, "ab") as log:

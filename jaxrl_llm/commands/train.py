@@ -79,7 +79,12 @@ def _train(config: Config, workdir: pathlib.Path, allow_config_changes: bool) ->
     progress = Progress(config.num_iterations, setup.checkpoints.latest_iteration() or 0)
     with (
         StopRequest() as stop,
-        RewardPool(config.rewards, task_scorer=setup.task_scorer, examples=setup.examples, check=stop.check) as pool,
+        RewardPool(
+            config.rewards,
+            task_scorer=setup.task_scorer,
+            examples=setup.examples,
+            check=stop.check,
+        ) as pool,
         environments.opened(config, setup.examples, setup.tokenizer) as environment,
         contextlib.closing(MetricsWriter(workdir, config.metrics)) as writer,
         contextlib.closing(setup.external),
@@ -183,7 +188,12 @@ def _prepare(config: Config, workdir: pathlib.Path, allow_config_changes: bool) 
     def check_questions(host_state: dict[str, Any]) -> None:
         stream.check(host_state["stream"], allow_changes=allow_config_changes)
 
-    setup.checkpoints.check_config(config, run.abstract_checkpoint, check_questions, allow_changes=allow_config_changes)
+    setup.checkpoints.check_config(
+        config,
+        run.abstract_checkpoint,
+        check_questions,
+        allow_changes=allow_config_changes,
+    )
     if hosts.is_first():
         weights.begin(workdir, record(config, mesh, processor=machine.processor()))
     return setup
@@ -198,7 +208,16 @@ def _compile(setup: Setup, progress: Progress) -> dict[str, jax.stages.Compiled]
     mesh = setup.mesh
     check_room(run)
     last_write = setup.checkpoints.last_write()
-    progress.note(describe(run, len(setup.train_set), len(setup.held_out), setup.read_s, setup.skipped, last_write))
+    progress.note(
+        describe(
+            run,
+            len(setup.train_set),
+            len(setup.held_out),
+            setup.read_s,
+            setup.skipped,
+            last_write,
+        )
+    )
     started = time.monotonic()
     limit = memory_limit(mesh)
     compiled = load_all(run.programs(), mesh, setup.config.executables) or compile_all(run.programs(), mesh)
@@ -287,7 +306,12 @@ def _restore_or_start(
     )
     reference_model = run.learner.reference_model if run.learner.loads_reference else None
     base, reference, initial_params = pretrained.weights(
-        run.model, reference_model, setup.mesh, setup.source, setup.teacher, seed=setup.config.seed
+        run.model,
+        reference_model,
+        setup.mesh,
+        setup.source,
+        setup.teacher,
+        seed=setup.config.seed,
     )
     actor = Actor(run, compiled, setup.tokenizer, setup.stream, pool, setup.external, environment)
     learner = Learner(run.learner, compiled, setup.stream.ledger, reference=reference, base=base)
@@ -300,7 +324,17 @@ def _restore_or_start(
     else:
         messages = _restore(restored, setup, actor, learner, log)
         progress.note("\n".join(messages))
-    return Training(setup, compiled, actor, learner, evaluation, log, writer, progress, is_new=restored is None)
+    return Training(
+        setup,
+        compiled,
+        actor,
+        learner,
+        evaluation,
+        log,
+        writer,
+        progress,
+        is_new=restored is None,
+    )
 
 
 def _restore(restored: Restored, setup: Setup, actor: Actor, learner: Learner, log: IterationLog) -> list[str]:
@@ -310,7 +344,10 @@ def _restore(restored: Restored, setup: Setup, actor: Actor, learner: Learner, l
     messages = log.restore(host_state, restored.iteration)
     messages += actor.restore(host_state, arrays, restored.shapes)
     learner.restore(host_state, arrays, setup.teacher.is_merged)
-    return [*messages, f"resumed at iteration {restored.iteration} from {setup.checkpoints.directory}"]
+    return [
+        *messages,
+        f"resumed at iteration {restored.iteration} from {setup.checkpoints.directory}",
+    ]
 
 
 # ---- the loop ------------------------------------------------------------------------------------------------------
@@ -371,7 +408,10 @@ def _compare_hosts(training: Training) -> None:
 def _report_failure(setup: Setup, log: IterationLog, failure: str) -> int:
     """Print the error that ended the run early. Return the exit status."""
     directory = setup.checkpoints.directory
-    print(f"error: {failure}; checkpoint of iteration {log.iteration} in {directory}", file=sys.stderr)
+    print(
+        f"error: {failure}; checkpoint of iteration {log.iteration} in {directory}",
+        file=sys.stderr,
+    )
     return 1
 
 
@@ -397,7 +437,12 @@ def _report_end(setup: Setup, learner: Learner) -> int:
     if config.checkpoint.export:
         folder = workdir / "hf"
         peft.export(
-            learner.policy, setup.run.model, setup.tokenizer, folder, config.model.path, like=setup.source.folder
+            learner.policy,
+            setup.run.model,
+            setup.tokenizer,
+            folder,
+            config.model.path,
+            like=setup.source.folder,
         )
         print(f"model       {folder}  (Hugging Face folder)")
     if hosts.is_first():
@@ -410,7 +455,13 @@ FLAGS = flags.FLAGS
 
 def main() -> None:
     """Run the command with the values of its flags."""
-    sys.exit(train(freeze(FLAGS.config), pathlib.Path(FLAGS.workdir), allow_config_changes=FLAGS.allow_config_changes))
+    sys.exit(
+        train(
+            freeze(FLAGS.config),
+            pathlib.Path(FLAGS.workdir),
+            allow_config_changes=FLAGS.allow_config_changes,
+        )
+    )
 
 
 def define_flags() -> None:

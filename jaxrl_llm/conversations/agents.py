@@ -261,7 +261,12 @@ class _Server(Server):
 
     def _answer_request(self, exchange: Exchange) -> dict[str, Any] | Events:
         if exchange.method == "GET":
-            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "jaxrl_llm"}
+            model = {
+                "id": "policy",
+                "object": "model",
+                "created": 0,
+                "owned_by": "jaxrl_llm",
+            }
             return {"object": "list", "data": [model]}
         name, _, route = exchange.path.removeprefix("/").partition("/")
         if exchange.method != "POST" or route not in ROUTES:
@@ -304,7 +309,11 @@ def _answer_to(request: _Request, message: dict[str, Any], usage: dict[str, int]
 
 
 def _events_of(
-    request: _Request, base: dict[str, Any], choice: dict[str, Any], message: dict[str, Any], counts: dict[str, Any]
+    request: _Request,
+    base: dict[str, Any],
+    choice: dict[str, Any],
+    message: dict[str, Any],
+    counts: dict[str, Any],
 ) -> Events:
     """Yield the events of a streamed turn: the whole message as one delta, and the counts of tokens."""
     delta = dict(message)

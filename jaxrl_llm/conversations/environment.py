@@ -121,13 +121,22 @@ class Environment(contextlib.AbstractContextManager):
             prompt, template_tools = (example.prompt, []) if example.given is None else example.given
             columns = {**columns, "prompt": prompt}
             if self.is_agent:
-                keywords = {**keywords, "template_tools": template_tools, "system_prompt": self._system_prompt}
+                keywords = {
+                    **keywords,
+                    "template_tools": template_tools,
+                    "system_prompt": self._system_prompt,
+                }
         index = episode % len(self._workers)
         request = _Request(str(episode), example, columns, list(turns), list(answers), state, keywords)
         return self._threads[index].submit(self._ask, index, request)
 
     def shown(
-        self, episode: int, example: Example, turns: Sequence[str], answers: Sequence[Any], state: Any = None
+        self,
+        episode: int,
+        example: Example,
+        turns: Sequence[str],
+        answers: Sequence[Any],
+        state: Any = None,
     ) -> Future[Reply]:
         """Request the public attributes of an episode's instance after all turns; they are the reply's ``answer``."""
         return self.ask(episode, example, turns, answers, state, is_over=True)
@@ -316,7 +325,11 @@ def shown(
 
 
 def _begin_all(
-    environment: Environment, questions: Sequence[Example], config: Config, tokenizer: Any, bad: list[str]
+    environment: Environment,
+    questions: Sequence[Example],
+    config: Config,
+    tokenizer: Any,
+    bad: list[str],
 ) -> list[tuple[Example, Reply]]:
     """Begin and end an episode of each question. Return the questions whose episode began, with the replies.
 

@@ -99,7 +99,13 @@ class Episode:
         opening: the text that ``reset`` returned; None after a restore.
     """
 
-    def __init__(self, environment: type, columns: dict[str, Any], num_turns: int = 0, state: Any = None):
+    def __init__(
+        self,
+        environment: type,
+        columns: dict[str, Any],
+        num_turns: int = 0,
+        state: Any = None,
+    ):
         self.instance = environment()
         self.num_turns = num_turns
         self.tools = {name: getattr(self.instance, name) for name in tools_of(environment)}
@@ -224,7 +230,10 @@ def act(
     try:
         is_agent = agents.is_agent(environment)
         if not isinstance(environment, type) and not is_agent:
-            text = _text_or_none(awaited(environment(prompt=prompt, turns=list(turns), **columns)), "the environment")
+            text = _text_or_none(
+                awaited(environment(prompt=prompt, turns=list(turns), **columns)),
+                "the environment",
+            )
             answer = None if text is None else [{"role": "user", "content": text}]
             return [answer, None, None, None, None]
         num_answered = len(turns) if is_over else max(0, len(turns) - 1)
@@ -261,7 +270,12 @@ def _new_episode(
     return agents.Episode(environment, columns)
 
 
-def _check_opening(episode: agents.Episode, prompt: Any, template_tools: Sequence[Any], system_prompt: str) -> None:
+def _check_opening(
+    episode: agents.Episode,
+    prompt: Any,
+    template_tools: Sequence[Any],
+    system_prompt: str,
+) -> None:
     """Raise RuntimeError if a new agent's first request gives another prompt than the question has."""
     opening = agents.prompt_of(episode.opening, episode.tools, list(template_tools), system_prompt)
     if opening != prompt:

@@ -58,7 +58,9 @@ OF_TOKENS: dict[str, tuple[Any, ...]] = {
 
 
 def pass_over(
-    fields: Mapping[str, Any], more: Mapping[str, tuple[Any, ...]], why: str = "is not a field of this server"
+    fields: Mapping[str, Any],
+    more: Mapping[str, tuple[Any, ...]],
+    why: str = "is not a field of this server",
 ) -> None:
     """Check that the remaining fields of a request have no effect.
 
@@ -77,15 +79,27 @@ def pass_over(
         if name not in neutral:
             raise Refused(400, f"{name} {why}")
         if neutral[name] and value not in neutral[name]:
-            raise Refused(400, f"{name}={value!r:.100} is not supported: it must be {neutral[name][0]!r}")
+            raise Refused(
+                400,
+                f"{name}={value!r:.100} is not supported: it must be {neutral[name][0]!r}",
+            )
 
 
 def token_choice(ids: Sequence[int], logps: Sequence[float], why: str) -> dict[str, Any]:
     """Return the choice of an answer in token ids, in vLLM's format, with a log-prob for each token id."""
     content = [{"token": f"token_id:{i}", "logprob": logp} for i, logp in zip(ids, logps, strict=True)]
-    return {"index": 0, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": why}
+    return {
+        "index": 0,
+        "token_ids": ids,
+        "logprobs": {"content": content},
+        "finish_reason": why,
+    }
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": total,
+    }

@@ -164,7 +164,14 @@ class Reader:
                     place = after
                     mistral = None
         if mistral is not None and not self.calls:
-            self._add(Call(self._text[mistral.end() :], mistral.start(), len(self._text), is_broken=True))
+            self._add(
+                Call(
+                    self._text[mistral.end() :],
+                    mistral.start(),
+                    len(self._text),
+                    is_broken=True,
+                )
+            )
         return None
 
     def _end_thought(self, place: int) -> int:
@@ -466,7 +473,12 @@ def read(call: Call, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, An
     if call.functions is not None:
         for name, parameters in call.functions:
             kinds_of_tool = kinds.get(name, {})
-            functions.append((name, {key: _value(text, kinds_of_tool.get(key, ())) for key, text in parameters}))
+            functions.append(
+                (
+                    name,
+                    {key: _value(text, kinds_of_tool.get(key, ())) for key, text in parameters},
+                )
+            )
         return functions
     if call.body.lstrip().startswith(FUNCTION):
         form = f"{FUNCTION}NAME>{PARAMETER}KEY>VALUE{PARAMETER_END}{FUNCTION_END}"

@@ -36,7 +36,10 @@ OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | in
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
+SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
 MAX_CHARS = 200
 MAX_DIGITS = 200  # maximum digits of the result of a power
 # At least two numbers with operators between them. Digits may be grouped ("1,000").
@@ -71,7 +74,12 @@ def plain(prompt: Any, turns: list[str], **columns: Any) -> str | None:
         return f"{expression}: {error}"
 
 
-def used(prompts: list, completions: list[str], messages: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+def used(
+    prompts: list,
+    completions: list[str],
+    messages: list[list[dict[str, str]]],
+    **columns: Any,
+) -> list[float]:
     """Return 1.0 for each completion that used the calculator, else 0.0. The calculator's reply does not matter."""
     scores = []
     for conversation in messages:

@@ -302,7 +302,13 @@ def _turns(messages: list[dict[str, str]]) -> list[str]:
 
 
 def matched(
-    prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
+    prompts: list,
+    completions: list[str],
+    messages: list,
+    maze: list,
+    start: list,
+    goal: list,
+    **columns: Any,
 ) -> list[list[float]]:
     """Return for each turn of each completion 1.0 if it is the expert's step, else 0.0."""
     scores = []
@@ -317,7 +323,13 @@ def matched(
 
 
 def steps(
-    prompts: list, completions: list[str], messages: list, maze: list, start: list, goal: list, **columns: Any
+    prompts: list,
+    completions: list[str],
+    messages: list,
+    maze: list,
+    start: list,
+    goal: list,
+    **columns: Any,
 ) -> list[list[float]]:
     """Return the reward of each turn of each completion."""
     scores = []

@@ -146,7 +146,13 @@ class Search:
         return "\n".join(lines) or "Nothing was found."
 
 
-def gain(prompts: list, completions: list[str], messages: list, evidence: list, **columns: Any) -> list[list[float]]:
+def gain(
+    prompts: list,
+    completions: list[str],
+    messages: list,
+    evidence: list,
+    **columns: Any,
+) -> list[list[float]]:
     """Return for each turn its share of new evidence, minus the share of its documents that earlier turns found.
 
         r_k = |new evidence of search k| / |evidence| - |found by k and before| / |found by k|

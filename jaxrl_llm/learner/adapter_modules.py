@@ -68,13 +68,19 @@ def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -
         return Modules(own, first, jnp.int32(0), jnp.zeros(steps))
 
     def update(
-        updates: optax.Updates, state: Modules, params: optax.Params | None = None, *, reward: jax.Array
+        updates: optax.Updates,
+        state: Modules,
+        params: optax.Params | None = None,
+        *,
+        reward: jax.Array,
     ) -> tuple[optax.Updates, Modules]:
         module = state.module
         count = state.count + 1
         rewards = jnp.concatenate([state.rewards[1:], reward[None]])
         updates, own = optimizer.update(
-            lora.of_module(updates, module, config), state.own, lora.of_module(params, module, config)
+            lora.of_module(updates, module, config),
+            state.own,
+            lora.of_module(params, module, config),
         )
         # Subtract the first reward: with constant rewards such as 0.1, rounding errors alone could make a slope.
         slope = jnp.sum((jnp.arange(steps) - (steps - 1) / 2) * (rewards - rewards[0]))

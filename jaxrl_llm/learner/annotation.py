@@ -125,7 +125,14 @@ class Annotation:
         rollout = dataclasses.replace(rollout, columns=columns)
         return dataclasses.replace(self, update=teacher).logp(params, rollout)
 
-    def join(self, params: Any, version: jax.Array, rollout: Rollout, external: Rollout, base: Any = None) -> Rollout:
+    def join(
+        self,
+        params: Any,
+        version: jax.Array,
+        rollout: Rollout,
+        external: Rollout,
+        base: Any = None,
+    ) -> Rollout:
         """Join own and external rows. External rows look as if the current weights had just drawn their completions.
 
         The current weights give the external rows their behaviour log-probs and entropies.

@@ -82,7 +82,13 @@ def assign(
     )
     learned: dict[str, Any] = {}
     rows = _add_reward_terms(rows, trainable, config, learned)
-    advantage = _call(algorithm.advantage, "advantage", (rows,), (reward.shape, mask_BS.shape), learned)
+    advantage = _call(
+        algorithm.advantage,
+        "advantage",
+        (rows,),
+        (reward.shape, mask_BS.shape),
+        learned,
+    )
     credit_columns = {}
     if "returns" in learned:
         credit_columns["returns"] = learned.pop("returns")

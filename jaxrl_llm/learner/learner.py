@@ -113,7 +113,10 @@ class LearnerPrograms:
 
     def _resized(self, B: int) -> Rollout:
         """Return the abstract rollouts for B rows."""
-        return jax.tree.map(lambda x: sharding.rows(self.mesh, (B, *x.shape[1:]), x.dtype), self.row_shapes)
+        return jax.tree.map(
+            lambda x: sharding.rows(self.mesh, (B, *x.shape[1:]), x.dtype),
+            self.row_shapes,
+        )
 
     @functools.cached_property
     def abstract_scores(self) -> Scores:
@@ -140,7 +143,12 @@ class LearnerPrograms:
         sampling = self.config.sampling
         environments = self.config.environments
         turns = environments.max_turns if environments.factory else 1
-        sizes = Sizes(self.model.arch.width, sampling.max_completion_tokens, turns, self.config.rollout.group_size)
+        sizes = Sizes(
+            self.model.arch.width,
+            sampling.max_completion_tokens,
+            turns,
+            self.config.rollout.group_size,
+        )
         parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
         functions = (*self.config.algorithm.of_credit, *self.config.algorithm.of_loss)
         return Memory(functions, parts, sizes, ledger)
@@ -157,9 +165,15 @@ class LearnerPrograms:
         columns = self.config.algorithm.columns & {*COMPUTED_BY_LEARNER}
         # Every ring shard gets its share of own and external groups: no row moves between devices, and a shard holds
         # the same rows on any mesh.
-        groups = config.rollout.prompts_per_iteration, config.external.groups_per_iteration
+        groups = (config.rollout.prompts_per_iteration, config.external.groups_per_iteration)
         num_parts = math.gcd(sharding.num_ring_shards(config, self.mesh), *groups)
-        return Annotation(self.update, self.reference_model, config.rollout.group_size, num_parts, columns)
+        return Annotation(
+            self.update,
+            self.reference_model,
+            config.rollout.group_size,
+            num_parts,
+            columns,
+        )
 
     @property
     def abstract_columns(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -227,7 +241,12 @@ class LearnerPrograms:
         def experience(rollout: Rollout, scores: Scores, columns: dict[str, jax.Array]) -> Experience:
             return credit.assign(rollout, scores, columns, self.config)[0]
 
-        shape = jax.eval_shape(experience, self.abstract_rollout, self.abstract_scores, self.abstract_columns)
+        shape = jax.eval_shape(
+            experience,
+            self.abstract_rollout,
+            self.abstract_scores,
+            self.abstract_columns,
+        )
         return replay.init(
             shape,
             capacity=self.config.ring_capacity,
@@ -238,7 +257,12 @@ class LearnerPrograms:
         )
 
     def _insert(
-        self, ring: RingState, rollout: Rollout, scores: Scores, columns: dict[str, jax.Array], iteration: jax.Array
+        self,
+        ring: RingState,
+        rollout: Rollout,
+        scores: Scores,
+        columns: dict[str, jax.Array],
+        iteration: jax.Array,
     ) -> tuple[RingState, dict[str, jax.Array]]:
         """Assign credit and insert the rows into the ring. Return the ring and the sums of credit and replaced rows."""
         experience, sums = credit.assign(rollout, scores, columns, self.config)
@@ -255,7 +279,12 @@ class LearnerPrograms:
         return ring, sums | replay.ended(usage_before, ring, num_new=experience.reward.size)
 
     def _update(
-        self, state: TrainState, ring: RingState, iteration: jax.Array, key: jax.Array, base: Any = None
+        self,
+        state: TrainState,
+        ring: RingState,
+        iteration: jax.Array,
+        key: jax.Array,
+        base: Any = None,
     ) -> tuple[TrainState, RingState, dict[str, Any]]:
         """Take an iteration's optimizer steps. Return the state, the ring and the sums of the update by name."""
         config = self.config
@@ -275,7 +304,9 @@ class LearnerPrograms:
         state, ring, sums = self.update.step(state, ring, iteration, jax.random.fold_in(key, iteration), draw, base)
         if config.replay.min_ess:
             effective = corrections.effective_share(
-                sums.by_age["ratio_sum"], sums.by_age["ratio_square_sum"], sums.by_age["token_count"]
+                sums.by_age["ratio_sum"],
+                sums.by_age["ratio_square_sum"],
+                sums.by_age["token_count"],
             )
             ring = replay.retire_stale(ring, iteration, effective, config.replay)
         rate = optim.schedule(config.optimizer, config.num_updates)(jnp.maximum(state.step - 1, 0))
@@ -312,7 +343,11 @@ class LearnerPrograms:
         key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
         number = sharding.undivided(self.mesh, jnp.int32)  # an iteration, or a version of the weights
         programs = {
-            **publish.programs(self.model, self.mesh, sharding.sampler_mesh(self.config.mesh, self.mesh)),
+            **publish.programs(
+                self.model,
+                self.mesh,
+                sharding.sampler_mesh(self.config.mesh, self.mesh),
+            ),
             "init_state": Program(self._init_state, (params,), state_layout, donate=(0,)),
             "init_ring": Program(self._init_ring, (), ring_layout),
             "insert": Program(
@@ -330,11 +365,16 @@ class LearnerPrograms:
         }
         if columns:
             programs["annotate"] = Program(
-                annotation.annotate, (state, self.reference, rollout, *self.base), sharding.of(columns)
+                annotation.annotate,
+                (state, self.reference, rollout, *self.base),
+                sharding.of(columns),
             )
         if config.algorithm.reference_reset_iterations:
             programs["reset_reference"] = Program(
-                self._reset_reference, (state, ring), (state_layout, ring_layout), donate=(0, 1)
+                self._reset_reference,
+                (state, ring),
+                (state_layout, ring_layout),
+                donate=(0, 1),
             )
         if self.open_rollouts is not None:
             programs["score_open"] = Program(
@@ -402,7 +442,12 @@ class Learner:
             others = {**self.state.others, "reference": self._new_adapters()}
             self.state = dataclasses.replace(self.state, others=others)
 
-    def restore(self, host_state: dict[str, Any], arrays: dict[str, Any], is_merged: bool = False) -> None:
+    def restore(
+        self,
+        host_state: dict[str, Any],
+        arrays: dict[str, Any],
+        is_merged: bool = False,
+    ) -> None:
         """Restore the values that ``host_state()`` and ``arrays()`` returned.
 
         Raises:
@@ -410,7 +455,10 @@ class Learner:
         """
         lora.check_frozen(host_state, self._identity, self.config.model.path, is_merged)
         remembered = {name: arrays.get(MEMORY + name) for name in self.memory.arrays()}
-        self.memory.restore(host_state["memory"], {name: x for name, x in remembered.items() if x is not None})
+        self.memory.restore(
+            host_state["memory"],
+            {name: x for name, x in remembered.items() if x is not None},
+        )
         self.faults.restore(host_state["faults"])
         self.state = arrays["train"]
         self.ring = arrays["ring"]
@@ -422,7 +470,11 @@ class Learner:
 
     def host_state(self) -> dict[str, Any]:
         """Return the state on the host that ``restore`` needs besides ``arrays()``, as plain JSON."""
-        return {"memory": self.memory.state(), "faults": self.faults.state(), **self._identity}
+        return {
+            "memory": self.memory.state(),
+            "faults": self.faults.state(),
+            **self._identity,
+        }
 
     @property
     def version(self) -> jax.Array:

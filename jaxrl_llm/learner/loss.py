@@ -126,7 +126,11 @@ class Objective:
         base_logp = tokens.old_logp if self.corrected_ratio == "old" else tokens.policy_logp
         log_ratio = base_logp - tokens.behaviour_logp
         policy_log_ratio = tokens.policy_logp - tokens.behaviour_logp
-        return Ratios(jax.lax.stop_gradient(log_ratio), jax.lax.stop_gradient(policy_log_ratio), tokens.mask)
+        return Ratios(
+            jax.lax.stop_gradient(log_ratio),
+            jax.lax.stop_gradient(policy_log_ratio),
+            tokens.mask,
+        )
 
 
 def loss(objective: Objective, inputs: LossInputs) -> tuple[jax.Array, Sums]:
@@ -241,7 +245,12 @@ def token_sums(objective: Objective, inputs: LossInputs) -> Term:
         "sequence_ratio_sum": jnp.sum(sequence_ratio),
         "sequence_ratio_square_sum": jnp.sum(jnp.square(sequence_ratio)),
     }
-    by_age = _by_age(inputs.rows, token_count=mask, ratio_sum=ratio, ratio_square_sum=jnp.square(ratio))
+    by_age = _by_age(
+        inputs.rows,
+        token_count=mask,
+        ratio_sum=ratio,
+        ratio_square_sum=jnp.square(ratio),
+    )
     return Term((), Sums(totals, {"ratio_max": jnp.max(ratio)}, by_age))
 
 

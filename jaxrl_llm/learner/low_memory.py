@@ -78,7 +78,9 @@ def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
     return jax.tree.map(lambda p, u: rounded(p.astype(jnp.float32) + u), params, updates)
 
 
-def rounded_moments(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def rounded_moments(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
     """Return an optimizer like ``optimizer`` that stores its moments in bfloat16 and computes in float32."""
     map_moments = functools.partial(optax.tree_utils.tree_map_params, optimizer.init)
 
@@ -86,7 +88,9 @@ def rounded_moments(optimizer: optax.GradientTransformation) -> optax.GradientTr
         return map_moments(lambda x: x.astype(jnp.bfloat16), optimizer.init(params))
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.OptState]:
         exact = map_moments(lambda x: x.astype(jnp.float32), state)
         updates, exact = optimizer.update(updates, exact, params)
@@ -192,7 +196,11 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
         # Zeros of the final dtypes. If these were rounded values, XLA would compute them while it compiles.
         state = _adam_state(adam.init(params))
         codes = state._replace(mu=_zero_codes(state.mu, jnp.int8), nu=_zero_codes(state.nu, jnp.uint8))
-        return ByteMoments(codes, jax.tree.map(_zero_scale, state.mu), jax.tree.map(_zero_scale, state.nu))
+        return ByteMoments(
+            codes,
+            jax.tree.map(_zero_scale, state.mu),
+            jax.tree.map(_zero_scale, state.nu),
+        )
 
     def update(
         updates: optax.Updates, state: ByteMoments, params: optax.Params | None = None
@@ -274,13 +282,18 @@ def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTran
     def init(params: optax.Params) -> optax.ScaleByAdamState:
         def row_zeros(path: KeyPath, x: jax.Array) -> jax.Array:
             inputs = _input_dims(path, x)
-            return jnp.zeros([1 if dim in inputs else size for dim, size in enumerate(x.shape)], x.dtype)
+            return jnp.zeros(
+                [1 if dim in inputs else size for dim, size in enumerate(x.shape)],
+                x.dtype,
+            )
 
         nu = jax.tree_util.tree_map_with_path(row_zeros, params)
         return optax.ScaleByAdamState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), nu)
 
     def update(
-        updates: optax.Updates, state: optax.ScaleByAdamState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.ScaleByAdamState,
+        params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
         del params
         gradient = updates
@@ -329,7 +342,9 @@ def scale_by_factored_rms() -> optax.GradientTransformation:
         return optax.FactoredState(jnp.int32(0), zeros("rows"), zeros("columns"), zeros("whole"))
 
     def update(
-        updates: optax.Updates, state: optax.FactoredState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.FactoredState,
+        params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.FactoredState]:
         del params
         count = state.count + 1
@@ -369,7 +384,13 @@ def _factored_shapes(path: KeyPath, x: HasShape) -> FactoredShapes:
 
 
 def _factored_step(
-    path: KeyPath, g: jax.Array, rows: jax.Array, columns: jax.Array, whole: jax.Array, *, decay: jax.Array
+    path: KeyPath,
+    g: jax.Array,
+    rows: jax.Array,
+    columns: jax.Array,
+    whole: jax.Array,
+    *,
+    decay: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Return Adafactor's step of one parameter with gradient ``g``, and the new R, C and second moment."""
     shapes = _factored_shapes(path, g)
@@ -405,7 +426,10 @@ def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
         )
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         on_device = move(state, jax.memory.Space.Device)
         updates, new_state = with_extra_args.update(updates, on_device, params, **extra_args)

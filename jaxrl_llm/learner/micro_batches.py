@@ -48,7 +48,13 @@ def padded(batch: Experience, weight: Weights, *, num_rows: int) -> MicroBatches
 
 
 def packed(
-    batch: Experience, weight: Weights, *, num_lines: int, width: int, unit_width: int, group_size: int
+    batch: Experience,
+    weight: Weights,
+    *,
+    num_lines: int,
+    width: int,
+    unit_width: int,
+    group_size: int,
 ) -> MicroBatches[Weights]:
     """Cut rows [M,b,...] and their weights into micro-batches of ``num_lines`` lines, each with places for K rows.
 

@@ -73,14 +73,18 @@ def _scaled(config: OptimizerConfig) -> optax.GradientTransformation:
             return low_memory.byte_moments(scaled)
 
 
-def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def _in_float32(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformation:
     """Return an optimizer like ``optimizer`` that reads the parameters in float32."""
 
     def init(params: optax.Params) -> optax.OptState:
         return optimizer.init(optax.tree.cast(params, jnp.float32))
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.OptState]:
         if params is not None:
             params = optax.tree.cast(params, jnp.float32)
@@ -97,9 +101,15 @@ def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax
     """
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return optimizer.update(updates, forgotten(state, lambda moments: jnp.asarray(moments.count) >= every), params)
+        return optimizer.update(
+            updates,
+            forgotten(state, lambda moments: jnp.asarray(moments.count) >= every),
+            params,
+        )
 
     return optax.GradientTransformation(optimizer.init, update)
 
@@ -122,7 +132,11 @@ def forgotten(state: Any, when: Callable[[Moments], jax.Array]) -> Any:
 
 
 def abstract_state(
-    optimizer: optax.GradientTransformation, abstract_params: Any, mesh: Mesh, *, offload: bool = False
+    optimizer: optax.GradientTransformation,
+    abstract_params: Any,
+    mesh: Mesh,
+    *,
+    offload: bool = False,
 ) -> Any:
     """Return the shapes and shardings of the optimizer's state.
 
@@ -141,7 +155,11 @@ def abstract_state(
         return sharding.on_host(place) if offload else place
 
     layouts = optax.tree_utils.tree_map_params(
-        optimizer.init, layout, state, abstract_params, transform_non_params=lambda _: whole
+        optimizer.init,
+        layout,
+        state,
+        abstract_params,
+        transform_non_params=lambda _: whole,
     )
     return sharding.placed(state, layouts)
 

@@ -48,7 +48,9 @@ def _transposed(name: str, x: jax.Array, i: int | None) -> jax.Array:
 
 
 def sampler_form(
-    params: Params, arch: Architecture, take: Callable[[str, Any, int | None], Any] = _transposed
+    params: Params,
+    arch: Architecture,
+    take: Callable[[str, Any, int | None], Any] = _transposed,
 ) -> Params:
     """Return parameters with "layers", one dict for each block, instead of stacked "blocks". Matrices are [I,O].
 
@@ -114,7 +116,12 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
             rounded = quantised.rounded(name, _stored(name, x, i), model.published)
             return jax.tree.map(functools.partial(put, i is not None), rounded, before, after)
 
-        def put(is_matrix: bool, x: jax.Array, before: jax.ShapeDtypeStruct, after: jax.ShapeDtypeStruct) -> jax.Array:
+        def put(
+            is_matrix: bool,
+            x: jax.Array,
+            before: jax.ShapeDtypeStruct,
+            after: jax.ShapeDtypeStruct,
+        ) -> jax.Array:
             """Cast, reshard and lay out an array of a file's shape for the sampler. Transpose a matrix of a block."""
             nonlocal always
             x = x.astype(after.dtype)

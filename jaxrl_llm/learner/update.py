@@ -105,7 +105,13 @@ class Update:
         return self.config.micro_batch_tokens // self.line_tokens if self.line_tokens else 0
 
     def step(
-        self, state: TrainState, ring: RingState, iteration: jax.Array, key: jax.Array, draw: Draw, base: Any = None
+        self,
+        state: TrainState,
+        ring: RingState,
+        iteration: jax.Array,
+        key: jax.Array,
+        draw: Draw,
+        base: Any = None,
     ) -> tuple[TrainState, RingState, Sums]:
         """Take U optimizer steps.
 
@@ -167,7 +173,9 @@ class Update:
         totals |= {"grad_norm_sum": norm["policy"], "update_count": jnp.float32(1)}
         if self.algorithm.step_size:
             scale = self.algorithm.step_size(
-                batch_sums["sequence_ratio_sum"], batch_sums["sequence_ratio_square_sum"], batch_sums["row_count"]
+                batch_sums["sequence_ratio_sum"],
+                batch_sums["sequence_ratio_square_sum"],
+                batch_sums["row_count"],
             )
             totals["rate_scale_sum"] = scale
 
@@ -203,7 +211,10 @@ class Update:
         opt_state = {}
         for name, optimizer in self.optimizers.items():
             updates, opt_state[name] = optimizer.update(
-                gradient[name], state.opt_state[name], state.params[name], reward=mean_reward
+                gradient[name],
+                state.opt_state[name],
+                state.params[name],
+                reward=mean_reward,
             )
             if scale is not None and name == "policy":
                 updates = jax.tree.map(lambda update: update * scale, updates)
@@ -211,14 +222,23 @@ class Update:
         others = state.others
         if "average" in others:
             share = moving_average_share(self.algorithm.average_decay, state.step + 1)
-            average = jax.tree.map(lambda old, new: old + share * (new - old), others["average"], params["policy"])
+            average = jax.tree.map(
+                lambda old, new: old + share * (new - old),
+                others["average"],
+                params["policy"],
+            )
             others = {**others, "average": average}
         bonus = self.algorithm.entropy_bonus
         scalars = {name: bonus(coefficient, mean_entropy) for name, coefficient in state.scalars.items()}
         return TrainState(params, opt_state, state.step + 1, others, scalars)
 
     def _moment(
-        self, state: TrainState, batch: Experience, iteration: jax.Array | int, start: TrainState, base: Any
+        self,
+        state: TrainState,
+        batch: Experience,
+        iteration: jax.Array | int,
+        start: TrainState,
+        base: Any,
     ) -> Moment:
         """Build the context of a batch's loss, with the weights of other policies only if the loss needs them."""
         policies = {START: start.params["policy"], **state.others}
@@ -277,7 +297,9 @@ class Update:
             accumulated = jax.tree.map(jax.ref.new_ref, gradient)
             rows, weights = micros.at(i)
             _, backward, micro_sums = jax.vjp(
-                lambda learned: self._loss(learned, rows, weights, moment), learned, has_aux=True
+                lambda learned: self._loss(learned, rows, weights, moment),
+                learned,
+                has_aux=True,
             )
             # pyrefly: ignore[missing-attribute], jax declares a plain function, and returns an object with this method
             backward.with_refs(accumulated)(jnp.float32(1))
@@ -386,10 +408,20 @@ class Update:
             settings: keywords of ``logp``.
         """
         params = lora.join(params, base)
-        return self.logp(params, rows.rollout, group_size=self.group_size, num_lines=self.num_lines, **settings)
+        return self.logp(
+            params,
+            rows.rollout,
+            group_size=self.group_size,
+            num_lines=self.num_lines,
+            **settings,
+        )
 
     def _loss(
-        self, learned: Mapping[str, Any], rows: Experience, weights: Weights, moment: Moment
+        self,
+        learned: Mapping[str, Any],
+        rows: Experience,
+        weights: Weights,
+        moment: Moment,
     ) -> tuple[jax.Array, Sums]:
         """Return a micro-batch's loss, [] f32, and sums. ``learned`` has "policy", and "critic" if there is one."""
         outputs = self._micro_batch_logp(

@@ -159,7 +159,7 @@ class Architecture:
 
     @property
     def num_params(self) -> int:
-        N, K, H, D, E = self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts
+        N, K, H, D, E = (self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts)
         Q = N * (1 + self.output_gate)
         block = 3 * D * self.ffn * max(E, 1) + D * E + 2 * D * (self.pre_norm + self.post_norm)
         block += (3 * D * self.shared_ffn + D) * bool(self.shared_ffn)
@@ -185,21 +185,72 @@ def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float
 
 # Models with random weights and a byte tokenizer (260 ids), which need no download. For tests and first experiments.
 PRESETS = {
-    "debug": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=128),
+    "debug": Architecture(
+        vocab_size=260,
+        width=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        ffn=128,
+    ),
     # For the replay study: arithmetic at character level on a CPU.
-    "study": Architecture(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_size=16, ffn=256),
+    "study": Architecture(
+        vocab_size=260,
+        width=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4,
+        head_size=16,
+        ffn=256,
+    ),
     "debug_experts": Architecture(
-        **dict(vocab_size=260, width=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, ffn=48, tied=False),
-        **dict(num_experts=6, experts_per_token=2, norm_topk=True, qk_norm="head", family="qwen3_moe"),
+        **dict(
+            vocab_size=260,
+            width=64,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=16,
+            ffn=48,
+            tied=False,
+        ),
+        **dict(
+            num_experts=6,
+            experts_per_token=2,
+            norm_topk=True,
+            qk_norm="head",
+            family="qwen3_moe",
+        ),
     ),
     # Eight heads can be split over any mesh of eight devices.
     "debug_wide": Architecture(
-        vocab_size=264, width=128, num_layers=4, num_heads=8, num_kv_heads=8, head_size=16, ffn=256, tied=False
+        vocab_size=264,
+        width=128,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=8,
+        head_size=16,
+        ffn=256,
+        tied=False,
     ),
     "debug_hybrid": Architecture(  # like Qwen3-Next
-        **dict(vocab_size=260, width=64, num_layers=4, num_heads=4, num_kv_heads=2, head_size=16, rotary_size=4),
+        **dict(
+            vocab_size=260,
+            width=64,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=16,
+            rotary_size=4,
+        ),
         **dict(num_experts=6, experts_per_token=2, norm_topk=True, ffn=48, shared_ffn=48),
-        **dict(qk_norm="head", norm_offset=1.0, output_gate=True, delta=Delta(2, 4, 16, 16, 4, is_grouped=True)),
+        **dict(
+            qk_norm="head",
+            norm_offset=1.0,
+            output_gate=True,
+            delta=Delta(2, 4, 16, 16, 4, is_grouped=True),
+        ),
         **dict(layers=(*(Layer(mixer="delta_rule"),) * 3, Layer()), family="qwen3_next"),
     ),
 }

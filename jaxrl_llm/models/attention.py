@@ -170,7 +170,12 @@ def attend_next(
     if implementation == "splash":
         out, keys, values = kernels.decode(q, k_BK1H, v_BK1H, prompt_piece, cache)
         return out.reshape(B, 1, N, H), ((keys,), (values,))
-    pieces = [_attend_new(q, k_BK1H, v_BK1H), prompt_piece, *_attend_cache(q, cache), *_attend_sinks(q, sinks)]
+    pieces = [
+        _attend_new(q, k_BK1H, v_BK1H),
+        prompt_piece,
+        *_attend_cache(q, cache),
+        *_attend_sinks(q, sinks),
+    ]
     out = _merge(pieces).astype(q.dtype)
     # The written values depend on the attention output. XLA therefore writes the caches after it reads them, in place;
     # otherwise it would copy them. Values that are not finite, or whose output is nan, are written as zeros, so that
@@ -182,7 +187,11 @@ def attend_next(
 
 
 def _put(
-    blocks: tuple[jax.Array, ...], new_BK1H: jax.Array, out_BKRH: jax.Array, end: jax.Array, axis: int
+    blocks: tuple[jax.Array, ...],
+    new_BK1H: jax.Array,
+    out_BKRH: jax.Array,
+    end: jax.Array,
+    axis: int,
 ) -> tuple[jax.Array, ...]:
     """Return cache blocks with one new token per row at position ``end``.
 
@@ -218,7 +227,14 @@ def _attend_groups(
     B, _, N, H = q_BTNH.shape
     L = groups.prompt_width
     keys, values = k_BKTH[:, :, :L], v_BKTH[:, :, :L]
-    prompt_out = attend(q_BTNH[:, :L], keys, values, window=window, sinks=sinks, implementation=implementation)
+    prompt_out = attend(
+        q_BTNH[:, :L],
+        keys,
+        values,
+        window=window,
+        sinks=sinks,
+        implementation=implementation,
+    )
     completion_positions = None
     if window:
         assert positions is not None, "a window needs positions"
@@ -270,7 +286,11 @@ def _attend_keys(q_BKXH: jax.Array, keys_BKSH: jax.Array, values_BKSH: jax.Array
 
 
 def _attend_new(
-    q_BKXH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, visible: jax.Array | None = None, window: int = 0
+    q_BKXH: jax.Array,
+    k_BKTH: jax.Array,
+    v_BKTH: jax.Array,
+    visible: jax.Array | None = None,
+    window: int = 0,
 ) -> Piece:
     """Return the piece of the new tokens' own keys. Queries are computed in blocks (``query_blocks``)."""
     B, K, X, H = q_BKXH.shape
@@ -350,7 +370,11 @@ def _attend_cache(q_BKXH: jax.Array, cache: Cache) -> list[Piece]:
 
     if count == 1:
         return [read(0)]
-    no_keys = Piece(jnp.zeros_like(q_BKXH), jnp.full(q_BKXH.shape[:3], 0.0), jnp.full(q_BKXH.shape[:3], HIDDEN))
+    no_keys = Piece(
+        jnp.zeros_like(q_BKXH),
+        jnp.full(q_BKXH.shape[:3], 0.0),
+        jnp.full(q_BKXH.shape[:3], HIDDEN),
+    )
     pieces = []
     for i in range(count):
         has_live_tokens = jnp.any(visible[:, :, :, i])

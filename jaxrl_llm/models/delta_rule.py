@@ -53,18 +53,34 @@ def parameters(arch: Architecture) -> Iterator[Parameter]:
     share = d.value_heads // d.key_heads
     if d.is_grouped:  # rows of a key head: query, key, values and output gates; then b and a
         head_size = 2 * d.key_size + 2 * share * d.value_size
-        yield Parameter("delta_in", (d.key_heads, head_size, width), ("kv_heads", "head_size", "embed"))
-        yield Parameter("delta_gates", (d.key_heads, 2 * share, width), ("kv_heads", "head_size", "embed"))
+        yield Parameter(
+            "delta_in",
+            (d.key_heads, head_size, width),
+            ("kv_heads", "head_size", "embed"),
+        )
+        yield Parameter(
+            "delta_gates",
+            (d.key_heads, 2 * share, width),
+            ("kv_heads", "head_size", "embed"),
+        )
     else:
         yield Parameter("delta_qkv", (d.channels, width), ("head_size", "embed"))
-        yield Parameter("delta_z", (d.value_heads, d.value_size, width), ("heads", "head_size", "embed"))
+        yield Parameter(
+            "delta_z",
+            (d.value_heads, d.value_size, width),
+            ("heads", "head_size", "embed"),
+        )
         yield Parameter("delta_b", (d.value_heads, width), ("heads", "embed"))
         yield Parameter("delta_a", (d.value_heads, width), ("heads", "embed"))
     yield Parameter("delta_conv", (d.channels, 1, d.taps), ("head_size",) * 3, 0.5)
     yield Parameter("delta_rate", (d.value_heads,), ("heads",), 0.0)  # with this bias, a state's half-life is 14 tokens
     yield Parameter("delta_bias", (d.value_heads,), ("heads",), -3.0)
     yield Parameter("delta_norm", (d.value_size,), ("head_size",), 1.0)
-    yield Parameter("delta_out", (width, d.value_heads, d.value_size), ("embed", "heads", "head_size"))
+    yield Parameter(
+        "delta_out",
+        (width, d.value_heads, d.value_size),
+        ("embed", "heads", "head_size"),
+    )
 
 
 def empty_states(d: Delta, rows: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -87,7 +103,12 @@ def empty_prompts(arch: Architecture, layer: Layer, sizes: CacheSizes) -> States
     return empty_states(_sizes_of(arch), sizes.prompts, sizes.dtype)
 
 
-def begin(cache: tuple[jax.Array], prompts: jax.Array, entry_MZ: jax.Array, takes_MZ: jax.Array) -> tuple[jax.Array]:
+def begin(
+    cache: tuple[jax.Array],
+    prompts: jax.Array,
+    entry_MZ: jax.Array,
+    takes_MZ: jax.Array,
+) -> tuple[jax.Array]:
     """Copy the prompts' states to the slots that start a new row (``mixers.begin``)."""
     num_shards, _ = entry_MZ.shape
     (slots,) = cache
@@ -235,7 +256,13 @@ def _step(
 
 
 def _groups(
-    mixed_BTC: jax.Array, g_BTN: jax.Array, b_BTN: jax.Array, groups: Groups, *, weight: jax.Array, d: Delta
+    mixed_BTC: jax.Array,
+    g_BTN: jax.Array,
+    b_BTN: jax.Array,
+    groups: Groups,
+    *,
+    weight: jax.Array,
+    d: Delta,
 ) -> jax.Array:
     """Apply the rule to rows of whole groups. Each completion starts from the states after its prompt."""
     L, G = groups.prompt_width, groups.size
@@ -367,7 +394,10 @@ def chunked(
     strictly_lower = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
     decay = jnp.where(visible, jnp.exp(einsum("nBNWS,nBNSX->nBNWX", g_of_past, strictly_lower)), 0.0)
     decay_from_start = jnp.exp(jnp.sum(g_of_past, axis=-1, keepdims=True))  # from the chunk's start to each token
-    right_sides = [v * b, *(jnp.where(reads_state, k * b * decay_from_start, 0.0) for reads_state in starts)]
+    right_sides = [
+        v * b,
+        *(jnp.where(reads_state, k * b * decay_from_start, 0.0) for reads_state in starts),
+    ]
     right_side = jnp.concatenate(right_sides, axis=-1)
     system = einsum("nBNWH,nBNSH->nBNWS", k, k) * decay * b
     solution = einsum("nBNWS,nBNSX->nBNWX", _inverse(system), right_side)
@@ -395,7 +425,10 @@ def _chunks(x_BTX: jax.Array, n: int, W: int) -> jax.Array:
 
 
 def _shares(
-    end: _CarriedState, starts: list[jax.Array], decay: jax.Array, decay_from_start: jax.Array
+    end: _CarriedState,
+    starts: list[jax.Array],
+    decay: jax.Array,
+    decay_from_start: jax.Array,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Return how a carried state after a chunk depends on the states before it and on the chunk's tokens.
 
@@ -484,7 +517,10 @@ def _pasts(
     last_prompt_place = W - 1 - jnp.argmax(is_prompt[:, :, ::-1], axis=2)
     end_of_prompt = _CarriedState(last_prompt_place, jnp.any(is_prompt, axis=2))
     visible &= is_in_past[:, :, None]
-    starts = [_by_token(continues_unit & continues_row), _by_token(continues_unit & ~continues_row)]
+    starts = [
+        _by_token(continues_unit & continues_row),
+        _by_token(continues_unit & ~continues_row),
+    ]
     return visible, starts, [last_token, end_of_prompt]
 
 

@@ -58,7 +58,9 @@ def matrices(config: LoraConfig, parameters: Iterable[Parameter]) -> Iterator[Pa
         stacked_shape, stacked_axes = shape[:num_stacked], axes[:num_stacked]
         outer_shape, outer_axes = shape[:num_outer], axes[:num_outer]
         yield Parameter(
-            name + A, (*stacked_shape, config.rank, *shape[num_outer:]), (*stacked_axes, "rank", *axes[num_outer:])
+            name + A,
+            (*stacked_shape, config.rank, *shape[num_outer:]),
+            (*stacked_axes, "rank", *axes[num_outer:]),
         )
         yield Parameter(name + B, (*outer_shape, config.rank), (*outer_axes, "rank"))
         if config.dora and not num_stacked:  # experts have no m
@@ -81,7 +83,10 @@ def layout(matrix_layout: Mapping[str, FoldedDims]) -> dict[str, FoldedDims]:
             continue
         outputs, inputs = dims
         rank_dim = len(outputs)
-        adapter_layout[path + A] = ((0,), tuple(dim - len(outputs) + 1 for dim in inputs))
+        adapter_layout[path + A] = (
+            (0,),
+            tuple(dim - len(outputs) + 1 for dim in inputs),
+        )
         adapter_layout[path + B] = (outputs, (rank_dim,))
         adapter_layout[path + M] = ((*outputs, rank_dim),)
     return adapter_layout
@@ -137,7 +142,10 @@ def join(learned: Any, base: Any = None) -> Any:
         return learned
     if "layers" in base:
         pairs = zip(base["layers"], learned["layers"], strict=True)
-        return {**base, "layers": tuple({**base_layer, **adapters} for base_layer, adapters in pairs)}
+        return {
+            **base,
+            "layers": tuple({**base_layer, **adapters} for base_layer, adapters in pairs),
+        }
     return {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
 
 
@@ -183,7 +191,10 @@ def _by_rank(move: Callable[[jax.Array, int], jax.Array], learned: Any) -> Any:
 
 
 def identity(
-    base: Any = None, reference: Any = None, model: ModelConfig | None = None, compiled: Mapping[str, Any] | None = None
+    base: Any = None,
+    reference: Any = None,
+    model: ModelConfig | None = None,
+    compiled: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return checksums of the frozen weights for a checkpoint: of the adapters' base and of the reference.
 

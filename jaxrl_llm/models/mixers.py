@@ -29,10 +29,21 @@ def empty_caches(arch: Architecture, sizes: CacheSizes) -> dict[str, tuple[Any, 
     prompts = [MIXERS[layer.mixer].empty_prompts(arch, layer, sizes) for layer in arch.by_layer]
     cache_k, cache_v = zip(*caches, strict=True)
     prompt_k, prompt_v = zip(*prompts, strict=True)
-    return {"cache_k": cache_k, "cache_v": cache_v, "prompt_k": prompt_k, "prompt_v": prompt_v}
+    return {
+        "cache_k": cache_k,
+        "cache_v": cache_v,
+        "prompt_k": prompt_k,
+        "prompt_v": prompt_v,
+    }
 
 
-def begin(arch: Architecture, caches: Any, prompts: Any, entry_MZ: jax.Array, takes_MZ: jax.Array) -> tuple[Any, ...]:
+def begin(
+    arch: Architecture,
+    caches: Any,
+    prompts: Any,
+    entry_MZ: jax.Array,
+    takes_MZ: jax.Array,
+) -> tuple[Any, ...]:
     """Return the slots' caches when some slots start new rows: recurrent states are copied from the rows' prompts.
 
     Args:

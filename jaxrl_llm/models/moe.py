@@ -197,7 +197,12 @@ def _routed(results: tuple[Any, ...]) -> tuple[jax.Array, ...]:
 
 
 def in_lines(
-    routing: Routing | None, prompt_length: jax.Array, length: jax.Array, *, width: int, group_size: int
+    routing: Routing | None,
+    prompt_length: jax.Array,
+    length: jax.Array,
+    *,
+    width: int,
+    group_size: int,
 ) -> Routing | None:
     """Return the routing of rows [n,K,S,m] in packed lines [n,W,m], in the order of ``packing.lay``."""
     if routing is None or routing.chosen is None:
@@ -210,7 +215,11 @@ def in_lines(
 
 
 def of_groups(
-    routing: Routing | None, prompt_length: jax.Array, *, completion_width: int, group_size: int
+    routing: Routing | None,
+    prompt_length: jax.Array,
+    *,
+    completion_width: int,
+    group_size: int,
 ) -> Routing | None:
     """Return the routing of rows [B,S,m] by whole groups, prompt ++ completions: [B/G,L+G*C,m]."""
     if routing is None or routing.chosen is None:
@@ -297,7 +306,10 @@ def metrics(sums: dict[str, Any]) -> dict[str, float]:
 
 
 def sums(
-    routed: tuple[jax.Array, ...], mask: jax.Array, counts_LE: jax.Array | None, arch: Architecture
+    routed: tuple[jax.Array, ...],
+    mask: jax.Array,
+    counts_LE: jax.Array | None,
+    arch: Architecture,
 ) -> dict[str, jax.Array]:
     """Return "expert_counts" and "balance_sum" over the tokens of the mask [...].
 
@@ -332,7 +344,12 @@ def counts_of_batch(micros: Any, routed: Callable[[Any], Any], arch: Architectur
             chosen = routed(rows)[0]
         return total + counts(chosen, weights.policy > 0, arch)
 
-    return jax.lax.fori_loop(0, micros.count, add, jnp.zeros((arch.num_layers, arch.num_experts), jnp.float32))
+    return jax.lax.fori_loop(
+        0,
+        micros.count,
+        add,
+        jnp.zeros((arch.num_layers, arch.num_experts), jnp.float32),
+    )
 
 
 def mlp(
@@ -367,7 +384,10 @@ def mlp(
     """
     k = arch.experts_per_token
     logits_BTE = jnp.einsum(
-        "BTD,ED->BTE", x_BTD.astype(jnp.float32), weight("router").astype(jnp.float32), precision="highest"
+        "BTD,ED->BTE",
+        x_BTD.astype(jnp.float32),
+        weight("router").astype(jnp.float32),
+        precision="highest",
     )
     if arch.experts_bias:
         logits_BTE += weight("router_bias").astype(jnp.float32)[None, None]
@@ -423,7 +443,14 @@ def _by_device(
     token_axes = ("batch", "length")
     scale = adapters.scale(lora) if lora.rank else 0.0
     return sharding.by_device(
-        functools.partial(_by_experts, axes=axes_by_name, specs=specs, arch=arch, scale=scale, grouped=grouped),
+        functools.partial(
+            _by_experts,
+            axes=axes_by_name,
+            specs=specs,
+            arch=arch,
+            scale=scale,
+            grouped=grouped,
+        ),
         x_BTD,
         chosen_BTk,
         share_BTk,
@@ -445,7 +472,12 @@ def _expert_axes(arch: Architecture, lora: LoraConfig) -> dict[str, tuple[str, .
 
 
 def grouped_by_kernel(
-    rows_AI: jax.Array, w_EOI: jax.Array, sizes_E: jax.Array, *, turned: bool, interpret: bool = False
+    rows_AI: jax.Array,
+    w_EOI: jax.Array,
+    sizes_E: jax.Array,
+    *,
+    turned: bool,
+    interpret: bool = False,
 ) -> jax.Array:
     """Compute the grouped matmul by JAX's TPU kernel (megablox).
 

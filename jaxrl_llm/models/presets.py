@@ -13,10 +13,23 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.architecture import Architecture, Delta, Layer, RopeScaling
 from jaxrl_llm.models.files import pretrained
 
-_LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_LLAMA3 = dict(
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=8192,
+)
 
 
-def _llama(width: int, layers: int, heads: int, ffn: int, *, head_size: int = 128, factor: float = 8.0) -> Architecture:
+def _llama(
+    width: int,
+    layers: int,
+    heads: int,
+    ffn: int,
+    *,
+    head_size: int = 128,
+    factor: float = 8.0,
+) -> Architecture:
     """Return the architecture of Llama 3.1, or of Llama 3.2 if the factor is 32. Llama 3.2 ties its embeddings."""
     return Architecture(
         vocab_size=128256,
@@ -33,21 +46,63 @@ def _llama(width: int, layers: int, heads: int, ffn: int, *, head_size: int = 12
     )
 
 
-def _smollm2(width: int, layers: int, heads: int, kv_heads: int, ffn: int, theta: float = 100000.0) -> Architecture:
-    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, ffn=ffn, rope_theta=theta)
+def _smollm2(
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    theta: float = 100000.0,
+) -> Architecture:
+    sizes = dict(
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        ffn=ffn,
+        rope_theta=theta,
+    )
     return Architecture(vocab_size=49152, head_size=64, max_positions=8192, **sizes)
 
 
 def _qwen3(width: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -> Architecture:
-    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=8, head_size=128, ffn=ffn, tied=tied)
-    how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=40960, qk_norm="head", family="qwen3")
+    sizes = dict(
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_size=128,
+        ffn=ffn,
+        tied=tied,
+    )
+    how = dict(
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        max_positions=40960,
+        qk_norm="head",
+        family="qwen3",
+    )
     return Architecture(vocab_size=151936, **sizes, **how)
 
 
 def _qwen3_moe(width: int, layers: int, heads: int, ffn: int) -> Architecture:
     """Return a Qwen3 mixture of experts. ``ffn`` is the width of each of the 128 experts; a token uses 8 of them."""
-    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=4, head_size=128, ffn=ffn, tied=False)
-    how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=40960, qk_norm="head", family="qwen3_moe")
+    sizes = dict(
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=4,
+        head_size=128,
+        ffn=ffn,
+        tied=False,
+    )
+    how = dict(
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        max_positions=40960,
+        qk_norm="head",
+        family="qwen3_moe",
+    )
     return Architecture(151936, num_experts=128, experts_per_token=8, norm_topk=True, **sizes, **how)
 
 
@@ -56,7 +111,14 @@ def _hybrid(width: int, layers: int, heads: int, kv_heads: int, ffn: int, values
 
     Three gated delta layers with ``values`` heads precede each attention layer.
     """
-    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_size=256, ffn=ffn)
+    sizes = dict(
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=256,
+        ffn=ffn,
+    )
     ropes = dict(rope_theta=1e7, rotary_size=64, max_positions=262144)
     norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", output_gate=True)
     kinds = tuple(Layer(mixer="attention" if i % 4 == 3 else "delta_rule") for i in range(layers))
@@ -69,44 +131,117 @@ def _gpt_oss(layers: int, experts: int) -> Architecture:
 
     A token uses 4 experts.
     """
-    yarn = dict(factor=32.0, original_max_position_embeddings=4096, beta_fast=32.0, beta_slow=1.0, truncate=False)
-    sizes = dict(width=2880, num_layers=layers, num_heads=64, num_kv_heads=8, head_size=64, ffn=2880, tied=False)
-    ropes = dict(rope_theta=150000.0, rope_scaling=RopeScaling("yarn", tuple(yarn.items())), max_positions=131072)
-    mixture = dict(num_experts=experts, experts_per_token=4, norm_topk=True, experts_bias=True, glu_limit=7.0)
+    yarn = dict(
+        factor=32.0,
+        original_max_position_embeddings=4096,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+    )
+    sizes = dict(
+        width=2880,
+        num_layers=layers,
+        num_heads=64,
+        num_kv_heads=8,
+        head_size=64,
+        ffn=2880,
+        tied=False,
+    )
+    ropes = dict(
+        rope_theta=150000.0,
+        rope_scaling=RopeScaling("yarn", tuple(yarn.items())),
+        max_positions=131072,
+    )
+    mixture = dict(
+        num_experts=experts,
+        experts_per_token=4,
+        norm_topk=True,
+        experts_bias=True,
+        glu_limit=7.0,
+    )
     kinds = (Layer(window=128), Layer()) * (layers // 2)
     how = dict(qkv_bias=True, o_bias=True, sinks=True, layers=kinds, family="gpt_oss")
     return Architecture(vocab_size=201088, **sizes, **ropes, **mixture, **how)
 
 
 def _qwen25(width: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> Architecture:
-    sizes = dict(width=width, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_size=width // heads)
-    how = dict(rope_theta=1e6, norm_eps=1e-6, max_positions=32768, qkv_bias=True, family="qwen2")
+    sizes = dict(
+        width=width,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=width // heads,
+    )
+    how = dict(
+        rope_theta=1e6,
+        norm_eps=1e-6,
+        max_positions=32768,
+        qkv_bias=True,
+        family="qwen2",
+    )
     return Architecture(vocab_size=151936 if tied else 152064, ffn=ffn, tied=tied, **sizes, **how)
 
 
 def _gemma3(width: int, layers: int, ffn: int) -> Architecture:
     """Return a Gemma 3 text model: five layers with a window of 512 tokens, then one layer with full attention."""
-    sizes = dict(width=width, num_layers=layers, num_heads=4, num_kv_heads=1, head_size=256, ffn=ffn)
+    sizes = dict(
+        width=width,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=1,
+        head_size=256,
+        ffn=ffn,
+    )
     norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", post_norm=True)
     ropes = dict(rope_theta=1e6, local_rope_theta=1e4, max_positions=32768)
     kinds = tuple(Layer() if i % 6 == 5 else Layer(window=512, rope=1) for i in range(layers))
-    how = dict(activation="gelu_tanh", embedding_scale=width**0.5, score_width=256, layers=kinds, family="gemma3_text")
+    how = dict(
+        activation="gelu_tanh",
+        embedding_scale=width**0.5,
+        score_width=256,
+        layers=kinds,
+        family="gemma3_text",
+    )
     return Architecture(vocab_size=262144, **sizes, **norms, **ropes, **how)
 
 
 _SMOLLM3 = Architecture(
-    **dict(vocab_size=128256, width=2048, num_layers=36, num_heads=16, num_kv_heads=4, head_size=128, ffn=11008),
+    **dict(
+        vocab_size=128256,
+        width=2048,
+        num_layers=36,
+        num_heads=16,
+        num_kv_heads=4,
+        head_size=128,
+        ffn=11008,
+    ),
     **dict(rope_theta=5e6, norm_eps=1e-6, max_positions=65536, family="smollm3"),
     layers=tuple(Layer(rope=-1 if i % 4 == 3 else 0) for i in range(36)),
 )
 _OLMO2 = Architecture(
-    **dict(vocab_size=100352, width=2048, num_layers=16, num_heads=16, num_kv_heads=16, head_size=128, ffn=8192),
+    **dict(
+        vocab_size=100352,
+        width=2048,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=16,
+        head_size=128,
+        ffn=8192,
+    ),
     **dict(rope_theta=5e5, norm_eps=1e-6, max_positions=4096, tied=False, family="olmo2"),
     **dict(qk_norm="all", pre_norm=False, post_norm=True),
 )
 
 _MIXTRAL = Architecture(
-    **dict(vocab_size=32000, width=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_size=128, ffn=14336),
+    **dict(
+        vocab_size=32000,
+        width=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        ffn=14336,
+    ),
     **dict(rope_theta=1e6, norm_eps=1e-5, max_positions=32768, tied=False, family="mixtral"),
     **dict(num_experts=8, experts_per_token=2, norm_topk=True),
 )
@@ -138,13 +273,41 @@ PRESETS = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
     "qwen3-next-80b-a3b": _hybrid(
-        **dict(width=2048, layers=48, heads=16, kv_heads=2, ffn=512, values=32, vocab_size=151936),
-        **dict(num_experts=512, experts_per_token=10, norm_topk=True, shared_ffn=512, family="qwen3_next"),
+        **dict(
+            width=2048,
+            layers=48,
+            heads=16,
+            kv_heads=2,
+            ffn=512,
+            values=32,
+            vocab_size=151936,
+        ),
+        **dict(
+            num_experts=512,
+            experts_per_token=10,
+            norm_topk=True,
+            shared_ffn=512,
+            family="qwen3_next",
+        ),
     ),
     "qwen3.5-27b": _hybrid(5120, 64, 24, 4, 17408, 48, vocab_size=248320, family="qwen3_5_text"),
     "qwen3.5-35b-a3b": _hybrid(
-        **dict(width=2048, layers=40, heads=16, kv_heads=2, ffn=512, values=32, vocab_size=248320),
-        **dict(num_experts=256, experts_per_token=8, norm_topk=True, shared_ffn=512, family="qwen3_5_moe_text"),
+        **dict(
+            width=2048,
+            layers=40,
+            heads=16,
+            kv_heads=2,
+            ffn=512,
+            values=32,
+            vocab_size=248320,
+        ),
+        **dict(
+            num_experts=256,
+            experts_per_token=8,
+            norm_topk=True,
+            shared_ffn=512,
+            family="qwen3_5_moe_text",
+        ),
     ),
     "mixtral-8x7b": _MIXTRAL,
     "gpt-oss-20b": _gpt_oss(24, 32),
@@ -152,7 +315,12 @@ PRESETS = {
 }
 
 # Tokens that end a completion of the instruction-tuned models.
-EOS_IDS = {"smollm2": (2,), "llama": (128001, 128008, 128009), "smollm3": (128012,), "gemma": (1, 106)}
+EOS_IDS = {
+    "smollm2": (2,),
+    "llama": (128001, 128008, 128009),
+    "smollm3": (128012,),
+    "gemma": (1, 106),
+}
 EOS_IDS |= {
     "qwen3": (151645, 151643),
     "qwen2.5": (151645, 151643),

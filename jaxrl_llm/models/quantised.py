@@ -37,7 +37,12 @@ from jaxrl_llm.models.architecture import Architecture
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "delta_in", "delta_qkv", "delta_z", "delta_out")
 OF_EXPERTS = tuple(f"{kind}_{name}" for kind in ("experts", "shared") for name in ("gate", "up", "down"))
 # Dtype by the name in the settings. "compute": not rounded, in the compute dtype.
-KINDS = {"compute": None, "int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "fp4": jnp.float4_e2m1fn}
+KINDS = {
+    "compute": None,
+    "int8": jnp.int8,
+    "fp8": jnp.float8_e4m3fn,
+    "fp4": jnp.float4_e2m1fn,
+}
 PER_SCALE = {"fp4": 16}  # inputs per scale; other kinds have one scale for all inputs
 
 
@@ -85,7 +90,11 @@ def _is_rounded(name: str, kind: str) -> bool:
 
 
 def multiply(
-    linear: Callable[[jax.Array, jax.Array], jax.Array], x_BTI: jax.Array, name: str, w: Any, kind: str
+    linear: Callable[[jax.Array, jax.Array], jax.Array],
+    x_BTI: jax.Array,
+    name: str,
+    w: Any,
+    kind: str,
 ) -> jax.Array:
     """Return ``linear(x, w)`` for a weight that was published rounded, or that is rounded to ``kind`` here.
 

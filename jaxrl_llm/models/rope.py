@@ -142,7 +142,11 @@ KINDS = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
         _yarn,
     ),
-    "longrope": Kind(("short_factor", "long_factor", ORIGINAL, "factor"), ("attention_factor",), _longrope),
+    "longrope": Kind(
+        ("short_factor", "long_factor", ORIGINAL, "factor"),
+        ("attention_factor",),
+        _longrope,
+    ),
 }
 
 

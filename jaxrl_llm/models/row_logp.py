@@ -124,7 +124,13 @@ def row_logp(
     rows = (tokens, prompt_length, length, support, routing)
     if line_width:
         completions, prompts = _in_lines(
-            model, params, *rows, width=line_width, chunk=chunk_positions, group_size=group_size, remat=remat
+            model,
+            params,
+            *rows,
+            width=line_width,
+            chunk=chunk_positions,
+            group_size=group_size,
+            remat=remat,
         )
     else:
         completions, prompts = _padded(
@@ -149,7 +155,11 @@ def row_logp(
 
 
 def plain_logp(
-    model: Model, params: Params, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array
+    model: Model,
+    params: Params,
+    tokens: jax.Array,
+    prompt_length: jax.Array,
+    length: jax.Array,
 ) -> jax.Array:
     """Return the log-prob of every completion token at temperature 1 without filters, [B,S] f32 nats, else 0.0.
 
@@ -239,7 +249,14 @@ def _padded(
         hidden_PLD = results[0][:, : S - completion_width]
     else:
         (hidden_BCD, *routed), hidden_PLD = _hidden_of_groups(
-            model, params, tokens_BS, prompt_length, target_BC, routing, group_size, remat
+            model,
+            params,
+            tokens_BS,
+            prompt_length,
+            target_BC,
+            routing,
+            group_size,
+            remat,
         )
 
     def place(values: jax.Array) -> jax.Array:
@@ -287,7 +304,15 @@ def _in_lines(
             return rows.reshape(-1, *rows.shape[2:])
 
         hidden, *routed = (jnp.take_along_axis(x, reading.source[:, :, None], axis=1) for x in results)
-        return Part(hidden, reading.target, support, chunk, jnp.max(reading.count), place, tuple(routed))
+        return Part(
+            hidden,
+            reading.target,
+            support,
+            chunk,
+            jnp.max(reading.count),
+            place,
+            tuple(routed),
+        )
 
     target_support = None if support is None else packing.of_targets(support, line.completions)
     return part(line.completions, target_support), part(line.prompts)

@@ -58,7 +58,10 @@ AXES_OF_HEADS = {
 
 
 def _param(
-    rngs: nnx.Rngs, shape: tuple[int, ...], logical_axes: tuple[str, ...], constant: float | None = None
+    rngs: nnx.Rngs,
+    shape: tuple[int, ...],
+    logical_axes: tuple[str, ...],
+    constant: float | None = None,
 ) -> nnx.Param:
     init = INIT_STDDEV * jax.random.normal(rngs.params(), shape) if constant is None else jnp.full(shape, constant)
     return nnx.Param(init, logical_axes=logical_axes)
@@ -72,7 +75,13 @@ def rms_norm(x: jax.Array, scale: jax.Array, arch: Architecture) -> jax.Array:
     return (x32 * (scale + arch.norm_offset if arch.norm_offset else scale)).astype(x.dtype)
 
 
-def linear(x_BTI: jax.Array, w: jax.Array, *, merged: bool = True, axes: tuple[str | None, ...] = ()) -> jax.Array:
+def linear(
+    x_BTI: jax.Array,
+    w: jax.Array,
+    *,
+    merged: bool = True,
+    axes: tuple[str | None, ...] = (),
+) -> jax.Array:
     """Return x w^T in the dtype of x.
 
     The weight is [O, I] as in files. O or I may be two dimensions, heads by head size.
@@ -132,10 +141,17 @@ class Blocks(nnx.Module):
         self.arch = arch
         self.lora = lora
         parameters = list(block_parameters(arch))
-        for name, shape, axes, constant in (*parameters, *adapters.matrices(lora, parameters)):
+        for name, shape, axes, constant in (
+            *parameters,
+            *adapters.matrices(lora, parameters),
+        ):
             count = len(arch.layers_with(name))
             if count:
-                setattr(self, name, _param(rngs, (count, *shape), ("layers", *axes), constant))
+                setattr(
+                    self,
+                    name,
+                    _param(rngs, (count, *shape), ("layers", *axes), constant),
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +211,10 @@ def run_block(
     x_BTD = checkpoint_name(sharding.constrain(x_BTD, "batch", "length", "activation"), "mlp")
     out_BTD, mlp_results = mlp.apply(parameters.norm(x_BTD, "mlp_norm"), parameters, routing)
     x_BTD = x_BTD + parameters.norm(out_BTD, "mlp_post_norm")
-    return sharding.constrain(x_BTD, "batch", "length", "activation"), (*states, *mlp_results)
+    return sharding.constrain(x_BTD, "batch", "length", "activation"), (
+        *states,
+        *mlp_results,
+    )
 
 
 class Transformer(nnx.Module):
@@ -281,7 +300,12 @@ class Transformer(nnx.Module):
             kv["cache"] = (cache.keys, cache.values)
         chosen = moe.by_layer(routing, self.arch.num_layers)
         if layers is None:
-            x_BTD, results = scan(blocks, self.arch.by_layer, x_BTD, (nnx.to_pure_dict(stacked), kv, chosen))
+            x_BTD, results = scan(
+                blocks,
+                self.arch.by_layer,
+                x_BTD,
+                (nnx.to_pure_dict(stacked), kv, chosen),
+            )
         else:
             x_BTD, results = self._run_separately(blocks, x_BTD, layers, tuple(stacked), kv, chosen)
         return rms_norm(x_BTD, self.final_norm[...], self.arch), results
@@ -297,7 +321,14 @@ class Transformer(nnx.Module):
         else:
             table_VD = sharding.constrain(table_VD, *EMBEDDING, rules=model.rules)
             axes = (("batch", "length"), jax.P(None, spec[1]))
-            x_BTD = sharding.by_device(look_up_here, tokens_BT, table_VD, axes=axes, shared=2, over=sharding.TOKEN_AXES)
+            x_BTD = sharding.by_device(
+                look_up_here,
+                tokens_BT,
+                table_VD,
+                axes=axes,
+                shared=2,
+                over=sharding.TOKEN_AXES,
+            )
         x_BTD = sharding.constrain(x_BTD, "batch", "length", "activation")
         if self.arch.embedding_scale != 1.0:
             x_BTD = x_BTD * jnp.asarray(self.arch.embedding_scale, dtype)
@@ -377,7 +408,10 @@ class Model:
         _, state = _abstract(self.arch, self.lora)
 
         def one(variable):
-            shape, axes = variable.get_value().shape, variable.get_metadata()["logical_axes"]
+            shape, axes = (
+                variable.get_value().shape,
+                variable.get_metadata()["logical_axes"],
+            )
             own = "float32" if "rank" in axes else self.param_dtype
             if {"embed", "rank"} & {*axes} and "activation" not in axes:  # others, such as routers, are read in float32
                 own = dtype or own
@@ -450,7 +484,10 @@ class Model:
     @property
     def table_spec(self) -> jax.P:
         """Return the sharding of embedding and head in the mesh of the function that is traced."""
-        mesh, shape = jax.sharding.get_abstract_mesh(), (self.arch.vocab_size, self.arch.width)
+        mesh, shape = (
+            jax.sharding.get_abstract_mesh(),
+            (self.arch.vocab_size, self.arch.width),
+        )
         rules = sharding.RULES | dict(self.rules)
         return jax.P(None, None) if mesh.empty else sharding.partition_spec(shape, EMBEDDING, mesh, rules)
 

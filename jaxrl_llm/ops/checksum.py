@@ -44,7 +44,10 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
         # On a CPU, the program of a long sum would write all terms to one more array. On a TPU, the program of short
         # sums would do so.
         return jax.lax.platform_dependent(
-            x, *offsets, cpu=partial(_weighted_sum, True), default=partial(_weighted_sum, False)
+            x,
+            *offsets,
+            cpu=partial(_weighted_sum, True),
+            default=partial(_weighted_sum, False),
         )
 
     return jax.device_put(where_it_lies(on_device, x, *offsets), jax.memory.Space.Device)

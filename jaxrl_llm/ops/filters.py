@@ -56,7 +56,10 @@ class Filter(NamedTuple):
 
 
 def filter_logits(
-    logits: Float[Array, "*rows V"], settings: Filter, *, keep_token: Int[Array, "*rows"] | None = None
+    logits: Float[Array, "*rows V"],
+    settings: Filter,
+    *,
+    keep_token: Int[Array, "*rows"] | None = None,
 ) -> Float32[Array, "*rows V"]:
     """Return the logits divided by the temperature, with ``-inf`` for every token that must not be sampled.
 

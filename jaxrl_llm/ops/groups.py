@@ -136,7 +136,11 @@ def whiten(value: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array,
 
 
 def running_moments(
-    value: Float[Array, "*any"], valid: Bool[Array, "*any"], moments: Float[Array, "3"], *, decay: float
+    value: Float[Array, "*any"],
+    valid: Bool[Array, "*any"],
+    moments: Float[Array, "3"],
+    *,
+    decay: float,
 ) -> Float[Array, "3"]:
     """Return count, mean and sum of squared deviations of the valid values of this batch and earlier batches, [3] f32.
 
@@ -155,7 +159,11 @@ def running_moments(
     count = jnp.sum(valid, dtype=jnp.float32)
     lowest = jnp.min(jnp.where(valid, value, jnp.inf))
     highest = jnp.max(jnp.where(valid, value, -jnp.inf))
-    mean = jnp.where(lowest == highest, highest, jnp.sum(jnp.where(valid, value, 0.0)) / jnp.maximum(count, 1.0))
+    mean = jnp.where(
+        lowest == highest,
+        highest,
+        jnp.sum(jnp.where(valid, value, 0.0)) / jnp.maximum(count, 1.0),
+    )
     squares = jnp.sum(jnp.where(valid, jnp.square(value - mean), 0.0))
     old_count = decay * moments[0]
     old_mean = moments[1]

@@ -28,11 +28,20 @@ Arrays = TypeVar("Arrays")  # pytree of arrays
 
 def project(hidden_XD: Float[Array, "X D"], head_VD: Float[Array, "V D"]) -> Float32[Array, "X V"]:
     """Return the logits [X,V] in float32."""
-    return jnp.einsum("XD,VD->XV", hidden_XD, head_VD.astype(hidden_XD.dtype), preferred_element_type=jnp.float32)
+    return jnp.einsum(
+        "XD,VD->XV",
+        hidden_XD,
+        head_VD.astype(hidden_XD.dtype),
+        preferred_element_type=jnp.float32,
+    )
 
 
 def _filtered_logits(
-    settings: Filter, hidden_XD: Array, cast_VD: Array, target_X: Array, support_XK: Array | None
+    settings: Filter,
+    hidden_XD: Array,
+    cast_VD: Array,
+    target_X: Array,
+    support_XK: Array | None,
 ) -> Array:
     """Return the filtered logits [X,V]. The target always stays possible.
 
@@ -42,7 +51,10 @@ def _filtered_logits(
     logits_XV = project(hidden_XD, cast_VD)
     if support_XK is None:
         return filter_logits(logits_XV, settings, keep_token=target_X)
-    return keep_support(logits_XV / settings.temperature, jnp.append(support_XK, target_X[:, None], axis=1))
+    return keep_support(
+        logits_XV / settings.temperature,
+        jnp.append(support_XK, target_X[:, None], axis=1),
+    )
 
 
 def _if_live(is_live: Array | None, compute: Callable[..., Arrays], *operands: Array | None) -> Arrays:
@@ -188,7 +200,10 @@ def completion_window(
 
 
 def place_completion(
-    x_BC: Float[Array, "B C"], prompt_length: Int[Array, " B"], length: Int[Array, " B"], row_width: int
+    x_BC: Float[Array, "B C"],
+    prompt_length: Int[Array, " B"],
+    length: Int[Array, " B"],
+    row_width: int,
 ) -> Float[Array, "B {row_width}"]:
     """Return the values of completion tokens [B,C] at the tokens' positions in rows [B,S]; 0.0 off the completion."""
     back = jnp.clip(jnp.arange(row_width)[None, :] - prompt_length[:, None], 0, x_BC.shape[1] - 1)

@@ -32,7 +32,9 @@ def completion_mask(prompt_length: Int[Array, " B"], length: Int[Array, " B"], w
 
 
 def sampled_mask(
-    prompt_length: Int[Array, " B"], length: Int[Array, " B"], policy_version: Int[Array, "B T"]
+    prompt_length: Int[Array, " B"],
+    length: Int[Array, " B"],
+    policy_version: Int[Array, "B T"],
 ) -> Bool[Array, "B T"]:
     """Return the mask [B, T] of the completion tokens that a policy sampled: their ``policy_version`` is 0 or more.
 

@@ -138,7 +138,11 @@ def lay(
 
     at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (n, K, S))
     in_prompt = at < prompt_length[..., None]
-    place = jnp.where(in_prompt, prompt_at[..., None] + at, (completion_at - prompt_length)[..., None] + at)
+    place = jnp.where(
+        in_prompt,
+        prompt_at[..., None] + at,
+        (completion_at - prompt_length)[..., None] + at,
+    )
     # The last token of the prompt predicts the first token of the completion. Every other token predicts the next one.
     is_first = at == prompt_length[..., None]
     source = jnp.where(is_first, (prompt_at + prompt_length)[..., None] - 1, place - 1)
@@ -163,8 +167,18 @@ def lay(
         unit=put((row_number - 1) // group_size + 1, place),
         row=put(jnp.where(in_prompt, 0, row_number), place),
         tokens=put(tokens, place),
-        completions=read((at < length[..., None]) & ~in_prompt, prompt_length, own_before, jnp.sum(own, axis=1)),
-        prompts=read(in_prompt & (at > 0), 1, prompt_targets_before, jnp.sum(prompt_targets, axis=1)),
+        completions=read(
+            (at < length[..., None]) & ~in_prompt,
+            prompt_length,
+            own_before,
+            jnp.sum(own, axis=1),
+        ),
+        prompts=read(
+            in_prompt & (at > 0),
+            1,
+            prompt_targets_before,
+            jnp.sum(prompt_targets, axis=1),
+        ),
     )
 
 

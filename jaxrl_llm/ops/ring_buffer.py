@@ -77,7 +77,11 @@ def slots_of_groups(group: Int[Array, "M k"], group_size: int) -> Int[Array, "M 
 
 
 def renew(
-    lane: Lane, is_spent: Bool[Array, "M C"], count: Int[Array, "M 1"] | int, *, group_size: int = 1
+    lane: Lane,
+    is_spent: Bool[Array, "M C"],
+    count: Int[Array, "M 1"] | int,
+    *,
+    group_size: int = 1,
 ) -> Int[Array, "M L"]:
     """Return the lane's order with the next ``count`` slots to be written at the end.
 
@@ -142,7 +146,11 @@ def put(
     def put_shard(slot_C: Array, index: Array, row_b: Array) -> Array:
         return slot_C.at[index].set(row_b, mode="drop")
 
-    return jax.tree.map(lambda slot, row: where_it_lies(jax.vmap(put_shard), slot, slot_index, row), slots, rows)
+    return jax.tree.map(
+        lambda slot, row: where_it_lies(jax.vmap(put_shard), slot, slot_index, row),
+        slots,
+        rows,
+    )
 
 
 def take(slots: PyTree[Shaped[Array, "M C ..."]], slot_index: Int[Array, "M b"]) -> PyTree[Shaped[Array, "M b ..."]]:
@@ -174,7 +182,9 @@ def zeros(
 
 
 def where_it_lies(
-    function: Callable[..., Shaped[Array, "..."]], leaf: Shaped[Array, "..."], *rows: Shaped[Array, "..."]
+    function: Callable[..., Shaped[Array, "..."]],
+    leaf: Shaped[Array, "..."],
+    *rows: Shaped[Array, "..."],
 ) -> Shaped[Array, "..."]:
     """Return ``function(leaf, *rows)``, computed by the host's processor if the leaf is in the host's memory.
 

@@ -92,7 +92,9 @@ def _max_over(axis: tuple[str, ...], x: Array) -> Array:
 
 
 def _first_above(
-    weight: Float[Array, "S N"], running: Float[Array, "S N"], target: Float[Array, " S"]
+    weight: Float[Array, "S N"],
+    running: Float[Array, "S N"],
+    target: Float[Array, " S"],
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Return per row the first index of positive weight whose running sum exceeds the target, and the sum before it.
 

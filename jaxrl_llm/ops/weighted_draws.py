@@ -69,7 +69,10 @@ def draw(
     """
     num_shards = length.shape[0]
     if taken is None:
-        taken = (jnp.zeros((num_shards, 0), jnp.int32), jnp.zeros((num_shards, 0), bool))
+        taken = (
+            jnp.zeros((num_shards, 0), jnp.int32),
+            jnp.zeros((num_shards, 0), bool),
+        )
     num_candidates = min(max_length, max(MIN_CANDIDATES, CANDIDATES_PER_DRAW * num))
     keys = jax.vmap(jax.random.split)(keys)
     bits = jax.vmap(lambda key: jax.random.bits(key, (2, num_candidates), jnp.uint32))(keys[:, 0])
@@ -92,7 +95,10 @@ def draw(
         chance = _uniform(jax.vmap(lambda key: jax.random.bits(key, (max_length,), jnp.uint32))(keys[:, 1]))
         positions = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), chance.shape)
         all_taken = _joined(taken, drawn)
-        return chain(drawn, _first(*_sorting(slot_at, positions, chance, length, weight, all_taken), num))
+        return chain(
+            drawn,
+            _first(*_sorting(slot_at, positions, chance, length, weight, all_taken), num),
+        )
 
     is_missing = jnp.any(~is_short & ~candidates[1])
     return jax.lax.cond(is_missing, sort_the_rest, lambda drawn: drawn, candidates)
@@ -132,7 +138,12 @@ def _anywhere(length: Array, bits: Array) -> tuple[Array, Array]:
 
 
 def _sorting(
-    slot_at: SlotAt, position: Array, chance: Array, length: Array, weight: WeightOf, taken: Drawn
+    slot_at: SlotAt,
+    position: Array,
+    chance: Array,
+    length: Array,
+    weight: WeightOf,
+    taken: Drawn,
 ) -> tuple[Array, Array]:
     """Return the slots at these positions [M, k] and their order [M, k] f32; inf = may not be drawn."""
     slot = slot_at(position)

@@ -45,7 +45,13 @@ def _chips(shape: str) -> int:
 
 
 def _nvidia(
-    gib: float, generation: int, cores: int, shared_kib: int, l2_mib: int, bandwidth_gb: int, **rates: float
+    gib: float,
+    generation: int,
+    cores: int,
+    shared_kib: int,
+    l2_mib: int,
+    bandwidth_gb: int,
+    **rates: float,
 ) -> Chip:
     """Return a GPU with the description that XLA's compiler needs (GpuTargetConfigProto).
 
@@ -74,7 +80,13 @@ def _nvidia(
 # Host: PCIe in each direction (jax-ml.github.io/scaling-book). v6e has PCIe generation 5, at most 16 lanes per slot.
 CHIPS = {
     # "megacore": JAX uses both cores as one device.
-    "v4": Chip(30.75, tflops=275, hbm_gb=1228, link_gb=300, options={"chip_config_name": "megacore"}),
+    "v4": Chip(
+        30.75,
+        tflops=275,
+        hbm_gb=1228,
+        link_gb=300,
+        options={"chip_config_name": "megacore"},
+    ),
     "v5e": Chip(15.75, tflops=197, hbm_gb=819, link_gb=200),
     "v5p": Chip(95.73, tflops=459, hbm_gb=2765, link_gb=600),
     "v6e": Chip(31.24, tflops=918, hbm_gb=1638, link_gb=400, host_gb=64),

@@ -88,7 +88,11 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
         try:
             compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
         except jax.errors.JaxRuntimeError as error:
-            message = re.search(r"Ran out of memory.*?exceeds available HBM \([^)]*\)", str(error), re.DOTALL)
+            message = re.search(
+                r"Ran out of memory.*?exceeds available HBM \([^)]*\)",
+                str(error),
+                re.DOTALL,
+            )
             if message is None:
                 raise  # our own error: the compiler does not accept the program
             refused = message.group()
@@ -215,7 +219,11 @@ def temporaries(report: str) -> tuple[Buffer, ...]:
     total.
     """
     device = report.partition("Memory Space: default")[2].partition("Memory Space: ")[0]
-    lines = max((_BUFFER.findall(table) for table in device.split("cumulative_size")), key=len, default=[])
+    lines = max(
+        (_BUFFER.findall(table) for table in device.split("cumulative_size")),
+        key=len,
+        default=[],
+    )
     if len(lines) < 2:
         return ()
     number: dict[str, int] = {}

@@ -148,7 +148,10 @@ def _convolution(x: Instruction, lhs: Shape, rhs: Shape) -> float:
     spatial = sorted(c for c in out if c.isdigit())
     n, window = len(spatial), window[1] if window else ""
     ones = [1] * n
-    stride, left_gaps = _numbers(window, "stride", ones), _numbers(window, "lhs_dilate", ones)
+    stride, left_gaps = (
+        _numbers(window, "stride", ones),
+        _numbers(window, "lhs_dilate", ones),
+    )
     right_gaps = _numbers(window, "rhs_dilate", ones)
     pad = re.search(r"pad=([\dx_-]+)", window)
     low = [int(p.split("_")[0]) for p in pad[1].split("x")] if pad else [0] * n
@@ -208,9 +211,16 @@ def _kernel(x: Instruction, operands: list[Shape], attended: Callable[[int, int,
 class _Program:
     """Parsed text of one program, and the sums over it."""
 
-    def __init__(self, text: str, turns_of: Callable, read_share: Callable, attended: Callable, taken: Callable):
+    def __init__(
+        self,
+        text: str,
+        turns_of: Callable,
+        read_share: Callable,
+        attended: Callable,
+        taken: Callable,
+    ):
         self.computations = parse(text)
-        self.turns_of, self.read_share, self.attended, self.taken = turns_of, read_share, attended, taken
+        self.turns_of, self.read_share, self.attended, self.taken = (turns_of, read_share, attended, taken)
         self.regions: list[Region] = []
         self.guessed: dict[str, float] = {}
         self.uncounted: collections.defaultdict[str, float] = collections.defaultdict(float)
@@ -244,7 +254,10 @@ class _Program:
         root = condition.instructions[condition.root]
         if root.op == "get-tuple-element":
             return 1  # a loop of one turn or none: runtime.programs.run_if
-        for x in (root, *(condition.instructions[n] for n in root.operands if root.op == "and")):
+        for x in (
+            root,
+            *(condition.instructions[n] for n in root.operands if root.op == "and"),
+        ):
             if x.op != "compare" or "direction=LT" not in x.attributes or begin.op != "tuple":
                 continue
             counter, bound = (condition.instructions[n] for n in x.operands)
@@ -313,9 +326,15 @@ class _Program:
             callee = self.computations[x.called("calls")[0]]
             return self._written(callee, callee.root, whole)
         if x.op == "dynamic-update-slice":
-            return min(whole, sum(s.num_bytes for s in inside.instructions[x.operands[1]].shapes))
+            return min(
+                whole,
+                sum(s.num_bytes for s in inside.instructions[x.operands[1]].shapes),
+            )
         if x.op == "scatter":
-            return min(whole, 2 * sum(s.num_bytes for s in inside.instructions[x.operands[-1]].shapes))
+            return min(
+                whole,
+                2 * sum(s.num_bytes for s in inside.instructions[x.operands[-1]].shapes),
+            )
         return whole
 
     def _moved(self, inside: Computation, x: Instruction) -> Iterator[tuple[int, float, bool]]:
@@ -347,11 +366,18 @@ class _Program:
             root = callee.instructions[callee.root]
             for i, s in enumerate(x.shapes):
                 is_apart = root.op == "tuple" and len(root.operands) == len(x.shapes)
-                yield s.space, self._written(callee, root.operands[i] if is_apart else root.name, s.num_bytes), True
+                yield (
+                    s.space,
+                    self._written(callee, root.operands[i] if is_apart else root.name, s.num_bytes),
+                    True,
+                )
         else:
             share = self.read_share(x.name) if x.op == "custom-call" else 1.0
             pairs = re.findall(r"\{(\d*)\}: \((\d+)", x.attributes.partition("aliasing={")[2][:400])
-            places, aliased = {int(i or 0) for i, _ in pairs}, {int(i) for _, i in pairs}
+            places, aliased = (
+                {int(i or 0) for i, _ in pairs},
+                {int(i) for _, i in pairs},
+            )
             for i, shapes in enumerate(inputs):
                 yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0), False) for s in shapes)
             written = x.shapes
@@ -377,7 +403,12 @@ class _Program:
         return found
 
     def _count(
-        self, region: Region, inside: Computation, *, fused: bool, going_on: Set[tuple[str, ...]] = frozenset()
+        self,
+        region: Region,
+        inside: Computation,
+        *,
+        fused: bool,
+        going_on: Set[tuple[str, ...]] = frozenset(),
     ) -> None:
         for x in inside.instructions.values():
             shapes = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
@@ -417,7 +448,11 @@ class _Program:
                 for callee in x.called("body", "condition"):
                     self._count(inner, self.computations[callee], fused=False)
             elif x.op == "conditional":
-                regions, branches, turns = self.regions, [], region.turns * (share := self.taken(x.op_name))
+                regions, branches, turns = (
+                    self.regions,
+                    [],
+                    region.turns * (share := self.taken(x.op_name)),
+                )
                 for callee in x.called("branch_computations", "true_computation", "false_computation"):
                     self.regions = [Region(region.path, turns)]  # loops inside it append theirs
                     self._count(self.regions[0], self.computations[callee], fused=False)
@@ -430,7 +465,12 @@ class _Program:
             else:
                 begun = self._going_on(inside, x) if x.op == "fusion" else set()
                 for callee in x.called("calls", "to_apply") if x.op in ("fusion", "call", "async-start") else ():
-                    self._count(region, self.computations[callee], fused=x.op == "fusion", going_on=begun)
+                    self._count(
+                        region,
+                        self.computations[callee],
+                        fused=x.op == "fusion",
+                        going_on=begun,
+                    )
 
 
 def _add(region: Region, other: Region) -> None:
@@ -447,7 +487,11 @@ def _index(x: Instruction) -> int:
 
 def _identity(x: Instruction) -> tuple[str, ...]:
     channel = re.search(r"channel_id=(\d+)", x.attributes)
-    return channel[1] if channel else x.name, x.op.removesuffix("-start"), *map(str, x.shapes)
+    return (
+        channel[1] if channel else x.name,
+        x.op.removesuffix("-start"),
+        *map(str, x.shapes),
+    )
 
 
 def _group_size(attributes: str, num_devices: int) -> int:
@@ -469,7 +513,11 @@ def _sent(kind: str, x: Instruction, num_devices: int, inputs: list[Shape]) -> S
     """Return a collective with the bytes that each device sends by the ring algorithm. Tile padding is not counted."""
     group = _group_size(x.attributes, num_devices)
     # An all-gather's input is one device's part, which is passed on to all other devices.
-    share = {"all-gather": group - 1, "all-reduce": 2 * (group - 1) / group, "collective-permute": 1}
+    share = {
+        "all-gather": group - 1,
+        "all-reduce": 2 * (group - 1) / group,
+        "collective-permute": 1,
+    }
     num_bytes = sum(s.dense_bytes for s in inputs) * share.get(kind, (group - 1) / group)
     largest = max((*x.shapes, *inputs), key=lambda s: s.dense_bytes)
     return Sent(kind, str(largest), group, num_bytes, x.op_name)

@@ -12,7 +12,16 @@ import re
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Bytes per element.
-SIZES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "c64": 8, "c128": 16, "token": 0}
+SIZES = {
+    "pred": 1,
+    "s4": 0.5,
+    "u4": 0.5,
+    "bf16": 2,
+    "f16": 2,
+    "c64": 8,
+    "c128": 16,
+    "token": 0,
+}
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _HEAD = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.-]+) = (.*)$")
@@ -98,7 +107,12 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
         # The last dimension of a tile belongs to the innermost dimension of the array.
         for dim, size in zip(minor, reversed(tile[1].split(",")), strict=False):
             padded[dim] = -(-padded[dim] // int(size)) * int(size)
-    return Shape(dtype, sizes, int(space[1]) if space else 0, math.prod(padded) * bytes_of_element(dtype))
+    return Shape(
+        dtype,
+        sizes,
+        int(space[1]) if space else 0,
+        math.prod(padded) * bytes_of_element(dtype),
+    )
 
 
 def _end_of_bracket(text: str, start: int) -> int:
@@ -133,7 +147,14 @@ def parse(text: str) -> dict[str, Computation]:
             for part in (x for x in operands if "#" in x):  # newer texts have no line for an element of a tuple
                 whole, index = part.split("#")
                 shape = current.instructions[whole].shapes[int(index)]
-                element = Instruction(part, (shape,), "get-tuple-element", (whole,), f"index={index}", f"%{whole}")
+                element = Instruction(
+                    part,
+                    (shape,),
+                    "get-tuple-element",
+                    (whole,),
+                    f"index={index}",
+                    f"%{whole}",
+                )
                 current.instructions.setdefault(part, element)
             current.instructions[name] = Instruction(name, shapes, op, operands, rest[close:], inside)
             if is_root:

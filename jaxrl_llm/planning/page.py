@@ -28,12 +28,21 @@ def write(path: pathlib.Path, found: dict[str, Any]) -> pathlib.Path:
         page.header(title, note),
         page.figures(pictures),
         page.section("Programs, per call and chip", page.table(("program", *TABLE), _rows(found))),
-        page.section("Memory per chip, GiB", page.table(("program", "kind", "GiB"), _kinds(found))),
+        page.section(
+            "Memory per chip, GiB",
+            page.table(("program", "kind", "GiB"), _kinds(found)),
+        ),
     ]
     return page.write_page(path, title, sections)
 
 
-def _bars(title: str, unit: str, bars: dict[str, dict[str, float]], series: list[str], limit: float | None) -> str:
+def _bars(
+    title: str,
+    unit: str,
+    bars: dict[str, dict[str, float]],
+    series: list[str],
+    limit: float | None,
+) -> str:
     """Return horizontal stacked bars, one per name, with one colour per series."""
     names = list(bars)
 
@@ -41,7 +50,13 @@ def _bars(title: str, unit: str, bars: dict[str, dict[str, float]], series: list
         left = [0.0] * len(names)
         for i, one in enumerate(series):
             sizes = [bars[name].get(one, 0.0) for name in names]
-            axes.barh(names, sizes, left=left, color=page.SERIES[i % len(page.SERIES)], height=0.7)
+            axes.barh(
+                names,
+                sizes,
+                left=left,
+                color=page.SERIES[i % len(page.SERIES)],
+                height=0.7,
+            )
             left = [a + b for a, b in zip(left, sizes, strict=True)]
         axes.invert_yaxis()
         if limit is not None:
@@ -49,11 +64,19 @@ def _bars(title: str, unit: str, bars: dict[str, dict[str, float]], series: list
 
     said = "; ".join(f"{name} {sum(parts.values()):.3g}" for name, parts in bars.items())
     svg = page.picture(draw, label=f"{title}, {unit}: {said}", x_label=unit, salt=title, whole_x=False)
-    return page.figure(title, unit, page.legend([(i, one, "line") for i, one in enumerate(series)]), svg)
+    return page.figure(
+        title,
+        unit,
+        page.legend([(i, one, "line") for i, one in enumerate(series)]),
+        svg,
+    )
 
 
 def _memory(found: dict[str, Any]) -> str:
-    fullest = sorted(found["programs"], key=lambda name: -(found["programs"][name]["in_use_bytes"] or 1e30))[:8]
+    fullest = sorted(
+        found["programs"],
+        key=lambda name: -(found["programs"][name]["in_use_bytes"] or 1e30),
+    )[:8]
     bars = {}
     for name in fullest:
         program = found["programs"][name]
@@ -67,7 +90,13 @@ def _memory(found: dict[str, Any]) -> str:
         bars[name] = own | {"beside it": max(0.0, beside)}
     series = ["arguments", "temporary", "outputs", "beside it", "does not fit, by kind"]
     series = [one for one in series if any(one in bar for bar in bars.values())]
-    return _bars("Memory while a program runs", "GiB per chip", bars, series, found["memory_limit_bytes"] / GIB)
+    return _bars(
+        "Memory while a program runs",
+        "GiB per chip",
+        bars,
+        series,
+        found["memory_limit_bytes"] / GIB,
+    )
 
 
 def _times(found: dict[str, Any]) -> list[str]:
@@ -81,7 +110,13 @@ def _times(found: dict[str, Any]) -> list[str]:
     }
     return [
         _bars("Split of an iteration", "seconds at least", parts, ["at least"], None),
-        _bars("What each resource alone would take", "of the program's time", alone, list(RESOURCES), 1.0),
+        _bars(
+            "What each resource alone would take",
+            "of the program's time",
+            alone,
+            list(RESOURCES),
+            1.0,
+        ),
     ]
 
 
@@ -89,7 +124,12 @@ def _rows(found: dict[str, Any]) -> list[str]:
     rows = []
     for name, of in found["costs"].items():
         sent = sum(of["link_bytes"].values())
-        numbers = (of["flops"] / 1e12, of["hbm_bytes"] / 1e9, sent / 1e9, of["seconds"] * 1e3)
+        numbers = (
+            of["flops"] / 1e12,
+            of["hbm_bytes"] / 1e9,
+            sent / 1e9,
+            of["seconds"] * 1e3,
+        )
         cells = (name, of["calls"], *(f"{x:.4g}" for x in numbers), of["bound"])
         rows.append(page.row(*map(page.text, cells)))
     return rows

@@ -98,7 +98,10 @@ def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
     sampler_weight_bytes = weight_bytes / tensor
     num_slots = config.num_slots / (num_chips / tensor)
     num_steps = cost.decode_steps(config)
-    for num_tokens, num_passes, num_parts in ((learner_tokens, 2, mesh.tensor), (num_slots * num_steps, 1, tensor)):
+    for num_tokens, num_passes, num_parts in (
+        (learner_tokens, 2, mesh.tensor),
+        (num_slots * num_steps, 1, tensor),
+    ):
         activations = num_passes * itemsize * num_tokens * arch.num_layers
         sent += activations * arch.width * (4 * (num_parts > 1) + 2 * (mesh.expert - 1))
         if num_passes == 2 and mesh.context > 1:  # only the learner splits rows over the context axis
@@ -162,7 +165,15 @@ def assembled(config: Config, model: Model, devices: list[Any]) -> Run:
     return assemble(config, model.arch, model.eos_ids, mesh, model.reference)
 
 
-def search(config: Config, model: Model, devices: list[Any], chip: Chip, *, most: int, shown: int = 5) -> int:
+def search(
+    config: Config,
+    model: Model,
+    devices: list[Any],
+    chip: Chip,
+    *,
+    most: int,
+    shown: int = 5,
+) -> int:
     """Compile the first ``most`` layouts and print the fastest that fit.
 
     Returns:

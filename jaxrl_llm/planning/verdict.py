@@ -38,7 +38,10 @@ def host_bytes(memories: Mapping[str, Memory]) -> int:
 def kept(run: Run, *, sampling: bool) -> dict[str, int]:
     """Return a device's bytes by kind while a program of the sampler (``sampling``) or of the learner runs."""
     learner = run.learner
-    kinds = {STATE: sharding.device_bytes(learner.abstract_state), RING: sharding.device_bytes(learner.abstract_ring)}
+    kinds = {
+        STATE: sharding.device_bytes(learner.abstract_state),
+        RING: sharding.device_bytes(learner.abstract_ring),
+    }
     frozen = sharding.device_bytes(learner.frozen)
     if frozen:
         kinds[FROZEN] = frozen
@@ -60,7 +63,10 @@ def _matrices(run: Run) -> set[tuple[int, ...]]:
     found = set()
     for x in jax.tree.leaves((run.learner.params, run.learner.frozen)):
         for shape in (x.shape, x.sharding.shard_shape(x.shape)):
-            for dims in (shape, shape[1:] if shape[0] == run.model.arch.num_layers else shape):
+            for dims in (
+                shape,
+                shape[1:] if shape[0] == run.model.arch.num_layers else shape,
+            ):
                 joined = [(*dims[:i], dims[i] * dims[i + 1], *dims[i + 2 :]) for i in range(len(dims) - 1)]
                 found |= {_sorted(each) for each in (dims, *joined) if len(_sorted(each)) > 1}
     return found
@@ -109,7 +115,10 @@ def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
     config, arch, mesh = run.config, run.model.arch, run.mesh.shape
     data, fsdp, tensor = (mesh[axis] for axis in ("data", "fsdp", "tensor"))
     half_data = f" with mesh.data={data // 2}" if config.mesh.data else ""  # 0: derived from the other axes
-    rows, shards = config.update.micro_batch_size, sharding.num_ring_shards(config, run.mesh)
+    rows, shards = (
+        config.update.micro_batch_size,
+        sharding.num_ring_shards(config, run.mesh),
+    )
     unit = shards * (config.rows_per_draw if config.algorithm.surrogate.facts.siblings else 1)
     learns = program in ("update", "annotate", "score_open")
 
@@ -177,5 +186,8 @@ def ring_that_fits(run: Run, spare_bytes: float) -> int | None:
     if config.replay.memory == "host" or config.replay.capacity_tokens:
         return None
     each = sharding.device_bytes(run.learner.abstract_ring) / config.ring_capacity
-    unit = math.lcm(sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw, config.rows_per_iteration)
+    unit = math.lcm(
+        sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw,
+        config.rows_per_iteration,
+    )
     return max(0, int((config.ring_capacity + spare_bytes / each) // unit) * unit)

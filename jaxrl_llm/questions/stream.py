@@ -167,7 +167,13 @@ class PromptStream:
     """
 
     def __init__(
-        self, encoded: Sequence[EncodedExample], config: PromptsConfig, ledger: Ledger, *, seed: int, held_out: Any = ()
+        self,
+        encoded: Sequence[EncodedExample],
+        config: PromptsConfig,
+        ledger: Ledger,
+        *,
+        seed: int,
+        held_out: Any = (),
     ):
         self._encoded = encoded
         self.ledger = ledger
@@ -235,7 +241,11 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """Return the state that ``restore`` needs, as plain JSON."""
-        return {"position": self._position, "fingerprint": self._fingerprint, "beside": self._file_digests}
+        return {
+            "position": self._position,
+            "fingerprint": self._fingerprint,
+            "beside": self._file_digests,
+        }
 
     def check(self, state: dict[str, Any], *, allow_changes: bool) -> None:
         """Raise ConfigError if this stream cannot continue from ``state``.

@@ -68,7 +68,13 @@ def _oldest_age(iteration: jax.Array, config: ReplayConfig) -> Age | None:
 class _Columns:
     """Columns of the ring that a draw of groups reads. A group is named by its first slot / ``group_size``."""
 
-    def __init__(self, ring: RingState, iteration: jax.Array, config: ReplayConfig, group_size: int):
+    def __init__(
+        self,
+        ring: RingState,
+        iteration: jax.Array,
+        config: ReplayConfig,
+        group_size: int,
+    ):
         self.ring = ring
         self.iteration = iteration
         self.config = config
@@ -178,7 +184,11 @@ def choose(
     num_held = columns.num_held()
 
     def draw_of_ages(
-        key_index: int, youngest: Age | None, oldest: Age | None, num: int, taken: draws.Drawn | None
+        key_index: int,
+        youngest: Age | None,
+        oldest: Age | None,
+        num: int,
+        taken: draws.Drawn | None,
     ) -> draws.Drawn:
         draw_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, key_index)
         return _draw_of_ages(columns, num_held, draw_keys, youngest, oldest, num, taken)

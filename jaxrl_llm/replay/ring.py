@@ -86,7 +86,10 @@ def init(
         return jnp.full((num_shards, num_slots), value, dtype)
 
     return RingState(
-        slots=ring_buffer.zeros(jax.tree_util.tree_map_with_path(shape, _stored(experience_shape)), on_host=on_host),
+        slots=ring_buffer.zeros(
+            jax.tree_util.tree_map_with_path(shape, _stored(experience_shape)),
+            on_host=on_host,
+        ),
         order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
         num_draws=jnp.zeros(num_shards, jnp.int32),
         uses=column(0, jnp.int32),
@@ -95,7 +98,12 @@ def init(
         inserted_step=column(-1, jnp.int32),
         question=column(0, jnp.int32),
         is_retired=column(False, bool),
-        pages={"first": column(-1, jnp.int32), "oldest": jnp.zeros(num_shards, jnp.int32)} if in_pages else {},
+        pages={
+            "first": column(-1, jnp.int32),
+            "oldest": jnp.zeros(num_shards, jnp.int32),
+        }
+        if in_pages
+        else {},
     )
 
 
@@ -135,7 +143,11 @@ def insert(
     if config.latest_visit or config.retirement:
         is_superseded = _is_among(ring.question, question, supersedes)
         ring = dataclasses.replace(ring, is_retired=ring.is_retired | is_superseded)
-    priority = jnp.where(retired, 0.0, jnp.nan_to_num(config.priority(experience), posinf=0.0, neginf=0.0))
+    priority = jnp.where(
+        retired,
+        0.0,
+        jnp.nan_to_num(config.priority(experience), posinf=0.0, neginf=0.0),
+    )
 
     def by_shard(x: jax.Array) -> jax.Array:
         return x.reshape(num_shards, num_rows, *x.shape[1:])
@@ -189,7 +201,11 @@ def _write_tokens(ring: RingState, rows: Experience) -> tuple[Experience, jax.Ar
 
 
 def _retirement(
-    experience: Experience, config: ReplayConfig, *, pass_threshold: float, imitates: bool
+    experience: Experience,
+    config: ReplayConfig,
+    *,
+    pass_threshold: float,
+    imitates: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Return which new rows are never drawn, and which new rows retire the earlier rows of their question, [R] bool."""
     retired = ~experience.trainable
@@ -253,10 +269,21 @@ def draw(
     uniform_number = jax.random.uniform(jax.random.fold_in(key, num_shards))
 
     def choose(
-        keys: jax.Array, ring: RingState, iteration: jax.Array, uniform_number: jax.Array
+        keys: jax.Array,
+        ring: RingState,
+        iteration: jax.Array,
+        uniform_number: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         num_groups = num_rows // group_size
-        return choice.choose(keys, ring, iteration, uniform_number, config, num=num_groups, group_size=group_size)
+        return choice.choose(
+            keys,
+            ring,
+            iteration,
+            uniform_number,
+            config,
+            num=num_groups,
+            group_size=group_size,
+        )
 
     # The choice needs no rows, only the columns. Each device reads the columns of its own shards.
     no_rows: Any = None
@@ -298,7 +325,13 @@ def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experien
         return ring_buffer.take(ring.slots, slot_index)
     slots, log = _apart(ring.slots)
     experience, first_page = ring_buffer.take((slots, ring.pages["first"]), slot_index)
-    tokens = paged_log.take(log, first_page, experience.rollout.length, width=row_tokens, padding=_padding(log))
+    tokens = paged_log.take(
+        log,
+        first_page,
+        experience.rollout.length,
+        width=row_tokens,
+        padding=_padding(log),
+    )
     return _together(experience, tokens)
 
 
@@ -354,7 +387,10 @@ def ended(before: tuple[jax.Array, jax.Array], ring: RingState, *, num_new: int)
     """
     rows_before, uses_before = before
     rows, uses = usage(ring)
-    return {"ended_rows": rows_before + num_new - rows, "ended_uses": uses_before - uses}
+    return {
+        "ended_rows": rows_before + num_new - rows,
+        "ended_uses": uses_before - uses,
+    }
 
 
 def num_filled(ring: RingState) -> jax.Array:

@@ -82,12 +82,19 @@ CHARTS = (
         },
         limits=SHARE,
     ),
-    Chart("Failed rewards", "rollouts", {"too late": "reward/timeout_count", "error": "reward/error_count"}),
+    Chart(
+        "Failed rewards",
+        "rollouts",
+        {"too late": "reward/timeout_count", "error": "reward/error_count"},
+    ),
     Chart("Adapters", "part of the rank", {"that learns": "update/adapter_module"}),
     Chart(
         "Truncated and degenerate",
         "fraction",
-        {"truncated rollouts": "rollout/truncated_frac", "tied groups": "rollout/degenerate_group_frac"},
+        {
+            "truncated rollouts": "rollout/truncated_frac",
+            "tied groups": "rollout/degenerate_group_frac",
+        },
         limits=SHARE,
     ),
     Chart(
@@ -98,39 +105,82 @@ CHARTS = (
     Chart(
         "Uses of a rollout",
         "draws",
-        {"of those drawn, so far": "replay/uses_mean", "of those that left, in all": "replay/replay_ratio"},
+        {
+            "of those drawn, so far": "replay/uses_mean",
+            "of those that left, in all": "replay/replay_ratio",
+        },
     ),
-    Chart("First uses", "fraction of draws", {"first use": "replay/first_use_frac"}, limits=SHARE),
-    Chart("Since last use", "optimizer steps", {"mean": "replay/since_last_use_mean_steps"}),
+    Chart(
+        "First uses",
+        "fraction of draws",
+        {"first use": "replay/first_use_frac"},
+        limits=SHARE,
+    ),
+    Chart(
+        "Since last use",
+        "optimizer steps",
+        {"mean": "replay/since_last_use_mean_steps"},
+    ),
     Chart("Different prompts", "per update batch", {"mean": "replay/unique_prompts_mean"}),
-    Chart("Places of the ring without a token", "fraction", {"wasted": "replay/wasted_share"}, limits=SHARE),
-    Chart("Cost of generating", "over that of training, per rollout", {"mu": "time/cost_ratio"}),
+    Chart(
+        "Places of the ring without a token",
+        "fraction",
+        {"wasted": "replay/wasted_share"},
+        limits=SHARE,
+    ),
+    Chart(
+        "Cost of generating",
+        "over that of training, per rollout",
+        {"mu": "time/cost_ratio"},
+    ),
     Chart(
         "Time of an iteration",
         "seconds",
-        {"generate": "time/generate_s", "reward": "time/reward_s", "update": "time/update_s"},
+        {
+            "generate": "time/generate_s",
+            "reward": "time/reward_s",
+            "update": "time/update_s",
+        },
         stacked=True,
     ),
     Chart(
         "Throughput",
         "tokens per second",
-        {"generate": "throughput/generate_tokens_per_s", "update": "throughput/update_tokens_per_s"},
+        {
+            "generate": "throughput/generate_tokens_per_s",
+            "update": "throughput/update_tokens_per_s",
+        },
     ),
     Chart(
         "KL divergence",
         "nats per token",
-        {"to the sampler": "update/kl_behaviour_nats", "to the anchor": "update/kl_reference_nats"},
+        {
+            "to the sampler": "update/kl_behaviour_nats",
+            "to the anchor": "update/kl_reference_nats",
+        },
         limits=ANY,
     ),
     Chart("Clipped tokens", "fraction", {"clipped": "update/clip_frac"}),
     Chart(
         "Effective sample size",
         "fraction",
-        {"of trained tokens": "update/ess_frac", "of completions": "update/sequence_ess_frac"},
+        {
+            "of trained tokens": "update/ess_frac",
+            "of completions": "update/sequence_ess_frac",
+        },
         limits=SHARE,
     ),
     Chart("Clipped tokens by age", "fraction", _by_age("update/clip_frac")),
-    Chart("Effective sample size by age", "fraction of tokens", _by_age("update/ess_frac"), limits=SHARE),
+    Chart(
+        "Effective sample size by age",
+        "fraction of tokens",
+        _by_age("update/ess_frac"),
+        limits=SHARE,
+    ),
     Chart("Gradient norm", "before clipping", {"mean": "update/grad_norm"}),
-    Chart("Sampler-learner gap", "nats, largest", {"largest": "update/sampler_learner_gap_max_nats"}),
+    Chart(
+        "Sampler-learner gap",
+        "nats, largest",
+        {"largest": "update/sampler_learner_gap_max_nats"},
+    ),
 )

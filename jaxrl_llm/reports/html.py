@@ -62,7 +62,10 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         made_of = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
     # Versions, commit, devices and processor as recorded in config.json.
     names = ("commit", "devices", "processor")
-    named = {**made_with.get("versions", {}), **{name: made_with.get(name, "") for name in names}}
+    named = {
+        **made_with.get("versions", {}),
+        **{name: made_with.get(name, "") for name in names},
+    }
     packages = [item for item in named.items() if item[1]]
     rows = [page.row(f"<code>{name}</code>", page.text(x.unit), page.text(x.meaning)) for name, x in METRICS.items()]
     glossary = page.table(("name", "unit", "meaning"), rows)
@@ -73,7 +76,10 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         page.section("Before and after", _before_after(before, after)),
         page.section("Rollouts during training", _rollouts(samples)),
         page.section("Settings", _settings(config) if config is not None else ""),
-        page.section("Made with", page.table(("package", "version"), [page.row(*map(page.text, x)) for x in packages])),
+        page.section(
+            "Made with",
+            page.table(("package", "version"), [page.row(*map(page.text, x)) for x in packages]),
+        ),
         page.section("What the metrics mean", page.folded(f"{len(METRICS)} metrics", glossary)),
     ]
     return page.write_page(workdir / "report.html", title, sections)
@@ -84,7 +90,13 @@ def _values(metrics: Rows, name: str) -> list[tuple[int, float]]:
     return [(row["iteration"], row[name]) for row in metrics if name in row and row[name] is not None]
 
 
-def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dict | None, newest: int) -> str:
+def _cards(
+    metrics: Rows,
+    config: Config | None,
+    before: dict | None,
+    after: dict | None,
+    newest: int,
+) -> str:
     """Return the cards with the most important numbers. ``newest`` is the iteration of the newest checkpoint."""
 
     def card(title: str, value: str, note: str = "") -> str:
@@ -104,7 +116,12 @@ def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dic
         ("Pass rate", rates[best], ".0%", best),
         ("Reward", of("rollout/reward_mean"), ".2f", "first and last iteration"),
         ("Entropy, nats", of("update/entropy_nats"), ".2f", "first and last iteration"),
-        ("Completion, tokens", of("rollout/completion_length_tokens"), ".1f", "first and last iteration"),
+        (
+            "Completion, tokens",
+            of("rollout/completion_length_tokens"),
+            ".1f",
+            "first and last iteration",
+        ),
     ):
         if values:
             ends = [format(value, form) for value in (*values[:1], *values[1:][-1:])]
@@ -115,7 +132,13 @@ def _cards(metrics: Rows, config: Config | None, before: dict | None, after: dic
     cards.append(card("Iterations", f"{len(metrics)}", planned))
     if seconds := sum(of("time/iteration_s")):
         generated = sum(of("tokens/generated"))
-        cards.append(card("Wall time", _duration(seconds), f"{generated:,.0f} tokens generated" if generated else ""))
+        cards.append(
+            card(
+                "Wall time",
+                _duration(seconds),
+                f"{generated:,.0f} tokens generated" if generated else "",
+            )
+        )
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
@@ -157,7 +180,12 @@ def _charts(metrics: Rows) -> str:
         keys = [(i, label, "line") for i, label, _ in series]
         if chart.dots and _values(metrics, chart.dots[1]):
             keys.append((len(chart.lines), chart.dots[0], "dot"))
-        draw = functools.partial(_draw, chart=chart, metrics=metrics, series=[(SERIES[i], v) for i, _, v in series])
+        draw = functools.partial(
+            _draw,
+            chart=chart,
+            metrics=metrics,
+            series=[(SERIES[i], v) for i, _, v in series],
+        )
         svg = page.picture(draw, label=chart.title, x_label=axis, salt=chart.title, second_x=compute_at)
         figures.append(page.figure(chart.title, chart.unit, page.legend(keys), svg))
     return page.figures(figures)
@@ -171,13 +199,25 @@ def _draw(axes: Any, *, chart: Chart, metrics: Rows, series: list) -> None:
         _draw_lines(axes, series, dict(_values(metrics, chart.band)))
     if chart.dots and (points := _values(metrics, chart.dots[1])):
         colour = SERIES[len(chart.lines)]
-        axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=5, linewidth=1, clip_on=False, zorder=3)
+        axes.plot(
+            *zip(*points, strict=True),
+            "o-",
+            color=colour,
+            markersize=5,
+            linewidth=1,
+            clip_on=False,
+            zorder=3,
+        )
     axes.set_ylim(*chart.limits)
 
 
 def _draw_lines(axes: Any, series: list, width: dict[int, float]) -> None:
     for colour, values in series:
-        style = {"linewidth": 1.8, "marker": "o" if len(values) < 3 else "", "markersize": 4}
+        style = {
+            "linewidth": 1.8,
+            "marker": "o" if len(values) < 3 else "",
+            "markersize": 4,
+        }
         axes.plot(*zip(*values, strict=True), color=colour, solid_capstyle="round", **style)
     if points := [(x, y - width[x], y + width[x]) for x, y in series[0][1] if x in width]:
         axes.fill_between(*zip(*points, strict=True), color=SERIES[0], alpha=0.15, linewidth=0)
@@ -191,7 +231,13 @@ def _draw_stack(axes: Any, series: list) -> None:
         known = dict(values)
         top = floor + [known.get(x, 0.0) for x in iterations.tolist()]
         # One shape for all iterations, because one bar per iteration takes seconds from a thousand iterations on.
-        axes.stairs(top, np.append(iterations - 0.5, iterations[-1] + 0.5), baseline=floor, fill=True, color=colour)
+        axes.stairs(
+            top,
+            np.append(iterations - 0.5, iterations[-1] + 0.5),
+            baseline=floor,
+            fill=True,
+            color=colour,
+        )
         floor = top
     if len(iterations) == 1:
         axes.set_xlim(iterations[0] - 3, iterations[0] + 3)

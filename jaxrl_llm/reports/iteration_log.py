@@ -40,7 +40,14 @@ class IterationLog:
         compute: compute of the run so far, in trained rollouts (``metrics.cost_values``).
     """
 
-    def __init__(self, config: Config, writer: MetricsWriter, progress: Progress, *, has_evaluation: bool):
+    def __init__(
+        self,
+        config: Config,
+        writer: MetricsWriter,
+        progress: Progress,
+        *,
+        has_evaluation: bool,
+    ):
         self._config = config
         self._writer = writer
         self._progress = progress
@@ -75,7 +82,13 @@ class IterationLog:
         self._began = time.monotonic() - spent_s
         self._progress.restart_clock()
 
-    def record(self, actor_values: Mapping[str, float], sums: dict[str, Any], *, peak_bytes: int) -> None:
+    def record(
+        self,
+        actor_values: Mapping[str, float],
+        sums: dict[str, Any],
+        *,
+        peak_bytes: int,
+    ) -> None:
         """Count an iteration whose updates are done, and compute its metrics.
 
         Args:

@@ -75,7 +75,8 @@ METRICS: dict[str, Metric] = {
     ),
     **{
         f"rollout/reward_turn_{k}": Metric(
-            "reward", f"Reward of turn {k} of the policy, mean over the scored rollouts that have this turn."
+            "reward",
+            f"Reward of turn {k} of the policy, mean over the scored rollouts that have this turn.",
         )
         for k in range(1, TURNS_SHOWN + 1)
     },
@@ -180,7 +181,8 @@ METRICS: dict[str, Metric] = {
     ),
     **{
         f"update/clip_frac_age_{label}": Metric(
-            "fraction", f"Fraction of the trained tokens of rollouts of age {label} whose ratio is clipped."
+            "fraction",
+            f"Fraction of the trained tokens of rollouts of age {label} whose ratio is clipped.",
         )
         for label in AGE_LABELS
     },
@@ -511,7 +513,11 @@ def function_values(functions: Sequence[str], rewards: Rewards) -> dict[str, flo
 
 
 def vote_values(
-    functions: Sequence[str], weights: Sequence[float], threshold: float, sizes: Sequence[int], rewards: Rewards
+    functions: Sequence[str],
+    weights: Sequence[float],
+    threshold: float,
+    sizes: Sequence[int],
+    rewards: Rewards,
 ) -> dict[str, float]:
     """Return the quality of the labels that ``scores:majority`` votes for, or {} if it is not among the functions.
 

@@ -133,10 +133,14 @@ def update_values(config: Config, sums: dict[str, Any]) -> dict[str, float]:
             is_defined = not copied.count or sums[copied.count] > 0
             values[name] = copied.kind(sums[copied.name]) if is_defined else math.nan
     values["update/ess_frac"] = _effective_share(
-        float(sums["ratio_sum"]), float(sums["ratio_square_sum"]), float(sums["token_count"])
+        float(sums["ratio_sum"]),
+        float(sums["ratio_square_sum"]),
+        float(sums["token_count"]),
     )
     values["update/sequence_ess_frac"] = _effective_share(
-        float(sums["sequence_ratio_sum"]), float(sums["sequence_ratio_square_sum"]), float(sums["row_count"])
+        float(sums["sequence_ratio_sum"]),
+        float(sums["sequence_ratio_square_sum"]),
+        float(sums["row_count"]),
     )
     values["replay/filled_frac"] = float(sums["filled_slots"]) / config.ring_capacity
     values |= _values_by_age(sums["by_age"])
@@ -194,7 +198,10 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
     measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
     ratio = config.replay.cost_ratio or measured
     cost = trained + ratio * generated
-    return {"time/cost_ratio": measured, "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0)}
+    return {
+        "time/cost_ratio": measured,
+        "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0),
+    }
 
 
 class MetricsWriter:
@@ -259,7 +266,10 @@ class MetricsWriter:
         """
         said = []
         for name, file in self._files.items():
-            path, size = self._workdir / name, state.get(name, file.tell() if state else 0)
+            path, size = (
+                self._workdir / name,
+                state.get(name, file.tell() if state else 0),
+            )
             if name in FILES:
                 data = path.read_bytes()
                 last = iteration if is_written or name != "metrics.jsonl" else iteration - 1
@@ -275,7 +285,10 @@ class MetricsWriter:
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # close every file, even if closing another file fails on a full disk
-            for file in (*self._files.values(), *([self._tensorboard] if self._tensorboard else [])):
+            for file in (
+                *self._files.values(),
+                *([self._tensorboard] if self._tensorboard else []),
+            ):
                 stack.callback(file.close)
 
     def append(self, lines: Mapping[str, list[dict[str, Any]]]) -> None:
@@ -315,7 +328,12 @@ class Progress:
         console: the console to print to; the default is standard output.
     """
 
-    def __init__(self, num_iterations: int, start: int = 0, console: rich.console.Console | None = None):
+    def __init__(
+        self,
+        num_iterations: int,
+        start: int = 0,
+        console: rich.console.Console | None = None,
+    ):
         self._total = num_iterations
         self._console = rich.console.Console(highlight=False) if console is None else console
         self._times = [time.monotonic()]  # at the start, and after each iteration of this process
@@ -329,7 +347,9 @@ class Progress:
                 auto_refresh=False,
             )
             self._task = self._bar.add_task(
-                f"iteration {start}/{num_iterations}", total=num_iterations, completed=start
+                f"iteration {start}/{num_iterations}",
+                total=num_iterations,
+                completed=start,
             )
             self._bar.start()
 

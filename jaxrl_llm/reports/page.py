@@ -133,7 +133,12 @@ def picture(
             axis.get_offset_text().set_color(INK)
         axes.set_xlabel(x_label, color=INK, loc="right", fontsize=8)
         out = io.StringIO()
-        drawn.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        drawn.savefig(
+            out,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None},
+        )
     svg = out.getvalue()
     # The ids of groups would be the same in several pictures of a page. Nothing refers to them, so drop them.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])

@@ -50,7 +50,10 @@ def _is_parts(value: Any) -> bool:
 
 NUMBER = Kind(_is_number, f"a number of at most {LARGEST_NUMBER:g}, or null")
 COUNT = Kind(_is_count, f"a whole number from 0 to {LARGEST_COUNT:,}")
-SIZE = Kind(lambda value: _is_count(value) and value > 0, f"a whole number from 1 to {LARGEST_COUNT:,}")
+SIZE = Kind(
+    lambda value: _is_count(value) and value > 0,
+    f"a whole number from 1 to {LARGEST_COUNT:,}",
+)
 TEXT = Kind(lambda value: isinstance(value, str), "text")
 PROMPT = Kind(_is_prompt, "text, or a list of messages with role and content")
 PARTS = Kind(_is_parts, "an object of numbers")
@@ -78,7 +81,11 @@ def read_metric_rows(path: Path) -> list[dict[str, Any]]:
     """
     rows = read_log(path)
     for number, row in enumerate(rows, start=1):
-        _check_row(row, {"iteration": COUNT} | dict.fromkeys(row.keys() - {"iteration"}, NUMBER), f"{path}:{number}")
+        _check_row(
+            row,
+            {"iteration": COUNT} | dict.fromkeys(row.keys() - {"iteration"}, NUMBER),
+            f"{path}:{number}",
+        )
     return rows
 
 

@@ -202,7 +202,9 @@ class _Writer:
             if self._generation and not before:
                 before = self._generation
                 print(
-                    f"{what} was taken by {text}: does it live? ({STALE_S:.0f} s at most)", file=sys.stderr, flush=True
+                    f"{what} was taken by {text}: does it live? ({STALE_S:.0f} s at most)",
+                    file=sys.stderr,
+                    flush=True,
                 )
             time.sleep(1)
 
@@ -277,7 +279,10 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
             continue
         except BlockingIOError:
             lock.seek(0)
-            (who, _, where), seen = lock.read().partition("\n"), os.fstat(lock.fileno()).st_mtime_ns
+            (who, _, where), seen = (
+                lock.read().partition("\n"),
+                os.fstat(lock.fileno()).st_mtime_ns,
+            )
             lock.close()
         now = time.monotonic()
         if where in ("", machine()):  # "": a version without heartbeats wrote it
@@ -363,7 +368,10 @@ def move(path: Any, to: Any) -> None:
         return
     import fsspec
 
-    files, (old, new) = fsspec.filesystem("gcs"), (os.fspath(x).removeprefix(PREFIX) for x in (path, to))
+    files, (old, new) = (
+        fsspec.filesystem("gcs"),
+        (os.fspath(x).removeprefix(PREFIX) for x in (path, to)),
+    )
     names = sorted(files.find(old), key=lambda name: name == f"{old}/{MARKER}")
     for some in (names[:-1], names[-1:]):
         files.copy(some, [new + name.removeprefix(old) for name in some])

@@ -248,7 +248,10 @@ class Checkpointer:
         if seconds is None:
             return {}
         if seconds > self._config.grace_s and hosts.is_first():
-            print(f"warning: checkpoint {self.latest_iteration()}{self.last_write()}", file=sys.stderr)
+            print(
+                f"warning: checkpoint {self.latest_iteration()}{self.last_write()}",
+                file=sys.stderr,
+            )
         return {"time/checkpoint_s": seconds}
 
     def last_write(self) -> str:
@@ -281,7 +284,9 @@ class Checkpointer:
     def best(self) -> str:
         """Return text that names the best checkpoint and its pass rate; "" if none is kept for its pass rate."""
         found = checkpoint_files.best_of(
-            checkpoint_files.steps_in(self.directory), self._pass_rates, self._config.keep_best
+            checkpoint_files.steps_in(self.directory),
+            self._pass_rates,
+            self._config.keep_best,
         )[:1]
         return "".join(f"; the best is {self.directory / str(x)}, pass rate {self._pass_rates[x]:.3f}" for x in found)
 
@@ -298,7 +303,11 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
     kinds = (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
     registry = ocp.type_handlers.create_type_handler_registry(*kinds)
     state = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
-    handlers = {"state": state, "host": ocp.JsonCheckpointHandler(), "config": ocp.JsonCheckpointHandler()}
+    handlers = {
+        "state": state,
+        "host": ocp.JsonCheckpointHandler(),
+        "config": ocp.JsonCheckpointHandler(),
+    }
     # With orbax's own barrier, the other hosts would wait for 20 minutes for a host whose write failed.
     waits = ocp.AsyncOptions(barrier_sync_fn=hosts.meet)
     # A temporary directory is an unfinished checkpoint of a run that was killed.
@@ -375,7 +384,10 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
         except BlockingIOError:
             held.enter_context(bucket.wait_for(path, f"--workdir={workdir}"))
         except OSError as error:
-            print(f"warning: {path}: {error.strerror}; nothing keeps another run out", file=sys.stderr)
+            print(
+                f"warning: {path}: {error.strerror}; nothing keeps another run out",
+                file=sys.stderr,
+            )
             shown = contextlib.nullcontext()
         path.write_text(text)
         held.enter_context(shown)

@@ -64,7 +64,14 @@ MEMORY = "memory_"
 # Errors that mean that a file is absent.
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 # Errors that mean that a file is absent or that its content is wrong.
-DAMAGE = (*MISSING, ValueError, LookupError, TypeError, AttributeError, NotImplementedError)
+DAMAGE = (
+    *MISSING,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    NotImplementedError,
+)
 # Beginnings of tensorstore's messages if the disk or the network did not answer.
 NO_ANSWER = (
     "ABORTED",
@@ -134,7 +141,10 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     """Return the iterations whose checkpoints are finished, the newest first."""
     # ``is_dir`` would return False for a bucket that does not answer, and the run would begin anew.
     steps = []
-    with contextlib.suppress(*MISSING), _no_answer_is_no_damage(f"the list of checkpoints in {directory}"):
+    with (
+        contextlib.suppress(*MISSING),
+        _no_answer_is_no_damage(f"the list of checkpoints in {directory}"),
+    ):
         for folder in directory.iterdir():
             step = step_of(folder.name)
             if step is not None and bucket.is_whole(folder):
@@ -221,7 +231,10 @@ def by_name(tree: Any) -> dict[str, Any]:
 
 
 def read_fitting(
-    path: pathlib.Path, abstract_state: dict[str, Any], config: Config, allow_changes: bool
+    path: pathlib.Path,
+    abstract_state: dict[str, Any],
+    config: Config,
+    allow_changes: bool,
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Return the result of ``read_text`` and the parts of the abstract state that the checkpoint contains.
 
@@ -381,7 +394,10 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     day = saved.prompts.chat_template_kwargs.get(DATE)
     if day is not None:  # a run sets its date itself
         told = {DATE: day, **config.prompts.chat_template_kwargs}
-        config = dataclasses.replace(config, prompts=dataclasses.replace(config.prompts, chat_template_kwargs=told))
+        config = dataclasses.replace(
+            config,
+            prompts=dataclasses.replace(config.prompts, chat_template_kwargs=told),
+        )
     return {
         name: values
         for name, values in differences(saved, config).items()
@@ -404,7 +420,11 @@ def listed(changed: dict[str, tuple[Any, Any]]) -> str:
 
 
 def check_settings(
-    host: dict[str, Any], text: dict[str, Any], config: Config, path: pathlib.Path, allow_changes: bool
+    host: dict[str, Any],
+    text: dict[str, Any],
+    config: Config,
+    path: pathlib.Path,
+    allow_changes: bool,
 ) -> None:
     """Check that the settings and the function files are the same as in the checkpoint.
 
@@ -430,7 +450,13 @@ def check_settings(
         )
 
 
-def check_arrays(saved: dict[str, Any], wanted: dict[str, Any], path: pathlib.Path, *, same_dtype: bool) -> None:
+def check_arrays(
+    saved: dict[str, Any],
+    wanted: dict[str, Any],
+    path: pathlib.Path,
+    *,
+    same_dtype: bool,
+) -> None:
     """Check that the saved arrays have the wanted names and shapes. The sampler's arrays may have other shards.
 
     Raises:

@@ -30,7 +30,13 @@ from jaxrl_llm.settings.schema import Text, build, override, visible
 ACCELERATORS = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia[0-9]*", "/dev/kfd")
 
 
-def run(main: Callable[[], None], *, text: str | None = None, stops: bool = False, alone: bool = False) -> None:
+def run(
+    main: Callable[[], None],
+    *,
+    text: str | None = None,
+    stops: bool = False,
+    alone: bool = False,
+) -> None:
     """Parse the flags, call ``main()`` and end the process. This function never returns.
 
     Bad input (a ``ConfigError``, an unknown or malformed flag) prints one line on stderr and exits with status 2. A
@@ -51,7 +57,10 @@ def run(main: Callable[[], None], *, text: str | None = None, stops: bool = Fals
         distributed.initialize(alone=alone)
         if not stops:
             distributed.end_at_sigterm()
-        with distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1), writing("output"):
+        with (
+            distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1),
+            writing("output"),
+        ):
             main()
 
     with distributed.ending_at_once(), one_line_errors(), _help_text(main, text):

@@ -28,7 +28,10 @@ def saved_in(folder: str, mesh: Mesh) -> pathlib.Path:
     """Return the folder for the programs of ``plan --save``. Its name has the devices and the package versions."""
     packages = {x.name: x.version for x in importlib.metadata.distributions()}
     versions = [f"{name} {packages[name]}" for name in ("jax", "jaxlib", "libtpu") if name in packages]
-    return pathlib.Path(folder, f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}")
+    return pathlib.Path(
+        folder,
+        f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}",
+    )
 
 
 def saved_as(lowered: jax.stages.Lowered, mesh: Mesh) -> str:

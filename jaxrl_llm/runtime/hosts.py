@@ -393,7 +393,10 @@ def _code() -> str:
 
 def _difference(one: str, other: str) -> tuple[str, str]:
     """Return 80 characters of each text around the first position where the texts differ."""
-    start = max(0, next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - 40)
+    start = max(
+        0,
+        next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - 40,
+    )
     return one[start : start + 80], other[start : start + 80]
 
 
@@ -504,7 +507,10 @@ def _watch(service: Any) -> None:
         for name, text in failed:
             host = name.rpartition("/")[2]
             if host != str(index):
-                (status, _, what), words = text.partition("\n")[0].partition(" "), text.partition("\n")[2]
+                (status, _, what), words = (
+                    text.partition("\n")[0].partition(" "),
+                    text.partition("\n")[2],
+                )
                 return _leave(f"host {host} failed in: {what}: {words}", int(status))
         for name, text in alive:
             host = name.rpartition("/")[2]
@@ -529,7 +535,10 @@ def _aborted(_: int) -> None:
     a C handler, because a Python handler runs later in the main thread, and the process has ended by then.
     """
     if not _joined.is_set():
-        os.write(2, f"error: this process cannot join its job: some did not come in {JOIN_S} s\n".encode())
+        os.write(
+            2,
+            f"error: this process cannot join its job: some did not come in {JOIN_S} s\n".encode(),
+        )
         os._exit(1)
     coordinator = distributed.global_state.coordinator_address
     assert coordinator is not None  # this process has joined a job

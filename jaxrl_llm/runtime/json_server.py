@@ -204,7 +204,10 @@ class Server:
             return
         host = exchange.header("Host")
         if host and _host_of(f"//{host}") not in self._hosts:
-            raise Refused(403, f"Host={host!r:.100} must be this server's own address: requests bear no token")
+            raise Refused(
+                403,
+                f"Host={host!r:.100} must be this server's own address: requests bear no token",
+            )
         origin = exchange.header("Origin")
         if origin and _host_of(origin) not in self._hosts:
             raise Refused(403, f"Origin={origin!r:.100} is another site: requests bear no token")
@@ -277,7 +280,11 @@ def _failure(error: Exception, exchange: Exchange) -> tuple[int, dict[str, Any]]
         status = 500
         text = f"{type(error).__name__}: {error}"[:300]
         if not isinstance(error, ConnectionError):
-            print(f"warning: {exchange.method} {exchange.path[:200]} failed: {text}", file=sys.stderr, flush=True)
+            print(
+                f"warning: {exchange.method} {exchange.path[:200]} failed: {text}",
+                file=sys.stderr,
+                flush=True,
+            )
     kind = "invalid_request_error" if status < 500 else "server_error"
     return status, {"error": {"message": text, "type": kind, "code": status}}
 

@@ -61,7 +61,11 @@ class Program:
         mesh = next((x.sharding.mesh for x in jax.tree.leaves(self.args) if x.sharding), mesh)
         # In jaxlib 0.10 this pass crashes on the bfloat16 sums in the gradient of a shard_map. A CPU does not need it.
         options = {"xla_disable_hlo_passes": "all-reduce-promotion"} if mesh.devices.flat[0].platform == "cpu" else None
-        how = {"out_shardings": self.out_shardings, "donate_argnums": self.donate, "compiler_options": options}
+        how = {
+            "out_shardings": self.out_shardings,
+            "donate_argnums": self.donate,
+            "compiler_options": options,
+        }
         jitted = jax.jit(self.fn, **how)
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jitted.lower(*self.args)
@@ -115,7 +119,10 @@ def use_cache(folder: str) -> None:
     if hosts.count() > 1 and jax.default_backend() == "gpu" and not hosts.is_shared(used):
         jax.config.update("jax_compilation_cache_dir", None)
         if used and hosts.is_first():
-            print(f"warning: {used} is no folder that all hosts share: what is compiled is not kept", file=sys.stderr)
+            print(
+                f"warning: {used} is no folder that all hosts share: what is compiled is not kept",
+                file=sys.stderr,
+            )
 
 
 def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.stages.Compiled]:
@@ -174,7 +181,13 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen:
             Otherwise the slots are freed when their rollouts are collected.
         frozen: bytes of weights that do not learn.
     """
-    names = ("init_ring", "init_state", "join", "publish_base", *(["init_sampler"] if keeps_slots else []))
+    names = (
+        "init_ring",
+        "init_state",
+        "join",
+        "publish_base",
+        *(["init_sampler"] if keeps_slots else []),
+    )
     whole = sum(memories[name].outputs for name in names if name in memories)
     rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
     rounds = memories["choose"].arguments if "choose" in memories else 0
@@ -196,7 +209,10 @@ def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: i
         whose = "eval_" if name.startswith("eval_") else ""
         own = {"publish"} if keeps_slots and not whose else {"publish", f"{whose}init_sampler"}
         beside = own & memories.keys() if name.removeprefix(whose) in SAMPLING else ()
-        return max(m.peak, resident + sum(memories[x].outputs for x in beside) + m.temporary + m.outputs - m.aliased)
+        return max(
+            m.peak,
+            resident + sum(memories[x].outputs for x in beside) + m.temporary + m.outputs - m.aliased,
+        )
 
     return {name: one(name, m) for name, m in memories.items()}
 

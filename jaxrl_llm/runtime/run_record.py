@@ -63,7 +63,12 @@ def record(config: Config, mesh: Mesh | None = None, *, processor: str = "") -> 
         processor: processor of the host (``machine.processor``). The hosts of one run may have different ones.
     """
     devices = f"{mesh.size} x {mesh.devices.flat[0].device_kind}" if mesh else ""
-    made_with = {"versions": versions(), "commit": _commit(), "devices": devices, "files": config.files}
+    made_with = {
+        "versions": versions(),
+        "commit": _commit(),
+        "devices": devices,
+        "files": config.files,
+    }
     if processor:
         made_with["processor"] = processor
     return json.dumps({**as_mapping(config), "made_with": made_with}, indent=2, sort_keys=True)

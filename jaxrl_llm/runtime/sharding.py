@@ -127,7 +127,11 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
         )
     if (context, wanted) == (1, tensor):
         return mesh
-    return Mesh(mesh.devices.reshape(data, -1, expert, 1, wanted), MESH_AXES, axis_types=mesh.axis_types)
+    return Mesh(
+        mesh.devices.reshape(data, -1, expert, 1, wanted),
+        MESH_AXES,
+        axis_types=mesh.axis_types,
+    )
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
@@ -146,7 +150,10 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     parts["rollouts of an iteration"] = shards * draw if config.replay.shards else 1  # as the prompts divide
     parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.facts.siblings else 1)
     parts["update.micro_batch_tokens"] = shards * max(config.line_tokens, 1)
-    parts |= dict.fromkeys(("prompts.max_tokens", "sampling.max_completion_tokens", "update.pack_width"), context)
+    parts |= dict.fromkeys(
+        ("prompts.max_tokens", "sampling.max_completion_tokens", "update.pack_width"),
+        context,
+    )
     values = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}
     wrong = []
     for path, n in parts.items():
@@ -186,14 +193,22 @@ def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...],
     return PartitionSpec(*spec)
 
 
-def named(mesh: Mesh, shape: tuple[int, ...], logical_axes: tuple[str | None, ...], rules=RULES) -> NamedSharding:
+def named(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    logical_axes: tuple[str | None, ...],
+    rules=RULES,
+) -> NamedSharding:
     """Return the sharding of an array with these logical axes."""
     return NamedSharding(mesh, partition_spec(shape, logical_axes, mesh, rules))
 
 
 def leading(mesh: Mesh, tree: Any) -> Any:
     """Return shardings over the batch axes for arrays whose first dimension is rows, decode slots or ring shards."""
-    return jax.tree.map(lambda x: named(mesh, x.shape, ("batch", *(None,) * len(x.shape))[: len(x.shape)]), tree)
+    return jax.tree.map(
+        lambda x: named(mesh, x.shape, ("batch", *(None,) * len(x.shape))[: len(x.shape)]),
+        tree,
+    )
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -208,7 +223,11 @@ def undivided(mesh: Mesh, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeD
 
 def placed(shapes: Any, layouts: Any) -> Any:
     """Return the abstract arrays ``shapes`` with the shardings ``layouts``."""
-    return jax.tree.map(lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), shapes, layouts)
+    return jax.tree.map(
+        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
+        shapes,
+        layouts,
+    )
 
 
 def of(tree: Any) -> Any:
@@ -216,7 +235,13 @@ def of(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def by_device(function: Callable, *args: Any, axes: tuple, shared: int = 1, over: tuple[str, ...] = MESH_AXES) -> Any:
+def by_device(
+    function: Callable,
+    *args: Any,
+    axes: tuple,
+    shared: int = 1,
+    over: tuple[str, ...] = MESH_AXES,
+) -> Any:
     """Run ``function(*args)`` on each device with the device's parts of the arguments (``shard_map``).
 
     The function itself contains the collectives that it needs.
@@ -249,7 +274,12 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
     mesh = jax.sharding.get_abstract_mesh()
     split = ("batch", "vocab")
     axis = () if mesh.empty else axes_of(partition_spec(logits_ZV.shape, split, mesh)[1])
-    return by_device(lambda *x: function(*x, axis), logits_ZV, *of_rows, axes=(split, *[("batch",)] * len(of_rows)))
+    return by_device(
+        lambda *x: function(*x, axis),
+        logits_ZV,
+        *of_rows,
+        axes=(split, *[("batch",)] * len(of_rows)),
+    )
 
 
 def parts(size: int, name: str) -> int:
@@ -402,5 +432,5 @@ def _rings(num_devices: int) -> Iterator[list[list[int]]]:
     while stride < num_devices:
         remaining = num_devices // stride
         size = next(size for size in (4, 2, remaining) if remaining % size == 0)
-        yield np.arange(num_devices).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size).tolist()
+        yield (np.arange(num_devices).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size).tolist())
         stride *= size

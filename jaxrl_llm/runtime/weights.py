@@ -168,7 +168,9 @@ def restore_params(
 
 
 def _about(
-    path: pathlib.Path, abstract_params: Any = None, check: Callable[[dict[str, Any]], None] = lambda host: None
+    path: pathlib.Path,
+    abstract_params: Any = None,
+    check: Callable[[dict[str, Any]], None] = lambda host: None,
 ) -> tuple[Config, str, dict[str, Any], dict[str, Any]]:
     """Return the config of a checkpoint and a description of its weights.
 

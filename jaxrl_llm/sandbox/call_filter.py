@@ -260,7 +260,13 @@ def _column() -> int:
 
 def _rules_of_arguments() -> dict[str, list[Instruction]]:
     """Return, by the name of a call, the instructions that decide on its arguments."""
-    is_stream = [_argument(1), (AND, 0, 0, SOCK_TYPE_MASK), (EQUAL, 0, 1, SOCK_STREAM), ALLOW, REFUSE]
+    is_stream = [
+        _argument(1),
+        (AND, 0, 0, SOCK_TYPE_MASK),
+        (EQUAL, 0, 1, SOCK_STREAM),
+        ALLOW,
+        REFUSE,
+    ]
     is_shared = [(AND, 0, 0, SHARED_ANONYMOUS), (EQUAL, 0, 1, SHARED_ANONYMOUS), NO_MEMORY, ALLOW]
     set_flags = [_argument(2), (ANY_BIT, 0, 1, O_ASYNC), REFUSE, ALLOW]
     control_process = [_argument(0)]
@@ -268,8 +274,17 @@ def _rules_of_arguments() -> dict[str, list[Instruction]]:
         control_process += _rule(operation, [REFUSE])
     control_process.append(ALLOW)
     return {
-        "clone": [_argument(0), (ANY_BIT, 0, 1, CLONE_NAMESPACES | CLONE_PARENT), REFUSE, ALLOW],
-        "fcntl": [_argument(1), *_rule(F_SETFL, set_flags), *_only_with(1, FCNTL_COMMANDS)],
+        "clone": [
+            _argument(0),
+            (ANY_BIT, 0, 1, CLONE_NAMESPACES | CLONE_PARENT),
+            REFUSE,
+            ALLOW,
+        ],
+        "fcntl": [
+            _argument(1),
+            *_rule(F_SETFL, set_flags),
+            *_only_with(1, FCNTL_COMMANDS),
+        ],
         "ioctl": _only_with(1, IOCTL_REQUESTS),
         "mmap": [_argument(3), (ANY_BIT, 0, 1, MAP_HUGETLB), REFUSE, *is_shared],
         "prctl": control_process,

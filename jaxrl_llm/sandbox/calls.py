@@ -86,7 +86,11 @@ ARITHMETIC = {
     f"__{name}__": getattr(operator, f"__{name}__")
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 }
-ARITHMETIC |= {"__lshift__": operator.lshift, "__rshift__": operator.rshift, "__divmod__": divmod}
+ARITHMETIC |= {
+    "__lshift__": operator.lshift,
+    "__rshift__": operator.rshift,
+    "__divmod__": divmod,
+}
 CONTAINS = {"__contains__": operator.contains}
 OPERATIONS = UNARY | COMPARISONS | ARITHMETIC | CONTAINS
 # Methods of plain values that take an argument. An object in place of a plain value could give the answer of the test.
@@ -240,11 +244,22 @@ class Peer:
             self._write(["ask", operation, encoded_args, encoded_kwargs])
             while True:
                 match self._read():
-                    case ["ask", str(requested), list(request_args), dict(request_kwargs)]:
+                    case [
+                        "ask",
+                        str(requested),
+                        list(request_args),
+                        dict(request_kwargs),
+                    ]:
                         self._serve(requested, request_args, request_kwargs)
                     case ["give", value, list(changes)]:
                         return self._decoded(encoding, value, changes)
-                    case ["raise", list(names), list(values), dict(attributes), list(changes)]:
+                    case [
+                        "raise",
+                        list(names),
+                        list(values),
+                        dict(attributes),
+                        list(changes),
+                    ]:
                         error = self._exception(encoding, names, values, attributes, changes)
                         raise error
                     case _:
@@ -356,7 +371,12 @@ class Peer:
         return result
 
     def _exception(
-        self, encoding: _Encoding, names: list, values: list, attributes: dict, changes: list
+        self,
+        encoding: _Encoding,
+        names: list,
+        values: list,
+        attributes: dict,
+        changes: list,
     ) -> BaseException:
         """Return an exception of this process that represents an exception of the other process."""
         decoding = _Decoding(self, encoding)
@@ -731,15 +751,46 @@ ENCODERS: tuple[tuple[type | tuple[type, ...], Callable[[_Encoding, Any], Any]],
     (complex, lambda self, value: ["complex", value.real.hex(), value.imag.hex()]),
     (bytes, lambda self, value: ["bytes", bytes.hex(value)]),
     (frozenset, lambda self, value: ["frozenset", self.sequence(value)]),
-    (range, lambda self, value: ["range", self.sequence((value.start, value.stop, value.step))]),
-    (slice, lambda self, value: ["slice", self.sequence((value.start, value.stop, value.step))]),
+    (
+        range,
+        lambda self, value: [
+            "range",
+            self.sequence((value.start, value.stop, value.step)),
+        ],
+    ),
+    (
+        slice,
+        lambda self, value: [
+            "slice",
+            self.sequence((value.start, value.stop, value.step)),
+        ],
+    ),
     (decimal.Decimal, lambda self, value: ["Decimal", decimal.Decimal.__str__(value)]),
-    (fractions.Fraction, lambda self, value: ["Fraction", self.sequence((value.numerator, value.denominator))]),
-    (datetime.datetime, lambda self, value: ["datetime", datetime.datetime.isoformat(value)]),
+    (
+        fractions.Fraction,
+        lambda self, value: [
+            "Fraction",
+            self.sequence((value.numerator, value.denominator)),
+        ],
+    ),
+    (
+        datetime.datetime,
+        lambda self, value: ["datetime", datetime.datetime.isoformat(value)],
+    ),
     (datetime.date, lambda self, value: ["date", datetime.date.isoformat(value)]),
     (datetime.time, lambda self, value: ["time", datetime.time.isoformat(value)]),
-    (datetime.timedelta, lambda self, value: ["timedelta", [value.days, value.seconds, value.microseconds]]),
-    (BaseException, lambda self, value: ["exception", _class_names(value), self.sequence(value.args)]),
+    (
+        datetime.timedelta,
+        lambda self, value: ["timedelta", [value.days, value.seconds, value.microseconds]],
+    ),
+    (
+        BaseException,
+        lambda self, value: [
+            "exception",
+            _class_names(value),
+            self.sequence(value.args),
+        ],
+    ),
     (array.array, lambda self, value: ["array", value.typecode, self.sequence(value)]),
     (type({}.keys()), lambda self, value: ["keys", self.sequence(value)]),
 )

@@ -49,7 +49,13 @@ def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
         "value": the repr of the value of ``job["expression"]``; None without an expression.
         "lines": numbers of the program's lines that ran, if ``job["traced"]`` is set.
     """
-    report: dict[str, Any] = {"finished": False, "exception": "", "limit": "", "value": None, "lines": []}
+    report: dict[str, Any] = {
+        "finished": False,
+        "exception": "",
+        "limit": "",
+        "value": None,
+        "lines": [],
+    }
     module = types.ModuleType(TESTS)
     sys.modules[TESTS] = module
     loading: dict[str, Any] = {}
@@ -58,7 +64,10 @@ def judge(job: dict[str, Any], peer: Peer) -> dict[str, Any]:
         values = _values_under_test(job["names"], loading, peer)
         vars(module).update(values)
         for number, text in enumerate(job["setup"]):
-            exec(compile(text, f"<setup {number}>", "exec", dont_inherit=True), vars(module))
+            exec(
+                compile(text, f"<setup {number}>", "exec", dont_inherit=True),
+                vars(module),
+            )
             vars(module).update(values)
         for test in job["tests"]:
             _run_test(test, vars(module), continues_after_failure=job["traced"])
@@ -92,7 +101,12 @@ def _values_under_test(names: list[str], loading: Any, peer: Peer) -> dict[str, 
         PeerError: the answer does not have the form of ``attend``.
     """
     match loading:
-        case {"values": dict(values), "exceptions": dict(exceptions), "raised": str(), "limit": str(limit)}:
+        case {
+            "values": dict(values),
+            "exceptions": dict(exceptions),
+            "raised": str(),
+            "limit": str(limit),
+        }:
             if limit and limit not in LIMITS:
                 raise PeerError("the program's process has reported an unknown limit")
         case _:
@@ -215,7 +229,11 @@ def attend(job: dict[str, Any], peer: Peer, names: dict[str, Any], filename: str
         return sorted(lines)
 
     peer.program = names["__name__"]
-    peer.operations = {"names": answer_names, "lines": answer_lines, "await": asyncio.run}
+    peer.operations = {
+        "names": answer_names,
+        "lines": answer_lines,
+        "await": asyncio.run,
+    }
     peer.serve()
 
 

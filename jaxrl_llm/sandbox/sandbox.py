@@ -41,7 +41,12 @@ CHECK_S = 0.05  # interval of the checks
 ROOT = str(pathlib.Path(__file__).parents[2])
 MARK = "JAXRL_REWARD_WORKER"  # scoring/worker_processes.py finds the processes of its workers by this variable
 # A fixed hash seed gives sets the same order in every worker. Threads share one malloc arena.
-ENVIRONMENT = {"PYTHONHASHSEED": "0", "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
+ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "1",
+}
 ISOLATIONS = ("namespaces", "bubblewrap", "rlimits")
 NOT_ENFORCED = {
     "namespaces": (),
@@ -136,7 +141,11 @@ class Tests:
 
     def of_program(self) -> dict[str, Any]:
         """Return the fields that the program's process may know."""
-        return {"setup": self.program_setup, "has_classes": self.has_classes, "traced": self.traced}
+        return {
+            "setup": self.program_setup,
+            "has_classes": self.has_classes,
+            "traced": self.traced,
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,7 +191,14 @@ class Sandbox(contextlib.AbstractContextManager):
         ValueError: an unknown ``isolation``, fewer than one worker.
     """
 
-    def __init__(self, limits: Limits = Limits(), *, num_workers: int = 1, isolation: str = "", required: bool = False):
+    def __init__(
+        self,
+        limits: Limits = Limits(),
+        *,
+        num_workers: int = 1,
+        isolation: str = "",
+        required: bool = False,
+    ):
         if isolation not in ("", *ISOLATIONS):
             raise ValueError(f"isolation={isolation!r} must be '' or one of {', '.join(ISOLATIONS)}")
         if num_workers < 1:
@@ -193,7 +209,10 @@ class Sandbox(contextlib.AbstractContextManager):
         self._free: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         first, reasons = self._start_first_worker(isolation, required=required)
         self._workers.append(first)
-        self.not_enforced = (*(LACKING[name] for name in first.lacks), *NOT_ENFORCED[self.isolation])
+        self.not_enforced = (
+            *(LACKING[name] for name in first.lacks),
+            *NOT_ENFORCED[self.isolation],
+        )
         try:
             if self.isolation == "rlimits" or first.lacks:
                 details = f" ({'; '.join(reasons)})" if reasons else ""
@@ -312,7 +331,11 @@ class _Worker:
         with worker_socket:
             try:
                 self.process = subprocess.Popen(
-                    [*prefix, *python, f"{program}; main({worker_socket.fileno()}, {worker_isolation!r})"],
+                    [
+                        *prefix,
+                        *python,
+                        f"{program}; main({worker_socket.fileno()}, {worker_isolation!r})",
+                    ],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=[worker_socket.fileno()],
@@ -540,7 +563,11 @@ def _bubblewrap() -> list[str]:
         command += ["--setenv", name, value]
     command += ["--tmpfs", "/dev", "--symlink", "/tmp", "/dev/shm", "--tmpfs", "/tmp"]
     package = pathlib.Path(ROOT, "jaxrl_llm")
-    for path in (*walls.bound_paths(), str(package / "__init__.py"), str(package / "sandbox")):
+    for path in (
+        *walls.bound_paths(),
+        str(package / "__init__.py"),
+        str(package / "sandbox"),
+    ):
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
         else:

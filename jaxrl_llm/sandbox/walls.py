@@ -97,7 +97,9 @@ def libc(name: str, *arguments: str | int | bytes | ctypes.Array | None) -> int:
     return result
 
 
-def _c_value(argument: str | int | bytes | ctypes.Array | None) -> bytes | ctypes.c_ulong | ctypes.Array | None:
+def _c_value(
+    argument: str | int | bytes | ctypes.Array | None,
+) -> bytes | ctypes.c_ulong | ctypes.Array | None:
     """Return an argument in the form in which ctypes passes it to C: text as bytes, a number as unsigned long."""
     if isinstance(argument, str):
         return argument.encode()
@@ -127,7 +129,10 @@ def bound_paths() -> list[str]:
     /dev/zero is excluded: a shared mapping of it holds memory that the kernel attributes to no process.
     """
     standard = os.path.realpath(os.path.dirname(os.__file__))
-    library = os.path.join(sysconfig.get_config_var("LIBDIR") or "", sysconfig.get_config_var("INSTSONAME") or "")
+    library = os.path.join(
+        sysconfig.get_config_var("LIBDIR") or "",
+        sysconfig.get_config_var("INSTSONAME") or "",
+    )
     candidates = ["/usr/lib", "/usr/lib64", "/usr/bin", "/lib", "/lib64", "/bin"]
     candidates += [standard, os.path.realpath(sys.executable)]
     if os.path.isfile(library):
@@ -207,14 +212,25 @@ def _map_from_outside(choices: list[tuple[int, int]]) -> tuple[int, int]:
 
 def _write_maps(process: int, uid: int, gid: int) -> None:
     """Map user and group 0 of the namespace of a process to ``uid`` and ``gid``."""
-    for name, text in (("uid_map", f"0 {uid} 1"), ("setgroups", "deny"), ("gid_map", f"0 {gid} 1")):
+    for name, text in (
+        ("uid_map", f"0 {uid} 1"),
+        ("setgroups", "deny"),
+        ("gid_map", f"0 {gid} 1"),
+    ):
         with open(f"/proc/{process}/{name}", "w") as file:
             file.write(text)
 
 
 def _change_root(sources: dict[str, int]) -> None:
     root = "/tmp"  # the new mount hides its content, only in this namespace
-    libc("mount", "tmpfs", root, "tmpfs", NO_SUID | NO_DEV, "size=1m,mode=755,uid=0,gid=0")
+    libc(
+        "mount",
+        "tmpfs",
+        root,
+        "tmpfs",
+        NO_SUID | NO_DEV,
+        "size=1m,mode=755,uid=0,gid=0",
+    )
     for path, source in sources.items():
         target = root + path
         os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -233,7 +249,14 @@ def _change_root(sources: dict[str, int]) -> None:
             for statvfs_flag, mount_flag in MOUNT_FLAGS.items():
                 if present_flags & statvfs_flag:
                     kept_flags |= mount_flag
-            libc("mount", None, mounted, None, REMOUNT | BIND | READ_ONLY | kept_flags | NO_SUID, None)
+            libc(
+                "mount",
+                None,
+                mounted,
+                None,
+                REMOUNT | BIND | READ_ONLY | kept_flags | NO_SUID,
+                None,
+            )
     os.mkdir(f"{root}/tmp")
     os.makedirs(f"{root}/dev", exist_ok=True)
     os.symlink("/tmp", f"{root}/dev/shm")

@@ -76,7 +76,10 @@ def main(descriptor: int, isolation: str) -> None:
     try:
         _isolate(isolation)
     except Exception as error:
-        os.write(descriptor, json.dumps({"error": str(error) or type(error).__name__}).encode() + b"\n")
+        os.write(
+            descriptor,
+            json.dumps({"error": str(error) or type(error).__name__}).encode() + b"\n",
+        )
         os._exit(1)
     sys.executable = os.path.realpath(sys.executable)  # the virtual environment is not visible here
     sys.path[:] = [path for path in sys.path if path.startswith(os.path.dirname(os.__file__))]
@@ -110,7 +113,10 @@ def _isolate(isolation: str) -> None:
         OSError: the system does not allow the isolation.
     """
     if isolation == "jail" and not (os.getpid() == 1 and os.path.ismount("/tmp")):
-        raise OSError(errno.EINVAL, "jail: this is not process 1 of its namespace, or has no /tmp of its own")
+        raise OSError(
+            errno.EINVAL,
+            "jail: this is not process 1 of its namespace, or has no /tmp of its own",
+        )
     if isolation == "namespaces":
         walls.enclose()
     if isolation == "rlimits":
@@ -269,7 +275,13 @@ def _fork_program(
                 os.dup2(write, i)
             report = _Report(os.dup(pipes[2][1]), mark)
             to_tests = connection.detach() if connection else None
-            _be_the_program(program, to_tests, isolate, report, [stdin, *inherited, *itertools.chain(*pipes)])
+            _be_the_program(
+                program,
+                to_tests,
+                isolate,
+                report,
+                [stdin, *inherited, *itertools.chain(*pipes)],
+            )
     return pid
 
 
@@ -305,7 +317,11 @@ def _remove(path: str) -> None:
 
 
 def _watch(
-    pid: int, deadline: float, outputs: dict[int, bytearray], sizes: dict[int, int], messages: _Messages
+    pid: int,
+    deadline: float,
+    outputs: dict[int, bytearray],
+    sizes: dict[int, int],
+    messages: _Messages,
 ) -> str | None:
     """Read the program's output until process ``pid`` ends or the program reaches a limit.
 
@@ -388,7 +404,10 @@ def _kill_descendants(deadline: float) -> None:
 
 def _wait(pid: int, seconds: float) -> None:
     """Wait until a child has ended, without reaping it, for at most ``seconds``."""
-    with contextlib.suppress(OSError), open(os.pidfd_open(pid), "rb", buffering=0) as process_end:
+    with (
+        contextlib.suppress(OSError),
+        open(os.pidfd_open(pid), "rb", buffering=0) as process_end,
+    ):
         select.select([process_end], [], [], seconds)
 
 
@@ -523,7 +542,13 @@ def _wall_in(limits: dict[str, Any], isolation: str, lacks: list[str], folder: s
             wall()
 
 
-def _be_the_tests(file: int, report: int, connection: int, isolate: Callable[[], None], inherited: list[int]) -> None:
+def _be_the_tests(
+    file: int,
+    report: int,
+    connection: int,
+    isolate: Callable[[], None],
+    inherited: list[int],
+) -> None:
     """Isolate this process, run the tests, write the report, and exit."""
     fields: dict[str, Any] = {}
     try:
@@ -554,7 +579,11 @@ def _content(descriptor: int) -> bytes:
 
 
 def _be_the_program(
-    file: int, connection: int | None, isolate: Callable[[], None], report: _Report, inherited: list[int]
+    file: int,
+    connection: int | None,
+    isolate: Callable[[], None],
+    report: _Report,
+    inherited: list[int],
 ) -> None:
     """Isolate this process, run the program, report how it ended, and exit."""
     try:
@@ -606,7 +635,12 @@ def _become_module(code: str, name: str) -> dict[str, Any]:
 
 def _execute(code: str, names: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """Run the text with these names. Return the report and the exit status."""
-    report: dict[str, Any] = {"finished": False, "exception": "", "value": None, "limit": ""}
+    report: dict[str, Any] = {
+        "finished": False,
+        "exception": "",
+        "value": None,
+        "limit": "",
+    }
     status = 0
     try:
         report["value"] = _evaluate(code, names)

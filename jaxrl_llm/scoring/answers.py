@@ -248,7 +248,17 @@ _SYMBOL = re.compile(
 _LETTERS = re.compile(r"[^\W\d_]+")
 _SHORT_SCRIPT = re.compile(r"([_^])\{(\w+)\}")
 _SHORT_ROOT = re.compile(r"\\sqrt\{(\w)\}")
-_BASE_NAMES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASE_NAMES = {
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+}
 _BASE_NAMES |= {"twelve": 12, "sixteen": 16}
 _IN_BASE = re.compile(rf"\(?(-?[0-9A-Za-z.]+)\)?_(?:\{{?([0-9]{{1,2}})\}}?|\{{?({'|'.join(_BASE_NAMES)})\}}?)")
 

@@ -45,7 +45,10 @@ OPENING = re.compile(
     re.MULTILINE,
 )
 # A closing fence is a line of fence characters, a line that begins with them, or fence characters at a line's end.
-CLOSING = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+)(?P<more>[^\n]*)$|(?P<late>```+)[ \t\r]*$", re.MULTILINE)
+CLOSING = re.compile(
+    r"^(?P<indent>[ \t]*)(?P<fence>```+|~~~+)(?P<more>[^\n]*)$|(?P<late>```+)[ \t\r]*$",
+    re.MULTILINE,
+)
 MARKER = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])[ \t]+")  # marker of a list item; its width is the item's indentation
 THOUGHT = "</think>"  # ends the model's thought; the thought may begin in the prompt
 MAX_CLOSINGS = 32  # maximum closing fences that are tried per block
@@ -115,7 +118,13 @@ def _graded(
 
 
 def by_turn(
-    prompts: list, completions: list[str], *, messages: list, tests: list, sandbox: list, **columns
+    prompts: list,
+    completions: list[str],
+    *,
+    messages: list,
+    tests: list,
+    sandbox: list,
+    **columns,
 ) -> list[list[float]]:
     """Return the reward of each turn: 1.0 or -1.0 for the last, -0.2 for an earlier turn without valid Python, else 0.
 
@@ -167,7 +176,11 @@ def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], column
     value = result.value or ""
     if not result.finished or len(value) >= 1024 * _limits(sandbox).output_kb:
         return []
-    line_starts = [start, *(start + end.end() for end in NEW_LINE.finditer(completion[start:])), len(completion)]
+    line_starts = [
+        start,
+        *(start + end.end() for end in NEW_LINE.finditer(completion[start:])),
+        len(completion),
+    ]
     ranges = set()  # first line, and the line after the last, counted from the completion's first
     for first, last in json.loads(value):
         if last >= line:
@@ -209,12 +222,22 @@ def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -
 
 
 def _results(
-    completions: Sequence[str], tests: list, sandbox: list, columns: dict[str, list], *, apart: bool
+    completions: Sequence[str],
+    tests: list,
+    sandbox: list,
+    columns: dict[str, list],
+    *,
+    apart: bool,
 ) -> Iterable[list[Result]]:
     """Yield the results of each completion's tests, run together or apart. A test that takes too long ends the list."""
     for i, completion in enumerate(completions):
         own_columns = _columns_of(columns, i)
-        code = program(completion, own_columns["prefix"], own_columns["names"], own_columns["given"])
+        code = program(
+            completion,
+            own_columns["prefix"],
+            own_columns["names"],
+            own_columns["given"],
+        )
         test_sets = [[test] for test in tests[i]] if apart else [tests[i]]
         results: list[Result] = []
         for test_set in test_sets:
@@ -224,7 +247,13 @@ def _results(
         yield results
 
 
-def _judge(code: str, tests: Sequence[str], sandbox: dict[str, Any], columns: dict[str, Any], **more: Any) -> Result:
+def _judge(
+    code: str,
+    tests: Sequence[str],
+    sandbox: dict[str, Any],
+    columns: dict[str, Any],
+    **more: Any,
+) -> Result:
     """Run tests on the program.
 
     Args:
@@ -442,7 +471,10 @@ class _Fences:
             mark = found["fence"] or found["late"]
             if mark[0] != fence[0] or len(mark) < len(fence):
                 continue
-            reading = (found.start() if found["fence"] else found.start("late"), found.end())
+            reading = (
+                found.start() if found["fence"] else found.start("late"),
+                found.end(),
+            )
             readings.append(reading)
             is_near = found["fence"] is not None and len(found["indent"].expandtabs(4)) <= width + 3
             if is_near and found["more"].strip():
@@ -454,7 +486,10 @@ class _Fences:
         if not readings:
             return default
         order = dict.fromkeys([default, *readings, unclosed])
-        return next((reading for reading in order if self._is_python(start, reading[0])), default)
+        return next(
+            (reading for reading in order if self._is_python(start, reading[0])),
+            default,
+        )
 
     def _is_python(self, start: int, end: int) -> bool:
         self._tries -= 1

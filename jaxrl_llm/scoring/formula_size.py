@@ -29,7 +29,14 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_OPENING = {"{": "}", "(": ")", "[": "]", r"\{": r"\}", r"\lfloor": r"\rfloor", r"\lceil": r"\rceil"}
+_OPENING = {
+    "{": "}",
+    "(": ")",
+    "[": "]",
+    r"\{": r"\}",
+    r"\lfloor": r"\rfloor",
+    r"\lceil": r"\rceil",
+}
 _CLOSING = frozenset(_OPENING.values())
 _FRACTIONS = frozenset({r"\frac", r"\dfrac", r"\tfrac", r"\cfrac"})
 _BINOMIALS = frozenset({r"\binom", r"\dbinom", r"\tbinom"})
@@ -37,7 +44,12 @@ _REPEATED = frozenset({r"\sum", r"\prod"})
 _PRODUCTS = frozenset({"*", "/", r"\cdot", r"\times", r"\div"})
 _SEPARATORS = frozenset({"+", "-", r"\pm", r"\mp", "=", "<", ">", ",", ";", "&", "!=", r"\\", r"\le", r"\leq", r"\ge"})
 _SEPARATORS |= {r"\geq", r"\ne", r"\neq", r"\cup", r"\cap", r"\in", r"\to"}
-_CONSTANTS = {"e": math.log10(math.e), "E": math.log10(math.e), r"\pi": math.log10(math.pi), r"\infty": 0.0}
+_CONSTANTS = {
+    "e": math.log10(math.e),
+    "E": math.log10(math.e),
+    r"\pi": math.log10(math.pi),
+    r"\infty": 0.0,
+}
 _LOG10_E = math.log10(math.e)
 
 

@@ -123,7 +123,11 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
 
 
 def meant(
-    prompts: list, completions: list[str], answer: list, following: list | None = None, **columns: Any
+    prompts: list,
+    completions: list[str],
+    answer: list,
+    following: list | None = None,
+    **columns: Any,
 ) -> list[float | None]:
     """Return 1.0 if the last yes or no of the judge's reply is yes. Return 0.0 if it is no or if no answer is marked.
 

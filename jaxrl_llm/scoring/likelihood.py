@@ -90,7 +90,11 @@ def _scorer(path: str) -> Any:
         width = min(row_files.bucket(size), max_size)
         row = np.zeros((1, width), np.int32)
         row[0, :size] = prompt_ids + question_ids
-        arrays = (row, np.array([len(prompt_ids)], np.int32), np.array([size], np.int32))
+        arrays = (
+            row,
+            np.array([len(prompt_ids)], np.int32),
+            np.array([size], np.int32),
+        )
         on_device = sharding.put(arrays, sharding.leading(mesh, arrays))
         logps = jax.device_get(compiled(width)(params, *on_device))
         return float(logps[0])

@@ -192,7 +192,13 @@ def _label(answer: Any) -> _Label:
     text = str(answer).rpartition("####")[2]
     right = answers.answer_of(text)
     forms, decimals = _gold(text, answer)
-    return _Label(forms, decimals, quantity(right), answers.in_base(right), answers.brackets(right))
+    return _Label(
+        forms,
+        decimals,
+        quantity(right),
+        answers.in_base(right),
+        answers.brackets(right),
+    )
 
 
 def _gold(text: str, answer: Any) -> tuple[list, int]:
@@ -255,7 +261,11 @@ def _digits(text: str) -> str:
 
 
 def _parse(text: str) -> list:
-    return parse(_without_large_formulas(text), extraction_config=_EXTRACTION, parsing_timeout=NO_TIMEOUT)
+    return parse(
+        _without_large_formulas(text),
+        extraction_config=_EXTRACTION,
+        parsing_timeout=NO_TIMEOUT,
+    )
 
 
 def _without_large_formulas(text: str) -> str:

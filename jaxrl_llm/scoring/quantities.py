@@ -157,7 +157,11 @@ def _quantity(number: re.Match, is_negative: bool, unit: str, multiplier: int = 
         return None
     is_plain = digits is not None and not number["scale"] and multiplier == 1
     sign = "-" if is_negative else ""
-    return Quantity((-value if is_negative else value) * multiplier, unit, sign + digits if is_plain else "")
+    return Quantity(
+        (-value if is_negative else value) * multiplier,
+        unit,
+        sign + digits if is_plain else "",
+    )
 
 
 def _value(number: re.Match) -> Fraction | None:

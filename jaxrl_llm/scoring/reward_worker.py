@@ -37,7 +37,11 @@ def one_by_one(function: RewardFunction) -> RewardFunction:
 
 
 def call(
-    function: Callable, prompt: Any, columns: dict[str, Any], completions: list[str], **by_completion: list[Any]
+    function: Callable,
+    prompt: Any,
+    columns: dict[str, Any],
+    completions: list[str],
+    **by_completion: list[Any],
 ) -> tuple[list[float | list[float] | None], list[str], list[dict[str, Any]]]:
     """Call a reward function on the completions of one prompt, with the arguments that TRL and Tunix use.
 

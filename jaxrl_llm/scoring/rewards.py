@@ -247,7 +247,11 @@ class RewardPool(contextlib.AbstractContextManager):
     # The methods below run in the threads of the pool.
 
     def _score(
-        self, function: RewardFunction, example: Example, conversation: Conversation, request: ColumnRequest
+        self,
+        function: RewardFunction,
+        example: Example,
+        conversation: Conversation,
+        request: ColumnRequest,
     ) -> Answer:
         """Return the answer of one function for the completions of one prompt."""
         num = len(conversation.messages)
@@ -278,7 +282,13 @@ class RewardPool(contextlib.AbstractContextManager):
         if is_one_by_one:
             self._score_one_by_one(worker, job, results)
         else:
-            self._call(worker, job, list(range(len(job.texts))), self._config.timeout_s, results)
+            self._call(
+                worker,
+                job,
+                list(range(len(job.texts))),
+                self._config.timeout_s,
+                results,
+            )
         return results
 
     def _score_one_by_one(self, worker: Worker, job: _Job, results: _Results) -> None:
@@ -303,7 +313,14 @@ class RewardPool(contextlib.AbstractContextManager):
                     return
             remaining = [i for i in remaining if results.failures[i] == OUTCOME_TIMEOUT]
 
-    def _call(self, worker: Worker, job: _Job, indices: list[int], timeout_s: float, results: _Results) -> float:
+    def _call(
+        self,
+        worker: Worker,
+        job: _Job,
+        indices: list[int],
+        timeout_s: float,
+        results: _Results,
+    ) -> float:
         """Score the completions at ``indices`` in one call, and write them into ``results``.
 
         Returns:
@@ -444,7 +461,12 @@ def _checked_function(name: str, task_scorer: str, examples: Sequence[Example]) 
             break
         try:
             # `dict` refuses a column with the name of another parameter.
-            arguments = dict(prompts=0, completions=0, **dict.fromkeys(columns), **dict.fromkeys(optional))
+            arguments = dict(
+                prompts=0,
+                completions=0,
+                **dict.fromkeys(columns),
+                **dict.fromkeys(optional),
+            )
             signature.bind(**arguments)
         except TypeError as error:
             raise ConfigError(

@@ -43,7 +43,10 @@ MAX_MESSAGE_CHARS = 300
 STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by file descriptor, with the mode to reopen them
 # Places whose frames ``message`` leaves out: frozen modules ("<frozen runpy>"), and modules that call users' functions.
 OWN_MODULES = ("rewards", "reward_worker", "worker_processes", "worker_program")
-OWN_PLACES = ("<", *(str(Path(__file__).with_name(f"{name}.py")) for name in OWN_MODULES))
+OWN_PLACES = (
+    "<",
+    *(str(Path(__file__).with_name(f"{name}.py")) for name in OWN_MODULES),
+)
 
 
 def main(descriptor: int, specs: Sequence[str], call: str) -> None:

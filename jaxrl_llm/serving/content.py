@@ -24,7 +24,12 @@ class Content:
         functions: tools of the request. Without tools, calls are text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], functions: Sequence[dict[str, Any]]):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        functions: Sequence[dict[str, Any]],
+    ):
         self._text = decoding.GrowingText(tokenizer.decode, tokenizer.byte_ids)
         self._before = TextBefore(stops)
         self._message = tools.Message(functions)

@@ -199,7 +199,12 @@ class Engine:
                     self._count += 1
         if (entry == E).all():
             return None
-        return tokens.reshape(M * quota, -1), length.reshape(-1), noise_id.reshape(-1), entry
+        return (
+            tokens.reshape(M * quota, -1),
+            length.reshape(-1),
+            noise_id.reshape(-1),
+            entry,
+        )
 
     def _noise_id(self, request: Request) -> int:
         """Return the number that selects the noise of a request. Requests with and without a seed share no number."""
@@ -241,7 +246,13 @@ class Engine:
                 if not has_stopped:
                     new_lengths[*place, 0] = start + max(end, 1)
             new = slice(start + begin, start + end)
-            request.deltas.put((tokens[*place, 0, new].tolist(), logps[*place, 0, new].tolist(), finish_reason))
+            request.deltas.put(
+                (
+                    tokens[*place, 0, new].tolist(),
+                    logps[*place, 0, new].tolist(),
+                    finish_reason,
+                )
+            )
         if new_lengths.any():
             placed = sharding.put(new_lengths, sharding.leading(sampler.mesh, new_lengths))
             self._state, _ = self._programs["stop_rows"](self._state, placed)

@@ -205,7 +205,10 @@ class _Route:
                 continue
             tokens, logps, finish_reason = delta
             if finish_reason == "error":
-                raise Refused(500, f"the engine has ended: {self.server.engines[self.model].error!r:.200}")
+                raise Refused(
+                    500,
+                    f"the engine has ended: {self.server.engines[self.model].error!r:.200}",
+                )
             yield tokens, logps, finish_reason
 
     # ---- options of a request ----
@@ -218,7 +221,10 @@ class _Route:
         """Refuse a prompt that is not a list of token ids, or that is too long."""
         limit = self.sampler.max_prompt_tokens
         if isinstance(ids, list) and len(ids) > limit:
-            raise Refused(400, f"the prompt has {len(ids)} tokens, but at most {limit} are allowed")
+            raise Refused(
+                400,
+                f"the prompt has {len(ids)} tokens, but at most {limit} are allowed",
+            )
         if not isinstance(ids, list) or not ids or not all(map(self._is_id, ids)):
             last = self.sampler.model.arch.vocab_size - 1
             raise Refused(400, f"token_ids must be a list of ids from 0 to {last}, and not empty")
@@ -232,7 +238,10 @@ class _Route:
             if size is None:
                 continue
             if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= limit:
-                raise Refused(400, f"{name}={size!r:.100} must be a whole number from 1 to {limit}")
+                raise Refused(
+                    400,
+                    f"{name}={size!r:.100} must be a whole number from 1 to {limit}",
+                )
             smallest = min(smallest, size)
         return smallest
 
@@ -241,7 +250,10 @@ class _Route:
         server_temperature = self.server.temperature
         temperature = server_temperature if value is None else value
         if server_temperature == 0 and temperature != 0:
-            raise Refused(400, f"temperature={temperature!r:.100} must be 0, because the server decodes greedily")
+            raise Refused(
+                400,
+                f"temperature={temperature!r:.100} must be 0, because the server decodes greedily",
+            )
         is_number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if not is_number or not (temperature == 0 or 0.01 <= temperature <= 100):
             raise Refused(400, f"temperature={temperature!r:.100} must be 0 or from 0.01 to 100")
@@ -277,7 +289,10 @@ class _Route:
         ids = [] if value is None else value
         if not isinstance(ids, list) or not all(map(self._is_id, ids)):
             last = self.sampler.model.arch.vocab_size - 1
-            raise Refused(400, f"stop_token_ids={ids!r:.100} must be a list of ids from 0 to {last}")
+            raise Refused(
+                400,
+                f"stop_token_ids={ids!r:.100} must be a list of ids from 0 to {last}",
+            )
         return ids
 
 
@@ -290,7 +305,11 @@ class _Generation(_Route):
         request = self.submit(ids, body | sampling_params, openai_api.OF_TOKENS)
         tokens, logps, finish_reason = self.whole(request)
         choice = openai_api.token_choice(tokens, logps, finish_reason)
-        return {"request_id": uuid.uuid4().hex, "model": self.model, "choices": [choice]}
+        return {
+            "request_id": uuid.uuid4().hex,
+            "model": self.model,
+            "choices": [choice],
+        }
 
 
 class _Chat(_Route):
@@ -312,7 +331,11 @@ class _Chat(_Route):
             ids = self._encoded(messages, functions, template_kwargs)
         except ValueError as error:  # ConfigError is a ValueError
             raise Refused(400, str(error)) from None
-        base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        base = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": self.model,
+        }
         request = self.submit(ids, body, {})
         if is_streamed:
             return self._events(request, base, functions, wants_usage, wants_logprobs)
@@ -324,7 +347,10 @@ class _Chat(_Route):
         limit = LOSS_OF_NORMALISERS * self.server.tokenizer.longest_token * max_tokens
         size = _characters(texts)
         if size > limit:
-            raise Refused(400, f"messages of {size} characters are too long: a prompt has at most {max_tokens} tokens")
+            raise Refused(
+                400,
+                f"messages of {size} characters are too long: a prompt has at most {max_tokens} tokens",
+            )
 
     def _encoded(self, messages: Any, functions: list[Any], template_kwargs: dict[str, Any]) -> list[int]:
         """Return the token ids of a conversation.
@@ -333,7 +359,11 @@ class _Chat(_Route):
         support earlier tool calls, the calls become text in the assistant's messages.
         """
         tokenizer = self.server.tokenizer
-        encoding = {"system_prompt": "", "chat_template": True, "chat_template_kwargs": template_kwargs}
+        encoding = {
+            "system_prompt": "",
+            "chat_template": True,
+            "chat_template_kwargs": template_kwargs,
+        }
         if functions and not has_place_for_tools(tokenizer, encoding):
             return tokenizer.encode_prompt(tools.with_tool_list(tools.texts_of(messages), functions), **encoding)
         if functions:
@@ -357,7 +387,12 @@ class _Chat(_Route):
         return {"object": "chat.completion", "choices": [choice], "usage": usage}
 
     def _events(
-        self, request: Request, base: dict[str, Any], functions: list[Any], wants_usage: bool, wants_logprobs: bool
+        self,
+        request: Request,
+        base: dict[str, Any],
+        functions: list[Any],
+        wants_usage: bool,
+        wants_logprobs: bool,
     ) -> Events:
         """Yield the events of an answer with ``stream``, while the completion is decoded."""
         base = base | {"object": "chat.completion.chunk"}
@@ -369,7 +404,12 @@ class _Chat(_Route):
             new_tokens = tokens[len(tokens) - len(logps) :]
             logprobs = self._logprobs(new_tokens, logps) if wants_logprobs and logps else None
             logps.clear()
-            choice = {"index": 0, "delta": content, "finish_reason": finish_reason, "logprobs": logprobs}
+            choice = {
+                "index": 0,
+                "delta": content,
+                "finish_reason": finish_reason,
+                "logprobs": logprobs,
+            }
             return base | {"choices": [choice]}
 
         try:
@@ -391,7 +431,10 @@ class _Chat(_Route):
         finally:
             request.is_cancelled = True
         if wants_usage:
-            yield base | {"choices": [], "usage": openai_api.usage(len(request.prompt), len(tokens))}
+            yield base | {
+                "choices": [],
+                "usage": openai_api.usage(len(request.prompt), len(tokens)),
+            }
 
     def _logprobs(self, tokens: list[int], logps: list[float]) -> dict[str, Any]:
         """Return the text, the bytes and the log-prob of each token. A token can be a part of a character."""
@@ -399,7 +442,14 @@ class _Chat(_Route):
         for token, logp in zip(tokens, logps, strict=True):
             text = self.server.tokenizer.decode([token])
             text_bytes = [*self.server.tokenizer.bytes_of(token)]
-            content.append({"token": text, "logprob": logp, "bytes": text_bytes, "top_logprobs": []})
+            content.append(
+                {
+                    "token": text,
+                    "logprob": logp,
+                    "bytes": text_bytes,
+                    "top_logprobs": [],
+                }
+            )
         return {"content": content}
 
 

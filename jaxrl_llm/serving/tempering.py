@@ -35,7 +35,11 @@ class TemperingSampler(Sampler):
         temperature_Z1 = temperature_MZ.reshape(-1, 1)
         logits_ZV = logits_ZV.astype(jnp.float32)
         greedy = jnp.where(logits_ZV == jnp.max(logits_ZV, axis=1, keepdims=True), 0.0, -jnp.inf)
-        return jnp.where(temperature_Z1 > 0, logits_ZV / jnp.where(temperature_Z1 > 0, temperature_Z1, 1.0), greedy)
+        return jnp.where(
+            temperature_Z1 > 0,
+            logits_ZV / jnp.where(temperature_Z1 > 0, temperature_Z1, 1.0),
+            greedy,
+        )
 
     def programs(self, abstract_params: Any) -> dict[str, Program]:
         """Return the programs of a sampler and the program "temper".

@@ -108,7 +108,10 @@ class _OldModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Import hook: the import of an old name gives the module that has the new name."""
 
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         old = fullname.removeprefix(PACKAGE)
         if old == fullname or old not in (*MODULES, *PACKAGES):

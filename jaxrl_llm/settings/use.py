@@ -239,7 +239,13 @@ class Slot:
             raise ConfigError(f"{path}={value!r:.200} must be use(NAME, ...), NAME one of {self._names()}")
         return mapping
 
-    def _settings(self, function: Callable[..., Any], name: str, given: Mapping[str, Any], path: str) -> dict[str, Any]:
+    def _settings(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        given: Mapping[str, Any],
+        path: str,
+    ) -> dict[str, Any]:
         """Return the value of every setting of a function: the given value or the default, as the setting's type."""
         declared = {**self.settings, **keywords(function)}
         for key, value in given.items():
@@ -322,7 +328,10 @@ class Slot:
         for place, chosen in self.places(value, path).items():
             if chosen.function is None:
                 continue
-            for key, (_, default) in {**self.settings, **keywords(chosen.function)}.items():
+            for key, (_, default) in {
+                **self.settings,
+                **keywords(chosen.function),
+            }.items():
                 defaults[f"{place}.{key}"] = "" if default is inspect.Parameter.empty else default
         return defaults
 
@@ -337,7 +346,14 @@ def slot(
     settings: Mapping[str, tuple[Any, Any]] | None = None,
 ) -> Any:
     """Return a field of a config's dataclass that holds a function of ``table``, or several; see ``Slot``."""
-    place = Slot(table, arguments, facts, several, optional=default == NONE, settings=settings or {})
+    place = Slot(
+        table,
+        arguments,
+        facts,
+        several,
+        optional=default == NONE,
+        settings=settings or {},
+    )
     return dataclasses.field(default=place.choose(default, "default"), metadata={"slot": place})
 
 

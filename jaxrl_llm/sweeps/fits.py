@@ -61,7 +61,14 @@ def is_long_enough(x: np.ndarray, share: float = SHARE) -> bool:
     return is_positive and num_fitted >= 5
 
 
-def fit(x: np.ndarray, y: np.ndarray, *, start: float, share: float = SHARE, highest: float = 1.0) -> Sigmoid | None:
+def fit(
+    x: np.ndarray,
+    y: np.ndarray,
+    *,
+    start: float,
+    share: float = SHARE,
+    highest: float = 1.0,
+) -> Sigmoid | None:
     """Fit a sigmoid by least squares to the first ``share`` of the points.
 
     Args:

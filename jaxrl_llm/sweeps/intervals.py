@@ -64,7 +64,14 @@ class Resampling:
         runs: [1 + resamples, runs] weight of each run in each draw.
     """
 
-    def __init__(self, num_runs: int, num_questions: int, *, resamples: int = RESAMPLES, seed: int = 0):
+    def __init__(
+        self,
+        num_runs: int,
+        num_questions: int,
+        *,
+        resamples: int = RESAMPLES,
+        seed: int = 0,
+    ):
         generator = np.random.default_rng(seed)
         once = np.ones((1, num_runs), int)
         drawn_runs = generator.multinomial(num_runs, np.full(num_runs, 1 / num_runs), size=resamples)

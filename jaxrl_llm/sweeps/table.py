@@ -268,7 +268,14 @@ def knobs(runs: Sequence[Run], sweep: Sweep, column: str) -> list[Knob]:
     return sorted(effects, key=lambda knob: -abs(knob.effect[0]))
 
 
-def _knob(field: str, names_of_runs: Sequence[str], y: np.ndarray, picks: np.ndarray, *, is_lower_better: bool) -> Knob:
+def _knob(
+    field: str,
+    names_of_runs: Sequence[str],
+    y: np.ndarray,
+    picks: np.ndarray,
+    *,
+    is_lower_better: bool,
+) -> Knob:
     """Return the effect of one setting.
 
     Args:
@@ -604,7 +611,15 @@ def _draw_bands(axes: Any, *, bands: Mapping[str, Band], labels: Sequence[str], 
         x = quartiles.x
         colour, dash = page.stroke(i)
         marker = "o" if len(x) < 3 else ""
-        axes.plot(x, quartiles.median, color=colour, linestyle=dash, linewidth=1.6, marker=marker, markersize=4)
+        axes.plot(
+            x,
+            quartiles.median,
+            color=colour,
+            linestyle=dash,
+            linewidth=1.6,
+            marker=marker,
+            markersize=4,
+        )
         axes.fill_between(x, quartiles.low, quartiles.high, color=colour, alpha=0.15, linewidth=0)
     x_limits, y_limits = limits
     axes.set_xlim(*x_limits)
@@ -667,7 +682,15 @@ def _draw_trade_off(axes: Any, *, quartiles: Mapping[str, np.ndarray], lower_x: 
         x_error, y_error = np.abs(np.stack([low, high]) - median).T
         x, y = median
         colour = SERIES[0] if i in optimal else FAINT
-        axes.errorbar(x, y, xerr=x_error[:, None], yerr=y_error[:, None], fmt="o", color=colour, markersize=4)
+        axes.errorbar(
+            x,
+            y,
+            xerr=x_error[:, None],
+            yerr=y_error[:, None],
+            fmt="o",
+            color=colour,
+            markersize=4,
+        )
         if i not in optimal:
             continue
         # Shorten long names, which would fill the picture. The table has the full name.

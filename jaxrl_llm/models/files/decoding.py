@@ -85,7 +85,10 @@ def prefix_lengths(decode: Decode, ids: list[int], byte_ids: Collection[int] = (
 
 
 def tokens_in(
-    decode: Decode, ids: list[int], spans: Sequence[Sequence[int]], byte_ids: Collection[int] = ()
+    decode: Decode,
+    ids: list[int],
+    spans: Sequence[Sequence[int]],
+    byte_ids: Collection[int] = (),
 ) -> list[int]:
     """Return the positions, from 0, of the tokens whose characters all lie within spans of the decoded text.
 

@@ -69,7 +69,12 @@ INERT = re.compile(
 )
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 # Keys of rope in every family, with their defaults.
-_ROPE = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None, "original_max_position_embeddings": None}
+_ROPE = {
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "rope_parameters": None,
+    "original_max_position_embeddings": None,
+}
 _COMMON = {
     "num_key_value_heads": None,  # None = num_attention_heads
     "head_dim": None,  # None = hidden_size / num_attention_heads
@@ -126,7 +131,12 @@ FAMILIES = {
     "llama": Family("LlamaForCausalLM", {**_COMMON, "attention_bias": False, "mlp_bias": False}),
     "mistral": Family(
         "MistralForCausalLM",
-        {**_COMMON, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+        {
+            **_COMMON,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
         is_windowed=lambda config, index: True,
     ),
     "qwen2": Family(
@@ -145,7 +155,10 @@ FAMILIES = {
         "Qwen3MoeForCausalLM",
         {**_COMMON, **mixtures.QWEN3_MOE_KEYS},
         fixed={"qk_norm": "head"},
-        derived=lambda get: {**mixtures.sizes(get), "ffn": get("moe_intermediate_size")},
+        derived=lambda get: {
+            **mixtures.sizes(get),
+            "ffn": get("moe_intermediate_size"),
+        },
         names=mixtures.names("mlp.", "gate_proj", "up_proj", "down_proj"),
         is_windowed=lambda config, index: True,
         only={"decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},
@@ -162,7 +175,10 @@ FAMILIES = {
         "GptOssForCausalLM",
         {**_COMMON, **_WINDOW, **mixtures.GPT_OSS_KEYS},
         fixed={"sinks": True, "norm_topk": True, "experts_bias": True},
-        derived=lambda get: {**mixtures.sizes(get), "glu_limit": get("swiglu_limit", whole=False)},
+        derived=lambda get: {
+            **mixtures.sizes(get),
+            "glu_limit": get("swiglu_limit", whole=False),
+        },
         names=mixtures.names("mlp.", "gate_proj", "up_proj", "down_proj", router="router"),
         is_windowed=lambda config, index: index % 2 == 0,
         only=mixtures.GPT_OSS_ONLY,
@@ -213,7 +229,10 @@ FAMILIES = {
             "embedding_scale": get("hidden_size") ** 0.5,
             "score_width": get("query_pre_attn_scalar"),
         },
-        names={**_POST_NORMS, "blocks.mlp_norm": _LAYER + "pre_feedforward_layernorm.weight"},
+        names={
+            **_POST_NORMS,
+            "blocks.mlp_norm": _LAYER + "pre_feedforward_layernorm.weight",
+        },
         is_windowed=lambda config, index: bool((index + 1) % config["sliding_window_pattern"]),
         local_rope=True,
     ),
@@ -304,7 +323,13 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
             f"{path}: {activation_key}={activation!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}"
         )
     rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
-    ropes = rope_keys.ropes_of(path, config, rotary_size or head_size, local=family.local_rope, keys=family.keys)
+    ropes = rope_keys.ropes_of(
+        path,
+        config,
+        rotary_size or head_size,
+        local=family.local_rope,
+        keys=family.keys,
+    )
     has_bias = flag("attention_bias")
     fields: dict[str, Any] = {
         **ropes,
@@ -364,7 +389,11 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
         positive(path, "max_window_layers", config["max_window_layers"])
     has_rope = [1] * count
     if "no_rope_layers" in family.keys:
-        has_rope = listed("no_rope_layers", (0, 1), lambda i: int((i + 1) % config["no_rope_layer_interval"] != 0))
+        has_rope = listed(
+            "no_rope_layers",
+            (0, 1),
+            lambda i: int((i + 1) % config["no_rope_layer_interval"] != 0),
+        )
     config = config | {"no_rope_layers": has_rope}
     window = config.get("sliding_window")
     if window is not None and window is not False:
@@ -378,7 +407,11 @@ def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, .
         interval = positive(path, "full_attention_interval", config["full_attention_interval"])
         types = [linear if (index + 1) % interval else full for index in range(count)]
     if "layer_types" in family.keys:
-        types = listed("layer_types", (full, linear if is_hybrid else sliding), lambda index: types[index])
+        types = listed(
+            "layer_types",
+            (full, linear if is_hybrid else sliding),
+            lambda index: types[index],
+        )
     layers = []
     for kind, layer_has_rope in zip(types, has_rope, strict=True):
         is_sliding = kind == sliding

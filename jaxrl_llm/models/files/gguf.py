@@ -97,7 +97,10 @@ def read_architecture(path: str | Path) -> Architecture:
     head_size = given_or("attention.key_length", width // num_heads)
     scaling = None
     if scaled == "linear":
-        scaling = RopeScaling("linear", (("factor", _decimal(size("rope.scaling.factor", stretch, whole=False))),))
+        scaling = RopeScaling(
+            "linear",
+            (("factor", _decimal(size("rope.scaling.factor", stretch, whole=False))),),
+        )
     if file.metadata.get("llama.rope.dimension_count", head_size) != head_size:
         raise ConfigError(f"{path}: llama.rope.dimension_count must be the head size {head_size}")
     return Architecture(
@@ -108,7 +111,13 @@ def read_architecture(path: str | Path) -> Architecture:
         num_kv_heads=given_or("attention.head_count_kv", num_heads),
         head_size=head_size,
         ffn=given("feed_forward_length"),
-        rope_theta=_decimal(size("rope.freq_base", file.metadata.get("llama.rope.freq_base", 1e4), whole=False)),
+        rope_theta=_decimal(
+            size(
+                "rope.freq_base",
+                file.metadata.get("llama.rope.freq_base", 1e4),
+                whole=False,
+            )
+        ),
         rope_scaling=scaling,
         norm_eps=_decimal(given("attention.layer_norm_rms_epsilon", whole=False, most=1.0)),
         tied=NAMES["head"] not in file.shapes,
@@ -122,12 +131,22 @@ def load_params(path: str | Path, model: Model, mesh: Mesh) -> Params:
     Raises:
         ConfigError: a tensor is missing, unknown or of another shape, or its quantisation is not supported.
     """
-    return layout.load(_open(path), NAMES, model.abstract_params(mesh), f"a model of the family {model.arch.family}")
+    return layout.load(
+        _open(path),
+        NAMES,
+        model.abstract_params(mesh),
+        f"a model of the family {model.arch.family}",
+    )
 
 
 def check_weights(path: str | Path, model: Model, mesh: Mesh) -> None:
     """Raise the ``ConfigError`` of ``load_params`` about names and shapes. Only the file's header is read."""
-    layout.check(_open(path), NAMES, model.abstract_params(mesh), f"a model of the family {model.arch.family}")
+    layout.check(
+        _open(path),
+        NAMES,
+        model.abstract_params(mesh),
+        f"a model of the family {model.arch.family}",
+    )
 
 
 def read_tokenizer(path: str | Path) -> Tokenizer:
@@ -144,8 +163,14 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
             f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre!r} is not supported; supported: "
             f"llama (SentencePiece), or gpt2 with {' or '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder"
         )
-    tokens, types = file.get("tokenizer.ggml.tokens"), file.get("tokenizer.ggml.token_type")
-    usual = {"add_bos_token": model == "llama" or PRE_TOKENIZERS[pre].begins, "add_space_prefix": True}
+    tokens, types = (
+        file.get("tokenizer.ggml.tokens"),
+        file.get("tokenizer.ggml.token_type"),
+    )
+    usual = {
+        "add_bos_token": model == "llama" or PRE_TOKENIZERS[pre].begins,
+        "add_space_prefix": True,
+    }
     flags = {key: asked(key, usual.get(key, False)) for key in (*usual, "add_eos_token")}
     for key, value in flags.items():
         if type(value) is not bool:
@@ -167,9 +192,15 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
             "pad": role("padding"),
         }
         if model == "llama":
-            scores, first = file.get("tokenizer.ggml.scores")[:num], flags["add_space_prefix"]
+            scores, first = (
+                file.get("tokenizer.ggml.scores")[:num],
+                flags["add_space_prefix"],
+            )
             return make_scored_tokenizer(scores=scores, unknown=role("unknown"), space_first=first, **common)
-        merges, known = [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")], set(tokens[:num])
+        merges, known = (
+            [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")],
+            set(tokens[:num]),
+        )
         if wrong := [pair for pair in merges if "".join(pair) not in known]:
             raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # else the library panics
         return make_bpe_tokenizer(merges=merges, pre_tokenizer=pre, **common)
@@ -184,7 +215,11 @@ MOST_ITEMS = 2**22
 
 
 def make_bpe_tokenizer(
-    *, tokens: list[str], merges: list[tuple[str, str]], pre_tokenizer: str, **common: Any
+    *,
+    tokens: list[str],
+    merges: list[tuple[str, str]],
+    pre_tokenizer: str,
+    **common: Any,
 ) -> Tokenizer:
     """Return a byte-level BPE tokenizer built from its tables.
 
@@ -212,7 +247,12 @@ def make_bpe_tokenizer(
 
 
 def make_scored_tokenizer(
-    *, tokens: list[str], scores: list[float], unknown: str | None, space_first: bool, **common: Any
+    *,
+    tokens: list[str],
+    scores: list[float],
+    unknown: str | None,
+    space_first: bool,
+    **common: Any,
 ) -> Tokenizer:
     """Return a tokenizer with SentencePiece's BPE.
 
@@ -232,10 +272,22 @@ def make_scored_tokenizer(
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [pair for pair in halves if ids.keys() >= set(pair)]
         merges += sorted(known, key=lambda pair: [ids[half] for half in pair])
-    core = Tokenizer(models.BPE(vocab=ids, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    core = Tokenizer(
+        models.BPE(
+            vocab=ids,
+            merges=merges,
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
     space = "\u2581"
     core.normalizer = normalizers.Replace(" ", space)
-    read: list[Any] = [decoders.Replace(space, " "), decoders.ByteFallback(), decoders.Fuse()]
+    read: list[Any] = [
+        decoders.Replace(space, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     if space_first:
         core.normalizer = normalizers.Sequence([normalizers.Prepend(space), core.normalizer])
         read.append(decoders.Strip(" ", 1, 0))
@@ -351,7 +403,10 @@ class _File:
     def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         tensor = self._tensors[name]
         part = _dequantise(self.path, tensor, index)
-        heads = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+        heads = {
+            "attn_q": "llama.attention.head_count",
+            "attn_k": "llama.attention.head_count_kv",
+        }
         module = name.split(".")[-2]
         if module not in heads:
             return part

@@ -34,7 +34,11 @@ from jaxrl_llm.runtime.weights import is_run
 MAX_FILE_BYTES = 5 * 10**9
 MOST_MAPPED_BYTES = 2**26
 # Dtypes of stored weights by their names in safetensors.
-DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+}
 CODES = "U8"  # bytes of MXFP4 (mixtures)
 # In a model with images: the prefix of the text model's tensors, and the prefix of tensors that text does not use.
 OF_TEXT, OF_IMAGES = "model.language_model.", "model.visual."
@@ -47,7 +51,12 @@ KEPT += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.tx
 KEPT += ("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
 # Names of weight files, in exports and on the hub. Exports remove earlier ones.
 _PART = f"{'[0-9]' * 5}-of-{'[0-9]' * 5}.safetensors"
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", f"model-{_PART}", f"model.safetensors-{_PART}")
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    f"model-{_PART}",
+    f"model.safetensors-{_PART}",
+)
 
 
 def numpy_dtypes() -> dict[str, np.dtype]:
@@ -316,7 +325,10 @@ def export(
     partial.mkdir()
     try:
         num_bytes = _write_weights(tensors, partial, dtype_of)
-        tokens = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.eos_ids)}
+        tokens = {
+            "bos_token_id": tokenizer.bos_id,
+            "eos_token_id": list(tokenizer.eos_ids),
+        }
         if like is None:
             tokenizer.save(partial)
         else:
@@ -413,7 +425,10 @@ def _write_weights(
         file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         write_tensors(folder / file_name, file_tensors)
         weight_map.update(dict.fromkeys(file_tensors, file_name))
-    index = {"metadata": {"total_size": sum(bytes_by_dtype.values())}, "weight_map": weight_map}
+    index = {
+        "metadata": {"total_size": sum(bytes_by_dtype.values())},
+        "weight_map": weight_map,
+    }
     write_json(folder / "model.safetensors.index.json", index)
     return bytes_by_dtype
 
@@ -431,7 +446,11 @@ def write_tensors(path: Path, tensors: dict[str, WrittenTensor]) -> None:
     start = 0
     for name, (dtype, shape, _) in tensors.items():
         end = start + dtype.itemsize * math.prod(shape)
-        header[name] = {"dtype": dtype_names[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": dtype_names[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
         start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -46,7 +46,11 @@ KEYS = {
 }
 # Further keys in released files of Qwen3.5: about a second model, about a dtype that is always float32 here, and keys
 # with only one possible value.
-RELEASED = {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False, "mamba_ssm_dtype": "float32"}
+RELEASED = {
+    "mtp_num_hidden_layers": 0,
+    "mtp_use_dedicated_embeddings": False,
+    "mamba_ssm_dtype": "float32",
+}
 RELEASED |= {"attn_output_gate": True, "mlp_only_layers": None}
 ONLY_RELEASED = {"attn_output_gate": (True,), "mlp_only_layers": (None, [])}
 ONLY = {"hidden_act": ("swish", "silu")}  # the rule's convolution has the same activation
@@ -54,7 +58,12 @@ WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # model_type of models with images; th
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
 # Keys of experts with their defaults, of Qwen3.5 and of Qwen3-Next.
 EXPERTS_5 = {
-    **dict(num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512, shared_expert_intermediate_size=512),
+    **dict(
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
     **dict(num_local_experts=None, intermediate_size=None),
 }
 EXPERTS_NEXT = {

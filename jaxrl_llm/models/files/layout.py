@@ -218,7 +218,13 @@ def _load_part(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruc
     return out
 
 
-def _read(file: TensorFile, name: str, path: str, index: tuple[slice, ...], shape: tuple[int, ...]) -> np.ndarray:
+def _read(
+    file: TensorFile,
+    name: str,
+    path: str,
+    index: tuple[slice, ...],
+    shape: tuple[int, ...],
+) -> np.ndarray:
     """Read a part of one tensor in float32. Check that its values are finite.
 
     Args:

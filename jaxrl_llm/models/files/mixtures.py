@@ -36,19 +36,40 @@ _LAYER = "model.layers.{layer}."
 QWEN3_MOE_KEYS = {
     **dict(num_key_value_heads=4, max_position_embeddings=32768, attention_bias=False),
     **dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28),
-    **dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=False),
+    **dict(
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=False,
+    ),
     **dict(decoder_sparse_step=1, mlp_only_layers=None, num_local_experts=None),
 }
 MIXTRAL_KEYS = {
-    **dict(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6),
+    **dict(
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+    ),
     **dict(sliding_window=None, num_experts_per_tok=2, num_local_experts=8),
 }
 _YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
 _YARN |= {"original_max_position_embeddings": 4096}
 GPT_OSS_KEYS = {
-    **dict(num_key_value_heads=8, head_dim=64, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=150000.0),
+    **dict(
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_theta=150000.0,
+    ),
     **dict(sliding_window=128, attention_bias=True, rope_parameters=_YARN),
-    **dict(num_local_experts=128, num_experts_per_tok=4, swiglu_alpha=GLU_ALPHA, swiglu_limit=7.0),
+    **dict(
+        num_local_experts=128,
+        num_experts_per_tok=4,
+        swiglu_alpha=GLU_ALPHA,
+        swiglu_limit=7.0,
+    ),
     **dict(initial_context_length=None, experts_per_token=None),  # transformers reads neither
     "quantization_config": None,
 }
@@ -62,7 +83,10 @@ PER_SCALE = 32
 
 def sizes(get: Callable[..., Any]) -> dict[str, Any]:
     """Return the number of experts, and the number of experts per token."""
-    return {"num_experts": get("num_experts", most=32767), "experts_per_token": get("num_experts_per_tok")}
+    return {
+        "num_experts": get("num_experts", most=32767),
+        "experts_per_token": get("num_experts_per_tok"),
+    }
 
 
 def names(block: str, *stored: str, router: str = "gate") -> dict[str, str]:

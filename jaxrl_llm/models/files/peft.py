@@ -35,7 +35,13 @@ INERT = {
     *("lora_dropout", "qalora_group_size", "target_modules", "exclude_modules", "eva_config", "loftq_config"),
     *("corda_config", "lora_ga_config", "runtime_config", "ensure_weight_tying", "megatron_core"),
 }
-READ = {"peft_type": "LORA", "r": None, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+READ = {
+    "peft_type": "LORA",
+    "r": None,
+    "lora_alpha": 8,
+    "use_rslora": False,
+    "use_dora": False,
+}
 READ |= {"init_lora_weights": True}
 PLACES = ("", "experts_")  # prefixes of a target's matrices: in the block, in each expert
 MIXTRAL = {"gate": "w1", "up": "w3", "down": "w2"}  # Mixtral's names for the matrices of an expert
@@ -227,7 +233,11 @@ def merged(path: str, resolve: Resolve, over: str = "") -> Source:
 def names_of(model: Model) -> dict[str, str]:
     """Return the tensor names of A, B and m for each matrix that can be a target."""
     base_names = families.names_of(model.arch)
-    suffixes = {lora.A: "lora_A.weight", lora.B: "lora_B.weight", lora.M: "lora_magnitude_vector"}
+    suffixes = {
+        lora.A: "lora_A.weight",
+        lora.B: "lora_B.weight",
+        lora.M: "lora_magnitude_vector",
+    }
     names: dict[str, str] = {}
     for target in LORA_TARGETS:
         for place in PLACES:

@@ -95,7 +95,13 @@ def resolve_reference(model: ModelConfig, learner: Source) -> Source:
 
 
 def weights(
-    model: Model, reference: Model | None, mesh: Mesh, source: Source, teacher: Source, *, seed: int
+    model: Model,
+    reference: Model | None,
+    mesh: Mesh,
+    source: Source,
+    teacher: Source,
+    *,
+    seed: int,
 ) -> tuple[Params | None, Params | None, Callable[[], Params]]:
     """Return the weights of a run.
 

@@ -67,7 +67,10 @@ def keys_of(arch: Architecture, keys: dict[str, Any]) -> dict[str, Any]:
             "rope_scaling": None,
         }
         if keys["rope_parameters"]:  # replaces the family's default
-            plain["rope_parameters"] = {"rope_type": "default", "rope_theta": arch.rope_theta}
+            plain["rope_parameters"] = {
+                "rope_type": "default",
+                "rope_theta": arch.rope_theta,
+            }
         return plain
     numbers = dict(scaling.numbers)
     top_level = {}
@@ -98,4 +101,8 @@ def _base(path: Any, parameters: dict[str, Any]) -> tuple[float, Any, dict[str, 
     rotary_factor = numbers.pop("partial_rotary_factor", 1.0)
     if rotary_factor not in (1.0, None):
         raise ConfigError(f"{path}: partial_rotary_factor={rotary_factor!r:.60} must be 1")
-    return positive(path, "rope_theta", parameters["rope_theta"], whole=False), kind, numbers
+    return (
+        positive(path, "rope_theta", parameters["rope_theta"], whole=False),
+        kind,
+        numbers,
+    )

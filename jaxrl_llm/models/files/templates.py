@@ -91,7 +91,11 @@ def _day(config: Config, workdir: pathlib.Path) -> str | None:
 
 
 def between_turns(
-    fast: Any, messages: list[dict[str, str]], kwargs: dict[str, Any], ends: list[str], other: str | None = None
+    fast: Any,
+    messages: list[dict[str, str]],
+    kwargs: dict[str, Any],
+    ends: list[str],
+    other: str | None = None,
 ) -> str:
     """Return the text between two assistant turns: from the end of one turn to the beginning of the next.
 

@@ -34,7 +34,11 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 def _byte_letters() -> dict[str, int]:
     """Return GPT-2's alphabet of bytes: printable bytes are their own letters, the others follow from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(0xA1, 0xAC + 1),
+        *range(0xAE, 0xFF + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
@@ -175,7 +179,10 @@ class Tokenizer:
         messages = [{**message, "content": hide(message["content"])} for message in messages]
         text = "\n".join(message["content"] for message in messages)
         if how["chat_template"]:
-            ends = [*END_OF_TURN, *(self._special[i].content for i in self.eos_ids if i in self._special)]
+            ends = [
+                *END_OF_TURN,
+                *(self._special[i].content for i in self.eos_ids if i in self._special),
+            ]
             kwargs = templates.checked_kwargs(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
             other = None if last in (None, *self._turn_ends) else self._fast.decode([last])
             text = templates.between_turns(self._fast, messages, kwargs, ends, other)
@@ -218,7 +225,11 @@ class Tokenizer:
         core.add_special_tokens([token.content for token in self._special.values()])
         for token in self._special.values():
             core.add_tokens([type(token)(**token.__getstate__() | {"content": sign + token.content, "special": False})])
-        return core, sign, {core.token_to_id(sign + token.content): i for i, token in self._special.items()}
+        return (
+            core,
+            sign,
+            {core.token_to_id(sign + token.content): i for i, token in self._special.items()},
+        )
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens and ends of turns."""
@@ -257,7 +268,10 @@ class Tokenizer:
         path = Path(folder) / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # version 5 writes a name that version 4 does not know
-        path.write_text(json_lines.written(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        path.write_text(
+            json_lines.written(config, indent=2, ensure_ascii=False) + "\n",
+            encoding="utf-8",
+        )
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -183,7 +183,11 @@ def _after_prompt(x_PKLH: jax.Array, x_BKTH: jax.Array, is_prompt_token: jax.Arr
 
 
 def decode(
-    q_BKRH: jax.Array, k_BK1H: jax.Array, v_BK1H: jax.Array, prompt_piece: tuple[jax.Array, ...], cache: CacheBlocks
+    q_BKRH: jax.Array,
+    k_BK1H: jax.Array,
+    v_BK1H: jax.Array,
+    prompt_piece: tuple[jax.Array, ...],
+    cache: CacheBlocks,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return a decode step's attention on TPU to prompt, cache and new token, and write the new token to the cache.
 
@@ -198,7 +202,16 @@ def decode(
     from jaxrl_llm.models.kernels import tpu_decode  # imported here for the same reason as splash below
 
     out, total, peak = prompt_piece
-    args = (q_BKRH, k_BK1H, v_BK1H, out, total[..., None], peak[..., None], cache.keys[0], cache.values[0])
+    args = (
+        q_BKRH,
+        k_BK1H,
+        v_BK1H,
+        out,
+        total[..., None],
+        peak[..., None],
+        cache.keys[0],
+        cache.values[0],
+    )
     axes = (*(("batch", "kv_heads") for _ in args), ("batch",), ())
     return sharding.by_device(tpu_decode.attend, *args, cache.length, cache.end, axes=axes, shared=2)
 

@@ -108,7 +108,10 @@ def attend(
             for ref, start in zip((sums, total, peak), prompt_piece, strict=True):
                 ref[...] = start[...].astype(jnp.float32)
             new_q, new_k, new_v = (x[...].astype(jnp.float32) for x in (q, k, v))
-            add(jnp.sum(new_q * new_k, axis=3, keepdims=True), lambda weights: weights * new_v)
+            add(
+                jnp.sum(new_q * new_k, axis=3, keepdims=True),
+                lambda weights: weights * new_v,
+            )
             tile_start = pl.multiple_of(end[0] % block // tile * tile, tile) if tile < block else 0
             tile_index = (slice(None),) * token_axis + (pl.ds(tile_start, tile),)
             for new_cache, token, cache in zip(new_caches, (k, v), (keys, values), strict=True):
@@ -129,7 +132,10 @@ def attend(
 
             visible_values = jnp.where(is_visible(token_axis), values[...], 0)  # 0 * nan is nan
             scores = jnp.where(is_visible(3), dot(q[...], keys[...], 5 - token_axis), -jnp.inf)
-            add(scores, lambda weights: dot(weights.astype(visible_values.dtype), visible_values, token_axis))
+            add(
+                scores,
+                lambda weights: dot(weights.astype(visible_values.dtype), visible_values, token_axis),
+            )
 
         @pl.when(step == num_steps - 1)
         def finish():
@@ -155,7 +161,11 @@ def attend(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(B // rows, num_steps),
-            in_specs=[*(row_spec(*shape) for shape in row_shapes), block_spec, block_spec],
+            in_specs=[
+                *(row_spec(*shape) for shape in row_shapes),
+                block_spec,
+                block_spec,
+            ],
             out_specs=[row_spec(K, R, H), tile_spec, tile_spec],
             scratch_shapes=[pltpu.VMEM((rows, *shape), jnp.float32) for shape in piece_shapes],
         ),

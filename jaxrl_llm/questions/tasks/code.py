@@ -109,7 +109,13 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return ``prompts.arguments`` with their defaults. Raise ConfigError for a wrong argument."""
     where = "prompts.arguments"
-    defaults = {"shown_tests": 1, "template": TEMPLATE, "check_solutions": False, "given_parts": 0, "sandbox": {}}
+    defaults = {
+        "shown_tests": 1,
+        "template": TEMPLATE,
+        "check_solutions": False,
+        "given_parts": 0,
+        "sandbox": {},
+    }
     _check_names(where, arguments, defaults)
     settings = defaults | arguments
     shown = settings["shown_tests"]
@@ -179,7 +185,11 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if key != "task_id":
             _check_key(key, value, form)
     prompt, columns = _of_mbpp(row, settings) if form is MBPP else _of_human_eval(row)
-    return prompt, columns | {"given": "", "task_id": row.get("task_id"), "sandbox": settings["sandbox"]}
+    return prompt, columns | {
+        "given": "",
+        "task_id": row.get("task_id"),
+        "sandbox": settings["sandbox"],
+    }
 
 
 def _check_key(key: str, value: Any, form: dict[str, type]) -> None:

@@ -96,7 +96,10 @@ def load_rows(
                 bad_rows.append(f"{origin}: {error}")
             if len(examples) == config.size > 0:
                 if _has_more(rows):
-                    bad_rows.insert(0, f"the rows after {origin} (prompts.size={config.size}; 0 reads all)")
+                    bad_rows.insert(
+                        0,
+                        f"the rows after {origin} (prompts.size={config.size}; 0 reads all)",
+                    )
                 break
     except OSError as error:
         raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error

@@ -200,7 +200,12 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
         tuple(
             Example(
                 prompt=entry["question"],
-                columns={"answer": entry["answer"], "entry": entry, "dataset": name, "dataset_arguments": arguments},
+                columns={
+                    "answer": entry["answer"],
+                    "entry": entry,
+                    "dataset": name,
+                    "dataset_arguments": arguments,
+                },
                 origin=f"{name}:{i}",
             )
             for i, entry in enumerate(entries, 1)
@@ -222,7 +227,13 @@ def _refuse_copies(name: str, entries: list[dict[str, Any]]) -> None:
 
 @one_by_one  # so that a completion that takes too long fails without the others
 def reward(
-    prompts: list, completions: list[str], *, entry: list, dataset: list, dataset_arguments: list, **columns
+    prompts: list,
+    completions: list[str],
+    *,
+    entry: list,
+    dataset: list,
+    dataset_arguments: list,
+    **columns,
 ) -> list[float]:
     """Return the score that the dataset's own ``score_answer`` gives the answer in each completion.
 
