@@ -132,6 +132,10 @@ def left_behind(workdir):
     host = json.loads((last / "host" / "metadata").read_text())
     del host["metrics"]  # sizes of files that hold the digits of times
     del host["compute"]  # measured by the clock
+    for *_, turns in host["conversations"]:
+        for *_, reply in turns:
+            seconds = reply.pop()  # of the environment, also measured by the clock
+            assert seconds >= 0.0
     compared = lambda row: {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)}
     host["row"] = compared(host["row"])
     metrics = [compared(row) for row in read_metrics(workdir)]
