@@ -84,7 +84,7 @@ class Actor:
     """The generation and scoring half of every iteration, with its state.
 
     Attributes:
-        is_inside: whether ``act`` has started and has not returned, for example because the run was stopped.
+        is_inside: whether a call of ``act`` is unfinished, for example because the run was stopped during the call.
         spent_s: seconds of an unfinished ``act`` before the run was stopped.
 
     Args:
@@ -168,7 +168,7 @@ class Actor:
         return Acted(scored, sampled, self.generator.take_draws(), external, generate_s)
 
     def _scored(self, sampled: Sampled, external: ExternalBatch | None) -> ScoredRollouts:
-        """Return the own and external rows for the learner, and the open rollouts if the learner scores them."""
+        """Return the rows for the learner: own rows, external rows, and open rollouts if their log-probs are needed."""
         scored = ScoredRollouts(sampled.rollout, sampled.rewards, self._questions(sampled.groups))
         if external:
             question_id = self._stream.ledger.question_id
@@ -230,7 +230,7 @@ class Actor:
         return values
 
     def lines(self, acted: Acted, iteration: int) -> dict[str, list[dict[str, Any]]]:
-        """Return the lines to append, by file: sample rollouts, and the kept groups if the run shares rollouts."""
+        """Return the lines to append to each file: sample rollouts, and the kept groups if the run shares rollouts."""
         sampled = acted.sampled
         settings = self._config.metrics
         shared = []

@@ -30,7 +30,7 @@ from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.scoring.rewards import CHECK_S, Answer
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, STOP_EOS, STOP_LENGTH, STOP_TURNS, Example
 
-Row = tuple[int, int, int]  # shard, entry, sample
+Row = tuple[int, int, int]  # key of a row: its shard, its entry, its sample index in the group
 
 
 class Prompt(Protocol):
@@ -52,8 +52,8 @@ class Turn:
         end: number of completion tokens up to the end of the turn.
         reply: the environment's reply.
         answer: token ids of the reply; empty if the episode ends here.
-        verdict: number of answer tokens, or minus the row's STOP_*; 0 = not yet known.
-        last: last token of the turn; None if restored with a verdict.
+        verdict: number of answer tokens, or minus the stop reason (``types.STOP_*``) of the row; 0 = not yet known.
+        last: last token of the turn; None if the turn was restored with a verdict.
     """
 
     text: str
@@ -178,8 +178,8 @@ class Conversations:
         self._encoding = config.prompts.encoding
         self._limits = config.environments
         self._max_completion_tokens = config.sampling.max_completion_tokens
-        self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # episode, turns
-        self._waiting: set[Row] = set()  # after the last chunk
+        self._rows: dict[Row, tuple[int, list[Turn]]] = {}  # the episode of each row, and its turns so far
+        self._waiting: set[Row] = set()  # rows that wait for an answer since the last chunk
         self._waited_s = 0.0
 
     def _encode(self, answer: Any, last: int | None) -> list[int]:
@@ -259,7 +259,8 @@ class Conversations:
         shape = sampler.shards, sampler.entries, sampler.group_size
         tokens = np.zeros((*shape, self._limits.max_answer_tokens), np.int32)
         verdicts = np.zeros(shape, np.int32)
-        for host_answers in hosts.exchange(own_answers):  # because only one host asks for a copied row
+        # If several hosts hold a row, only one host asks the environment for it.
+        for host_answers in hosts.exchange(own_answers):
             for row, (verdict, answer) in host_answers.items():
                 verdicts[row] = verdict
                 tokens[row][: len(answer)] = answer
@@ -276,7 +277,7 @@ class Conversations:
         return waited_s
 
     def _episode(self, row: Row) -> tuple[int, list[Turn]]:
-        """Return the episode and the turns of a row. Begin an episode if the row has none."""
+        """Return the episode and the turns of a row. Begin an episode if the row does not have one."""
         if row not in self._rows:
             self._rows[row] = self._environment.begin(), []
         return self._rows[row]
@@ -309,7 +310,7 @@ class Conversations:
             )
             turn.reply = _finished(failed)
             turn.verdict = -STOP_EOS
-        elif turn.end + len(answer) >= self._max_completion_tokens:  # no room for another token of the policy
+        elif turn.end + len(answer) >= self._max_completion_tokens:  # the policy has no room for another token
             turn.verdict = -STOP_LENGTH
         else:
             turn.answer = answer

@@ -56,8 +56,8 @@ def pass_at_k(num_samples: int, num_passes: int, k: int) -> float:
 def majority_passes(completions: list[str], passes: list[bool], *, are_programs: bool = False) -> bool:
     """Return whether the most frequent answer passes; the earliest wins a tie.
 
-    The first completion with that answer decides whether it passes. ``answers.vote`` says which answers are the same.
-    Programs are the same if their texts are.
+    The first completion with that answer decides whether it passes. ``answers.vote`` decides which answers are equal.
+    Two programs are equal if their texts are equal.
     """
     answers = [text.strip() if are_programs else vote(text) for text in completions]
     winner = collections.Counter(answers).most_common(1)[0][0]
@@ -102,7 +102,7 @@ def evaluate(
     """
     tickets = []
     groups: list[FinishedGroup] = []
-    own_texts: list[list[str] | None] = []  # None = the rows are on another host
+    own_texts: list[list[str] | None] = []  # None if the rows are on another host
     own_answers: list[list[str] | None] = []
     for batch in filled_batches(held_out, generator.sampler.num_prompts):
         finished = generator.generate(params, batch, version=version, key=key)
@@ -196,7 +196,7 @@ class Evaluation:
     Args:
         run: a ``Run`` with an ``eval_sampler``.
         compiled: the compiled programs of the run by name.
-        tokenizer: of the model.
+        tokenizer: the model's tokenizer.
         held_out: the held-out questions.
         pool: scores the completions.
         environment: the environment that answers turns; None means that each completion has one turn.
@@ -395,7 +395,7 @@ def _apart(
 
 
 def _identity(row: prompts_lib.EncodedExample) -> tuple[bytes, str]:
-    """Return the tokens and the hidden text of a question, which tell whether two questions are the same."""
+    """Return the tokens and the hidden text of a question. Questions are the same if both are equal."""
     return row.tokens.tobytes(), row.example.hidden
 
 

@@ -272,7 +272,7 @@ def _rows(groups: Sequence[ExternalGroup | None], config: Config, *, first_id: i
     for j, group in enumerate(groups):
         if group is None:
             continue
-        prompt = slice(j * G, (j + 1) * G)  # a missing completion has its siblings' prompt
+        prompt = slice(j * G, (j + 1) * G)  # the row of a missing completion holds the prompt of its group
         tokens[prompt, : len(group.prompt)] = group.prompt
         prompt_length[prompt] = len(group.prompt)
         length[prompt] = len(group.prompt)
@@ -283,4 +283,4 @@ def _rows(groups: Sequence[ExternalGroup | None], config: Config, *, first_id: i
             stop_reason[row] = reason
     group_id = np.repeat(first_id - np.arange(len(groups), dtype=np.int32), G)
     arrays: list[Any] = [tokens, prompt_length, length, None, group_id, None, stop_reason]
-    return Rollout(*arrays)  # numpy in place of device arrays
+    return Rollout(*arrays)  # the ``Rollout`` holds numpy arrays instead of device arrays

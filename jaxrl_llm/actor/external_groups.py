@@ -12,7 +12,7 @@
 
 A run with ``metrics.share_rollouts`` writes its own groups in this format for other runs.
 
-Owns: which lines are groups, the lines that a run shares. Does not know: where a line comes from, device arrays.
+Owns: the format of a group, the lines that a run shares. Does not know: the source of a line, device arrays.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jaxrl_llm.types import STOP_EOS, STOP_LENGTH, STOP_STRING, Example
 
 
 class HeldOutError(BadRowError):
-    """Error for a line whose question is held out in this run."""
+    """Error for a line whose question is one of this run's held-out questions."""
 
 
 @dataclasses.dataclass
@@ -79,7 +79,7 @@ class GroupParser:
         """Parse a line as a group.
 
         Args:
-            origin: place of the line, for error messages about the question.
+            origin: file and line number, for error messages about the question.
 
         Raises:
             BadRowError: the line is not a group that this run can use.
@@ -123,7 +123,8 @@ class GroupParser:
         """Return the token ids of each completion in the field ``completions``."""
         algorithm = self.config.algorithm
         group_size = self.config.rollout.group_size
-        # A single completion has no advantage if siblings are compared, but it can be imitated.
+        # A single completion has no advantage if the advantage compares the group's completions, but it can be
+        # imitated.
         compares_siblings = algorithm.advantage.facts.siblings and not algorithm.imitates
         least = 2 if compares_siblings else 1
         if not isinstance(values, list) or not least <= len(values) <= group_size:

@@ -12,7 +12,7 @@ function: prompts, completions and columns of one question. It returns a list of
 function runs in its own process (``scoring.reward_worker``), with ``rewards.timeout_s`` for each question. If the
 function fails, that question has no lines. Failures are counted, and the first one is printed.
 
-Owns: which line comes next, the reading position. Does not know: the content of a line, rows.
+Owns: the order of the lines, the reading position. Does not know: the content of a line, rows.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class FileSource:
         """Return the next group of the file."""
         group = self._groups[self._position % len(self._groups)]
         self._position += 1
-        return dataclasses.replace(group)  # a copy, because the file's next pass needs a new ticket
+        return dataclasses.replace(group)  # copy the group, because the file's next pass needs a new ticket
 
     def state(self) -> dict[str, int]:
         """Return the reading position as plain JSON, for ``restore``."""
@@ -109,7 +109,7 @@ def _read_groups(path: pathlib.Path, parser: GroupParser) -> tuple[list[External
 
 
 class LineSource:
-    """Source whose lines are taken once, the last line first.
+    """Source that takes each of its lines once. The last line is taken first.
 
     Attributes:
         skipped: number of lines so far that were not groups of this run.
@@ -173,7 +173,8 @@ class RunSource(LineSource):
 class HindsightSource(LineSource):
     """Source of the lines that a hindsight function makes of the run's own groups.
 
-    The next iteration takes the lines of the groups in turn: the first line of each group, then the second of each.
+    The next iteration takes the lines of the groups in turn: the first line of every group, then the second line of
+    every group.
     """
 
     def __init__(self, name: str, parser: GroupParser):
@@ -205,7 +206,7 @@ class HindsightSource(LineSource):
         self.failed += len(reasons)
         rounds = itertools.zip_longest(*(group_lines for group_lines, _ in all_results))
         in_turn = [line for lines_of_round in rounds for line in lines_of_round if line is not None]
-        self._lines = in_turn[::-1]  # because the last line is taken first
+        self._lines = in_turn[::-1]  # reversed, because the last line is taken first
 
     def _call(self, example: Example, texts: list[str]) -> tuple[list[bytes], str]:
         """Return the lines that the function makes of one group, and an error message or ""."""

@@ -12,7 +12,7 @@ open. Prompts are opened up to
 
     capacity = min(free entries, (max_lag + calls so far + 1) * P - opened so far)
 
-P is the number of prompts per call. A call waits for the prompts that must leave with it.
+P is the number of prompts per call. A call waits for the prompts that reach their limit with this call.
 
 Source: the capacity formula is from AReaL, Fu et al. 2025, arXiv:2505.24298. The version of AReaL counts batches.
 Differs: a call also waits for stragglers. Therefore the limit bounds the staleness of the rollouts that are trained on,
@@ -75,7 +75,8 @@ class FinishedGroup:
     ticket: PerHost[Any] = None
 
 
-# Groups on their way to the host: one place per shard, None for a shard without a group, and their tokens [M,G,S].
+# Groups that are being copied to the host: one place (shard, entry) per shard, or None without a group, and the tokens
+# [M,G,S].
 Reading = list[tuple[tuple[Place | None, ...], jax.Array]]
 
 
@@ -118,7 +119,7 @@ class Generator:
         self.open_prompts: dict[Place, OpenPrompt] = {}
         # Finished groups that ``take`` has not collected yet, with their tickets.
         self.finished: dict[Place, FinishedGroup] = {}
-        self._chosen: list[list[Place]] = []  # places of the last call's groups, by shard
+        self._chosen: list[list[Place]] = []  # places (shard, entry) of the last call's groups, by shard
         self.draws: list[DrawSums] = []  # sums of the calls since ``take_draws``
 
     # ---- one call ----------------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class Generator:
         return [[place for place in self.finished if place[0] == shard] for shard in range(self.sampler.shards)]
 
     def _has_enough(self, due: set[Place]) -> bool:
-        """Return whether the finished groups fill a call and include the due groups."""
+        """Return whether the finished groups are enough for a call and include all due groups."""
         sampler = self.sampler
         num_finished = np.array([len(places) for places in self._finished_places()])
         return quotas.is_enough(num_finished, sampler.num_prompts, sampler.slack) and due <= self.finished.keys()
@@ -293,7 +294,8 @@ class Generator:
         free = [[(m, e) for e in range(E) if (m, e) not in self.open_prompts] for m in range(M)]
         if not self.max_lag:
             return free
-        # Capacity of a shard. Past calls cancel out because each call adds P prompts to the capacity and collects P.
+        # Capacity of a shard. Past calls do not appear in the formula, because each call adds P prompts to the capacity
+        # and collects P groups.
         capacity = (self.max_lag + 1) * (self.sampler.num_prompts // M)
         return [places[: max(0, capacity - (E - len(places)))] for places in free]
 
@@ -303,7 +305,7 @@ class Generator:
         The result contains two kinds of prompts:
 
         - Prompts that reach the limit with the next call.
-        - The oldest prompts that reach the limit with a later call: as many as the later calls have no room for.
+        - The oldest prompts that reach the limit with a later call, if the later calls cannot collect all of them.
 
         A later call is assumed to collect its quota of P / M groups from the shard. A call can collect fewer groups
         only if the shard has at most ``max_lag`` quotas of entries (``quotas.slack_of``). In this case the later calls
@@ -335,7 +337,7 @@ class Generator:
         version_argument = (version,) if sampler.stale_cache else ()
         for wave in range(num_waves):
             index = np.zeros((M, quota), np.int64)
-            entry = np.full((M, quota), sampler.entries, np.int32)  # the device drops entry E
+            entry = np.full((M, quota), sampler.entries, np.int32)  # unused places hold entry E, which the device drops
             for m in range(M):
                 for j, place in enumerate(free[m][wave * quota : (wave + 1) * quota]):
                     i = starts[m] + wave * quota + j

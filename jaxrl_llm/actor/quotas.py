@@ -11,8 +11,8 @@ groups beyond its quota, and the surplus moves to the shards that have fewer gro
 ``benchmarks/shard_quotas.py`` simulates how much time a slack saves.
 
 Letters: M data shards, P groups per call, q = P / M the quota, s the slack, E entries per shard, G rows per group.
-Owns: when a call has enough groups, which groups leave, how a surplus moves. Does not know: how a group is generated,
-which groups must leave with a call (``generator.py``).
+Owns: when a call has enough groups, which groups leave the table, how a surplus moves between shards. Does not know:
+    how a group is generated, which groups must leave with a call (``generator.py``).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def chosen(
     Due groups are chosen first, then the oldest groups of all shards. Each shard gives at most quota + slack groups.
 
     Args:
-        finished: places of the finished groups by shard. ``is_enough`` holds for them, and they include the due groups.
-        age: returns a number for a place; older groups have smaller numbers.
+        finished: places of the finished groups by shard. ``is_enough`` is true for these groups, and they include the
+            due groups. age: returns a number for a place; older groups have smaller numbers.
         due: places of the groups that must leave with this call.
     """
     most = num_prompts // len(finished) + slack
@@ -97,9 +97,9 @@ def arrays(leaving: list[list[Place]], num_prompts: int, slack: int, entries: in
     """Return the index arrays that ``take`` needs to collect the groups that leave.
 
     Returns:
-        The entries [M,q+s] i32 of the groups; unused positions hold the value ``entries``. With a slack, also the
-        source [M,q] i32 of each group of a shard's quota. A source of -1 means the shard's own group. Other sources
-        index the M s groups beyond the quotas.
+        The entries [M,q+s] i32 of the groups; unused positions hold the value ``entries``. If the slack is positive,
+        also the source [M,q] i32 of each group of a shard's quota. A source of -1 means the shard's own group. Other
+        sources index the M s groups beyond the quotas.
     """
     M = len(leaving)
     quota = num_prompts // M

@@ -6,7 +6,8 @@
 
 No row restarts when shards are merged. A row that restarts is drawn with the same noise. With the same weights (a run
 without ``rollout.lookahead_prompts``) a restarted row gets the same tokens again. The KV cache of a restarted row is
-not sent to the new shard. This would need another program, which is only worthwhile if meshes change often.
+not sent to the new shard. Sending the cache would need another program, which is only worthwhile if meshes change
+often.
 
 Letters: as in ``sampler.py``.
 Owns: the new places of unfinished rollouts. Does not know: how a checkpoint is read (``runtime.checkpoint_files``).
@@ -54,7 +55,7 @@ def redistribute(
     if old_shards == sampler.shards:
         return state, host_state, []
     layout = sharding.of(state), sharding.replicated(sampler.mesh, 0)
-    # The state is donated, because the caches do not change.
+    # Donate the state, so that the device does not hold a second copy of the unchanged caches.
     program = jax.jit(
         functools.partial(_move, old_shards=old_shards),
         out_shardings=layout,

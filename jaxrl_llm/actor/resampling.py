@@ -6,8 +6,8 @@ A group is mixed if its rewards differ, and tied if its rewards are all equal.
                      |                                                   |
                      +---------------------------------------------------+--> P groups for the ring, mixed ones first
 
-Every round has P groups, because array shapes are static. Surplus groups are left out, but the metrics count their
-groups as generated. If the iteration has only one round, all its groups stay.
+Every round has P groups, because array shapes are static. Surplus groups are left out of the ring, but the metrics
+count them as generated. If the iteration has only one round, all its groups stay.
 
 Owns: which groups stay, their lines in samples.jsonl. Does not know: how groups are generated and scored, the later use
 of the groups.
@@ -76,7 +76,7 @@ class Sampled:
         return each_array(lambda x: x[rows], self.answers)
 
     def state(self) -> dict[str, Any]:
-        """Return the data that ``restored`` needs in addition to ``rollout``, as plain JSON."""
+        """Return the saved form of the object as plain JSON, without ``rollout``. ``restored`` reads it."""
         groups = [[group.group_id, group.lengths, group.stop_reasons, group.turns] for group in self.asked]
         return {
             "kept": self.kept.tolist(),
@@ -179,7 +179,7 @@ def sample(
         rounds: the merged earlier rounds, as a list of one element or none. A run that was stopped continues from them.
 
     Source: dynamic sampling of DAPO, Yu et al. 2025, arXiv:2503.14476. Differs: DAPO requires 0 < correct < G, this
-        function requires mixed rewards. The number of rounds is limited, so tied groups can remain.
+        function requires different rewards in the group. The number of rounds is limited, so tied groups can remain.
     """
     num_groups = config.rollout.prompts_per_iteration
     while True:
@@ -194,7 +194,7 @@ def sample(
         hosts.doing("rewards")
         answers = collect([group.ticket for group in groups])
         waited_s = time.monotonic() - started
-        # Take the rows only after the rewards have arrived. A run that is stopped before still has the rows in the
+        # Take the rows only after the rewards have arrived. If the run is stopped before, the rows are still in the
         # sampler.
         sampled = Sampled(generator.take(), np.arange(num_groups), groups, answers, waited_s=waited_s)
         if rounds:
@@ -307,7 +307,7 @@ def _state_of_list(state: list[Any], column_shapes: Mapping[str, tuple[int, ...]
 
 
 def _sparse(column: np.ndarray) -> dict[str, list[Any]]:
-    """Return an array as plain JSON: its shape, and the flat indices and values that are not 0. Masks have few."""
+    """Return an array as plain JSON: its shape, and the flat indices and values that are not 0."""
     flat = column.ravel()
     indices = np.flatnonzero(flat)
     return {

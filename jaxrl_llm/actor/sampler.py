@@ -8,11 +8,11 @@
               v
             collect: groups whose G rows have all stopped leave as a Rollout
 
-A slot starts at the last prompt token. The slot's own cache stores the key of this token, and the prompt cache hides
-it. Therefore the same decode step draws every completion token, including the first one. All bookkeeping is local to a
-data shard m: no collective moves a rollout until it leaves. With ``lookahead_prompts`` the table also holds prompts of
-later iterations. These prompts keep the slots busy while stragglers finish. Their state stays in the sampler between
-iterations.
+A slot starts at the last prompt token. The slot's own cache stores the key of this token, and the prompt cache masks
+this position. Therefore the same decode step draws every completion token, including the first one. All bookkeeping is
+local to a data shard m: no collective moves a rollout until it leaves. With ``lookahead_prompts`` the table also holds
+prompts of later iterations. These prompts keep the slots busy while stragglers finish. Their state stays in the sampler
+between iterations.
 
 With lookahead prompts the weights change while rollouts are open, and cached values from older weights become stale.
 ``_reread`` recomputes stale values before the next chunk. It always recomputes the prompts, and also the tokens drawn
@@ -62,7 +62,8 @@ class SamplerState(WithColumns):
     # Each layer has its own arrays, because some compilers copy a layer's slice of a shared array before reading it.
     # A gated delta rule layer has its two states (delta_rule.empty_states) in place of keys and values. The state of a
     # prompt is the state before the last prompt token.
-    cache_k: tuple[tuple[jax.Array, ...], ...]  # blocks of an attention.Cache, from the last prompt token on
+    # KV cache blocks (``attention.Cache``) of each slot, from the last prompt token on.
+    cache_k: tuple[tuple[jax.Array, ...], ...]
     cache_v: tuple[tuple[jax.Array, ...], ...]
     prompt_k: tuple[jax.Array, ...]  # [M*E, K, L, H], one per prompt
     prompt_v: tuple[jax.Array, ...]
@@ -93,7 +94,8 @@ class Sampler:
         slack: number of groups beyond its quota that a shard may give to a call (``quotas``).
         stale_cache: treatment of the cached completion tokens of open rows when the weights change, "keep" or
             "recompute". "" means that weights never change while a rollout is open.
-        keeps_support: keep the ids that each token was drawn among, because the learner computes log-probs over them.
+        keeps_support: keep the ids that the filters left for each token, because the learner computes log-probs over
+            these ids.
         keeps_entropy: keep the entropy of each token's distribution, because credit assignment uses it.
         learner_mesh: mesh of the collected rollouts, with the same devices; None means ``mesh``.
         keeps_old_logp: keep the learner's log-probs under older weights, because rows can span policy versions.
@@ -227,7 +229,7 @@ class Sampler:
 
     @property
     def _leaving_shapes(self) -> list[tuple[int, int]]:
-        """Return the shapes of the arrays that ``quotas.arrays`` makes for ``_collect``."""
+        """Return the shapes of the index arrays (``quotas.arrays``) that select the groups to collect."""
         M, quota = self.shards, self.num_prompts // self.shards
         shapes = [(M, quota + self.slack)]
         if self.slack:
@@ -411,7 +413,8 @@ class Sampler:
             entry_MP = jnp.where(is_left_MP, entry_MP, E)
             caches, noted = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
             columns = dict(state.columns)
-            if "experts" in noted:  # same for all rows, because the learner computes a prompt once per group
+            # All rows of a group get the same values, because the learner computes a prompt once per group.
+            if "experts" in noted:
                 chosen = noted["experts"].reshape(M, P // M, S, -1).astype(columns["experts"].dtype)
                 of_prompts = jnp.zeros((M, E, S, chosen.shape[-1]), chosen.dtype)
                 of_prompts = jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(of_prompts, chosen, entry_MP)
@@ -434,10 +437,11 @@ class Sampler:
         M, E, G, _ = state.tokens.shape
         Q = E * G
         pending = ((state.group_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
-        age = jnp.repeat(state.group_id, G, axis=1)  # position in the prompt stream: older prompts have smaller values
+        # Position of each prompt in the prompt stream; an older prompt has a smaller position.
+        age = jnp.repeat(state.group_id, G, axis=1)
 
         def one_shard(slot_row, pending, age):
-            # Stable: the samples of a prompt stay in order. Pending rows first, then the rest.
+            # Sort pending rows before all other rows. The sort is stable, so the samples of a prompt stay in order.
             queue = jnp.lexsort((age, ~pending))
             idle = slot_row < 0
             turn = jnp.cumsum(idle) - 1
@@ -468,8 +472,8 @@ class Sampler:
             answers: the environment's answers to the waiting rows, as arguments of ``turns.append_answers``.
 
         Returns:
-            The state, and the arrays that every host reads. These are the stop reasons and lengths [M, E, G] of the
-            table, or the output of ``turns.host_arrays`` if there is an environment.
+            The state, and the arrays that every host reads. Without an environment, these arrays are the stop reasons
+            and lengths [M, E, G] of all open rows. With an environment, they are the output of ``turns.host_arrays``.
         """
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_enough = quotas.is_enough(jnp.sum(finished, axis=1), self.num_prompts, self.slack)
@@ -483,7 +487,7 @@ class Sampler:
         return state, turns.host_arrays(state) if answers else (state.stop_reason, state.length)
 
     def _decode_chunk(self, params, state: SamplerState, version, key, answers) -> SamplerState:
-        # Outside the loop, because inside every layer would recompute the angles of its tokens.
+        # Compute the rope angles outside the loop. Inside the loop, every layer would compute them again.
         rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
         if answers:
             state = turns.append_answers(self.model, params, state, rope, *answers)
@@ -568,7 +572,8 @@ class Sampler:
         write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
         if waiting:
             waiting = turns.waiting_after_step(state, write_row(waiting["is_waiting"], is_eos), active_MZ)
-        num_positions = [sum(x.shape[2] for x in blocks) for blocks in caches[1] if blocks[0].ndim == 4]  # no states
+        # Only layers with keys and values have positions. Recurrent states are left out.
+        num_positions = [sum(x.shape[2] for x in blocks) for blocks in caches[1] if blocks[0].ndim == 4]
         columns = dict(state.columns)
         for name, column in state.columns.items():
             if name in new_columns:
@@ -602,7 +607,7 @@ class Sampler:
         """Draw a token in each slot.
 
         Args:
-            active_MZ: slots whose token counts.
+            active_MZ: slots that really draw a token; the tokens of the other slots are ignored.
             row_MZ: the slots' rows in the shard's table.
             index_MZ: position of the token in the completion.
 
@@ -634,7 +639,7 @@ class Sampler:
 
         logits_ZV = filter_logits(self.tempered(logits_ZV, state), Filter.of(sampling))
         is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
-        # Each device works on its part of the vocabulary, because XLA would gather the logits for a search.
+        # Each device searches its own part of the vocabulary. Otherwise XLA would gather the logits of all devices.
         support, (drawn_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(draw, logits_ZV, uniform_Z)
         error_square_Z = jnp.square(logp_Z + entropy_Z)
         draws: list[Any] = [1.0, -logp_Z, entropy_Z, error_square_Z, variance_Z, is_cut_Z]

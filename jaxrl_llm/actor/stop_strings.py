@@ -3,7 +3,7 @@
 After each chunk of decode steps, each host decodes the new tokens of its own rows and searches the text for stop
 strings. The device then cuts the rows after the token that completes a stop string.
 
-Owns: which texts can be stop strings, where a row is cut, and the cut. Does not know: when the search runs
+Owns: which texts can be stop strings, the position of a cut, the cut. Does not know: when the search runs
 (``generator.py``), how a token is drawn.
 """
 
@@ -135,8 +135,8 @@ def completed_at(
 ) -> int | None:
     """Return the smallest number of tokens that contains a stop string, or None without a stop string.
 
-    Only numbers above ``num_searched`` are tried. The function decodes the new tokens and a window before them. The
-    window is at least as long as the longest stop string.
+    Only numbers of tokens above ``num_searched`` are tried. The function decodes the new tokens and a window before
+    them. The window is at least as long as the longest stop string.
 
     Args:
         num_searched: the number of tokens that earlier calls searched.
@@ -149,7 +149,8 @@ def completed_at(
 
     begin = decoding.window_before(decode_text, ids, num_searched, max(map(len, stops)))
     text = decode_text(ids[begin:])
-    # A replacement character before the end can hide a stop string that was complete before the newest bytes came.
+    # An incomplete character at the end decodes to a replacement character, which can hide a stop string just before
+    # it.
     if not is_complete(text) and decoding.REPLACEMENT not in text[:-1]:
         return None
     for size in range(num_searched + 1, len(ids) + 1):

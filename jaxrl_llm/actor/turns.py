@@ -15,7 +15,8 @@ moved behind the garbage, because the newest token of a cache must lie just befo
 
 Letters: as in ``sampler.py``, and A the width of an answer, R rows that read in one forward, T tokens read per row in
 one forward, C positions of a layer's cache.
-Owns: the state of waiting rows, how waiting rows continue. Does not know: environments, text, how a token is drawn.
+Owns: the state of rows that wait for their environment, how these rows continue. Does not know: environments, text, how
+a token is drawn.
 """
 
 from __future__ import annotations
@@ -89,9 +90,9 @@ def length_of(state: Any) -> jax.Array:
 def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tuple[int, int]) -> jax.Array:
     """Return the sample index [M,Z/M] i32 that selects the noise of each slot's next token.
 
-    The index is normally the row's own index ``sample`` in its group. While rows share their first turns, the index is
-    the index of the first row that shares them. Rows with the same noise draw the same tokens. A deterministic
-    environment gives these rows the same answers. After the shared turns, each row continues with its own noise.
+    Normally each row uses its own sample index. While rows share their first turns, they all use the sample index of
+    the first of these rows. Rows with the same noise draw the same tokens. A deterministic environment gives these rows
+    the same answers. After the shared turns, each row continues with its own noise.
 
     Args:
         sample: [M,Z/M] i32 index of each slot's row in its group.
@@ -133,7 +134,7 @@ def append_answers(
     place = jnp.arange(state.tokens.shape[3]).reshape(1, 1, 1, -1) - state.length[..., None]
     new = jnp.take_along_axis(answers, jnp.clip(place, 0, answers.shape[3] - 1), axis=3)
     is_new = (place >= 0) & (place < said[..., None])
-    if "support" in columns:  # an answer token has a support of itself only
+    if "support" in columns:  # an answer token was not drawn: its support contains only the token itself
         columns["support"] = jnp.where(is_new[..., None], new[..., None], columns["support"])
     slot_ends = by_slot(state, ends) & (state.slot_row >= 0)
     waits = w["is_waiting"] & (said == 0)
@@ -166,7 +167,8 @@ def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array
         is_stale: [M,E] bool, entries with caches of older weights.
     """
     waiting = state.waiting
-    begins = is_stale[:, :, None] & state.started & (state.stop_reason == STOP_NONE)  # all these rows have slots
+    # All these rows have slots, because they have started and have not stopped.
+    begins = is_stale[:, :, None] & state.started & (state.stop_reason == STOP_NONE)
     slot_begins = by_slot(state, begins) & (state.slot_row >= 0)
     entry = jnp.maximum(state.slot_row, 0) // state.tokens.shape[2]
     begin = functools.partial(mixers.begin, model.arch, entry_MZ=entry, takes_MZ=slot_begins)
@@ -216,11 +218,12 @@ def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
         "size": size_MR,
         "idle": take(state.waiting["idle_steps"]),
     }
-    at |= {"oldest": prompt_MR - 1, "next": length_MR - 1}  # positions of a cache's first token, first unread token
+    # Cache positions of the slot's first token and of its first unread token.
+    at |= {"oldest": prompt_MR - 1, "next": length_MR - 1}
     at |= {"end": jnp.broadcast_to(state.cache_end, size_MR.shape)}
     at = {name: flat(x) for name, x in at.items()}
 
-    def each(function, *arrays):  # for keys and values by layer; each device works on its own rows and heads
+    def each(function, *arrays):  # for the keys and values of a layer; each device works on its own rows and heads
         def one(axis, layer, first, *others):
             split = ("batch", "kv_heads")[: first.ndim - 2]
             axes = (*(split for _ in (first, *others)), ("batch",))
@@ -244,7 +247,7 @@ def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
         dict(state.columns),
         lambda x: x.reshape(state.length.shape + x.shape[2:]),
     )
-    if "experts" in columns:  # each token has the experts of the token before it
+    if "experts" in columns:  # each position stores the experts of the previous token
         chosen = moe.by_token(hidden, made)[1].reshape(*place_MRT.shape, -1).astype(columns["experts"].dtype)
         place_MRT = jnp.where(jnp.arange(T)[None, None] < size_MR[..., None], place_MRT, S)  # out of range for padding
         put = jax.vmap(lambda t, r, p, x: t.at[r[:, None], p].set(x, mode="drop"))
@@ -296,7 +299,7 @@ def _kept(
     blocks: tuple[jax.Array, ...],
     at: Any,
 ) -> Any:
-    """Return one layer's cache blocks of all slots, with the tokens that the rows have read. See ``_past``."""
+    """Return one layer's cache blocks of all slots, with the newly read tokens added. See ``_past``."""
     parts, slot = [new_RKTH], jnp.where(at["size"] > 0, at["slot"], len(blocks[0]))  # out of range: slot unchanged
     if axis is not None:
         S, C = past_RKSH.shape[2], sum(x.shape[axis] for x in blocks)
@@ -309,7 +312,9 @@ def _kept(
             len(blocks),
             axis=axis,
         )
-    whole = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # nonfinite values of a row must not stay in its slot
+    whole = lambda x: jnp.where(
+        jnp.isfinite(x), x, 0
+    )  # remove nonfinite values, which would stay in the slot for later rows
     return tuple(x.at[slot].set(whole(part), mode="drop") for x, part in zip(blocks, parts, strict=True))
 
 
