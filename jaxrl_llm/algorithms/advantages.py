@@ -1,9 +1,9 @@
 """Advantages: the comparison of a rollout's reward, and its scale.
 
 An advantage is a function of ``Rows`` and its settings. It returns one number for each row [B], or one for each token
-[B,S], 0.0 at rows that are not valid. An advantage with a memory returns second the values that the memory learns from
-(algorithms.memory). With ``siblings=True`` it compares the rows of a group. A tied group (max == min) then teaches
-nothing unless the fact ``tied_teaches`` is true.
+[B,S], 0.0 at rows that are not valid. An advantage with a memory returns a pair; the second element holds the values
+that the memory learns from (algorithms.memory). An advantage that declares ``siblings=True`` compares the rows of a
+group. A tied group (max == min) then has advantage 0, unless the advantage declares ``tied_teaches``.
 
 Owns: these functions, their table. Does not know: losses, where rewards come from.
 Letters: B rows, S row width.
@@ -34,7 +34,8 @@ Learned = tuple[Float[Array, " B"], Sums]
 def grpo(x: Rows) -> Float[Array, " B"]:
     """Return (r - mean) / (std + 1e-6) of the group.
 
-    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Differs: the explicit tie; failed rows are left out.
+    Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Differs: a tied group has advantage exactly 0; failed
+    rows are left out.
     """
     return over_std(minus_mean(x.reward, x.groups), x.groups)
 
@@ -90,8 +91,8 @@ def _delta_is_not_zero(settings: Mapping[str, Any]) -> bool:
 def asymre(x: Rows, *, delta_v: Number = -0.1) -> Float[Array, " B"]:
     """Return r - (mean of the group + delta_v). With delta_v below 0 successes weigh more than failures.
 
-    Every row of a tied group has the advantage -delta_v: the policy imitates all of them. It is 0 with fewer than 2
-    valid rows.
+    Every row of a tied group has the advantage -delta_v, so the policy imitates all rows of the group. The advantage is
+    0 in a group with fewer than 2 valid rows.
 
     Source: Arnal et al. 2025, arXiv:2506.20520.
     """
@@ -148,8 +149,8 @@ def _gated_by_settings(parts: Parts, settings: Mapping[str, Any], where: Callabl
 def gdpo(x: Rows, *, gate: Number = 0.0, norm_decay: Decay = 0.0) -> Learned:
     """Return a / std of the batch, where a = sum_k weight_k (r_k - mean) / std of the group for each reward function k.
 
-    With a ``gate`` further reward functions count only if the first one gives at least this reward; 0 = always. The sum
-    of the reward terms is one more part, with weight 1.
+    With a ``gate``, the other reward functions count only if the first reward function gives at least this reward; 0 =
+    always. The sum of the reward terms is one more part, with weight 1.
 
     Source: arXiv:2601.05242. Differs: 1e-6 is added to a standard deviation; the source adds 1e-4.
     """
@@ -177,7 +178,7 @@ def _mean_counts_every_answer(path: str, settings: Mapping[str, Any], config: An
 def mssr(x: Rows, *, decay: Share = 0.9, decay_moving: Share = 0.0, norm_decay: Decay = 0.0) -> Learned:
     """Return a whitened over the batch, where a = r - the running mean of the question before this visit.
 
-    The reward r, and so the running mean, includes reward terms.
+    The reward r includes reward terms, and so does the running mean.
 
     The counts of the mean fade by ``decay`` with each answer. With ``decay_moving`` above 0 the decay falls to that
     value while the policy moves, see ``memory.QuestionMean``.
@@ -199,10 +200,11 @@ def _always(settings: Mapping[str, Any]) -> bool:
 def poise(x: Rows, *, decay: Share = 0.9) -> Learned:
     """Return r - mean of the predictions from the group's other rows, by ridge regression from their features.
 
-    It is 0 with fewer than 2 valid rows. The sums of an iteration count ``decay`` times as much in the next one.
+    The advantage is 0 in a group with fewer than 2 valid rows. The regression's sums of an iteration count ``decay``
+    times as much in the next iteration.
 
-    Source: arXiv:2605.07579. Differs: the source has two rollouts per prompt; the mean over the others for more
-        rollouts is ours.
+    Source: arXiv:2605.07579. Differs: the source has two rollouts per prompt; with more rollouts, this package takes
+    the mean over the others.
     """
     features = baselines.row_features(
         x.behaviour_logp,
@@ -227,8 +229,10 @@ def gae(
     """Return the return of each token minus the critic's value, whitened over the batch's tokens [B,S].
 
     Settings:
-        gae_lambda: 1 judges each token by the row's reward; smaller values use more of the critic's values soon after.
-        discount: factor of a reward for each token that it is away. See ``critic.lambda_returns``.
+        gae_lambda: with 1 the target of each token is the row's reward; smaller values use more of the critic's values
+            at the next tokens.
+        discount: factor by which a reward shrinks for each token between it and the token judged. See
+            ``critic.lambda_returns``.
 
     Source: Schulman et al. 2015, arXiv:1506.02438.
     """
@@ -248,12 +252,12 @@ def over_batch(
     centre: bool,
     decay: float,
 ) -> tuple[Float[Array, "*any"], Sums]:
-    """Return values divided by the standard deviation of all valid ones of the batch, and the sums to remember.
+    """Return values divided by the standard deviation of the batch's valid values, and the sums to remember.
 
         (value - mean) / (std + 1e-6);   without ``centre`` the mean is not subtracted
 
-    With a ``decay`` above 0 mean and std are over this batch and earlier ones. With every further batch an earlier one
-    counts ``decay`` times as much (``groups.running_moments``).
+    With a ``decay`` above 0, mean and std are over this batch and all earlier batches. The weight of an earlier batch
+    is multiplied by ``decay`` at every further batch (``groups.running_moments``).
 
     Args:
         value, valid: [B] or [B,S].

@@ -80,19 +80,20 @@ def environment(x: Batch) -> Float[AnyArray, "B S"]:
 
         w = 1 / (rows * tokens of the row's prompt without its first)
 
-    Each row's prompt is a mean. A prompt that siblings share counts once for each sibling. A row whose prompt has one
-    token predicts nothing, but counts as a row.
+    The loss of a row's prompt is a mean over its tokens. A prompt that the rows of a group share counts once for each
+    row. A row whose prompt has one token has no loss, but counts as a row.
 
-    It learns from every rollout that is drawn, also from tied groups.
+    The cross-entropy uses every drawn rollout, also the rollouts of tied groups.
 
-    Source: ECHO, arXiv:2605.24517, with a coefficient of 0.05. Differs: the harness's warnings stay in the prompt.
+    Source: ECHO, arXiv:2605.24517, with a coefficient of 0.05. Differs: warnings that the source's harness adds stay in
+    the prompt.
     """
     predicted = completion_mask(jnp.ones_like(x.prompt_length), x.prompt_length, x.width)
     return _row_means(predicted, x)
 
 
 def _row_means(mask: Bool[AnyArray, "B S"], x: Batch) -> Float[AnyArray, "B S"]:
-    """Return w = 1 / (rows of the batch * tokens of the row). Rows without a token count too."""
+    """Return w = 1 / (rows of the batch * tokens of the row). Rows without a token also count as rows."""
     active = mask & x.trainable[:, None]
     return _divide(active, jnp.sum(x.trainable) * jnp.sum(active, axis=1, keepdims=True))
 
@@ -116,8 +117,8 @@ def answers(x: Batch) -> Float[AnyArray, "B S"]:
 
         w = 1 / (rows * answers' tokens of the row), rows without an answer count too
 
-    Source: ECHO, arXiv:2605.24517 (released code), with a coefficient of 0.05; 0.1 and more hurt. Differs: the
-        harness's warnings stay in.
+    Source: ECHO, arXiv:2605.24517 (released code), with a coefficient of 0.05; the source finds 0.1 and more harmful.
+    Differs: the harness's warnings stay in the answers.
     """
     assert x.sampled is not None
     return _row_means(completion_mask(x.prompt_length, x.length, x.width) & ~x.sampled, x)
@@ -125,9 +126,9 @@ def answers(x: Batch) -> Float[AnyArray, "B S"]:
 
 @needs(others=True)
 def imitation(x: Batch) -> Float[AnyArray, "B S"]:
-    """Return the weights of the correct rollouts of others (external.paths). They keep their other loss terms.
+    """Return the weights of the correct external rollouts (external.paths). These rollouts keep their other loss terms.
 
-    w = 1 / tokens of the correct completions of others, as in ``sft``
+    w = 1 / tokens of the correct external completions, as in ``sft``
     """
     is_demonstration = x.trainable & (x.group_id < 0) & x.correct
     return token_mean(

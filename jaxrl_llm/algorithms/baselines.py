@@ -1,6 +1,6 @@
 """Baselines that need more than the rewards of a group: gradient norms and predictions from a row's features.
 
-Owns: features of a row, ridge regression from running sums, a stand-in for gradient norms. Does not know: how a
+Owns: features of a row, ridge regression from running sums, an approximation of gradient norms. Does not know: how a
 baseline is used (advantages), who keeps the sums. Letters: B rows, T row width, D model width, F features.
 """
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.inputs import AnyArray
 
-ROW_FEATURES = 6  # besides the D numbers of the hidden state
+ROW_FEATURES = 6  # number of features without the D numbers of the hidden state
 RIDGE = 1.0
 
 
@@ -21,14 +21,14 @@ def num_features(hidden_size: int) -> int:
 
 
 def gradient_square(logp: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Array, " B"]:
-    """Return a stand-in for the squared norm of the gradient of each row's log-probability.
+    """Return an approximation of the squared norm of the gradient of each row's log-probability.
 
         sum over the completion of (1 - p)^2,   p = exp(logp)
 
     The gradient with respect to the logits of one token is onehot - probabilities. (1 - p)^2 is the share of the taken
-    token in its squared norm, between a half and the whole of it. Left out are the other tokens' share, the Jacobian
-    below the logits, and the products of different positions: exact norms need a backward pass for every row. The form
-    is ours.
+    token in its squared norm, between a half and the whole of it. The approximation leaves out the share of the other
+    tokens, the Jacobian below the logits, and the products of different positions. Exact norms would need a backward
+    pass for every row. No paper proposes this form.
 
     Args:
         logp: [B, T] f32 nats of the taken tokens.
@@ -64,9 +64,9 @@ def row_features(
     Returns:
         [B, F] f32.
 
-    Source: arXiv:2605.07579 (hidden states and statistics of token entropies). Differs: the choice of statistics is
-        ours, and so are the length and the surprise. Hidden states are not reduced to principal components first,
-        because ridge regression already shrinks directions with little variance.
+    Source: arXiv:2605.07579 (hidden states and statistics of token entropies). Differs: this package chose the
+        statistics, and added the length and the mean of -logp. Hidden states are not reduced to principal components
+        first, because ridge regression already shrinks directions with little variance.
     """
     length = jnp.sum(mask, axis=1).astype(jnp.float32)
     count = jnp.maximum(length, 1.0)

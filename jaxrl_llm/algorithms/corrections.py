@@ -1,9 +1,9 @@
 """Corrections for tokens that another policy drew: importance weights, and the step size that they allow.
 
-A correction is a function of ``Ratios`` and its settings. It returns the logarithm of each token's weight and which
-tokens stay, both [B,T]. Weights are constants to differentiation and multiply a token's loss term. A weight of 0 never
-changes a denominator. If the term already contains the ratio, the weight of a token that stays is 1. Only corrections
-that leave tokens out (``masks=True``) have an effect then.
+A correction is a function of ``Ratios`` and its settings. It returns the logarithm of each token's weight, and a mask
+of the tokens that stay in the loss, both [B,T]. Weights are constants to differentiation and multiply a token's loss
+term. A weight of 0 never changes a denominator. If the term already contains the ratio, the weight of a token that
+stays is 1. In that case only corrections that leave tokens out (``masks=True``) have an effect.
 
 Owns: these functions, their tables. Does not know: surrogates, models, which policies are compared.
 Letters: B rows, T row width. Ratios are of probabilities, log-ratios in nats.
@@ -20,10 +20,11 @@ from jaxrl_llm.algorithms.facts import needs
 from jaxrl_llm.algorithms.inputs import AnyArray, Ratios
 from jaxrl_llm.settings.schema import AtLeastOne, Positive, Share
 
-# A log-weight is cut here before its exponential: the squares of ten million e^36 still add up to a float32.
+# Log-weights are cut at this value before the exponential: the squares of ten million weights e^36 still sum to a
+# finite float32.
 LOG_WEIGHT_LIMIT = 36.0
 
-# Logarithm of each token's weight, and which tokens stay.
+# Logarithm of each token's weight, and the mask of the tokens that stay.
 LogWeights = tuple[Float[AnyArray, "B T"], Bool[AnyArray, "B T"]]
 
 
@@ -75,11 +76,11 @@ def sequence_masked(x: Ratios, *, low: Share = 0.5, high: AtLeastOne = 2.0) -> L
 
 
 def second_moment_threshold(x: Ratios, *, limit: Positive) -> Float[Array, ""]:
-    """Return the threshold [] f32 of log_ratio^2 below which as many tokens stay as have a mean of at most ``limit``.
+    """Return a threshold [] f32 of log_ratio^2: the tokens below it have a mean of at most ``limit``.
 
-    Tokens of the whole batch are removed from the largest log_ratio^2 on; equal ones are removed together. The
-    threshold lies halfway to the smallest removed value, so that rounding of the log-ratios moves no token across it.
-    It is -1 if even the smallest value is too large.
+    The tokens of the whole batch with the largest log_ratio^2 are removed first; equal values are removed together. The
+    threshold lies halfway between the largest kept and the smallest removed value. Rounding of the log-ratios therefore
+    moves no token across the threshold. The threshold is -1 if even the smallest value is too large.
     """
     square = jnp.sort(jnp.where(x.mask, jnp.square(x.log_ratio), jnp.inf).reshape(-1))
     num_kept = jnp.arange(1, square.size + 1)
@@ -98,7 +99,7 @@ def second_moment(x: Ratios, *, limit: Positive = 0.04) -> LogWeights:
 
     Source: M2PO, Zheng et al. 2025, arXiv:2510.01161, as in AReaL. Differs: the authors' own code masks only tokens
         that move away in the direction of their advantage (A > 0 and w > 1, A < 0 and w < 1), by clip bounds that are
-        never narrower than 0.7 and 1.5. Here a batch may lose all of its tokens.
+        never narrower than 0.7 and 1.5. Here all tokens of a batch may be masked.
     """
     assert x.over_batch is not None
     return x.log_ratio, x.mask & (jnp.square(x.log_ratio) <= x.over_batch)
@@ -150,9 +151,9 @@ def effective_sample_size(
 
         scale = sqrt((sum W)^2 / (n sum W^2))
 
-    It is 1 on-policy, 1/sqrt(n) if one row has all the weight, and 1 for an empty batch.
+    The factor is 1 on-policy, 1/sqrt(n) if one row has all the weight, and 1 for an empty batch.
 
-    Source: VCPO 2026, arXiv:2602.17616; their base is 1.
+    Source: VCPO 2026, arXiv:2602.17616, with base 1.
     """
     return jnp.sqrt(effective_share(ratio_sum, ratio_square_sum, num_rows))
 
@@ -166,8 +167,8 @@ def effective_share(
 
         share = (sum w)^2 / (n sum w^2)
 
-    It is 1 if all weights are equal, 1/n if one weight is everything, and 1 without weights. f32 of the arguments'
-    shape.
+    The share is 1 if all weights are equal, 1/n if only one weight is not 0, and 1 without weights. The result is f32
+    in the shape of the arguments.
 
     Source: Kong 1992, the effective sample size of importance weights.
     """

@@ -61,13 +61,14 @@ def lambda_returns(
         G_t = r_t + discount ((1 - lambda) V_{t+1} + lambda G_{t+1}),   V = G = 0 after the last token
 
     ``G - V`` is generalised advantage estimation, sum_l (discount lambda)^l delta_{t+l} with delta_t = r_t +
-    discount V_{t+1} - V_t. With discount = lambda = 1, G is exactly the reward. The end of a row is an end: a truncated
-    row is worth the reward that it received.
+    discount V_{t+1} - V_t. With discount = lambda = 1, G is exactly the reward. Values are never bootstrapped at the
+    end of a row: the return of a truncated row is the reward that it received.
 
     Args:
         value: [B, T] f32 in units of reward; ignored off the mask.
         reward: [B] f32 of the row's last token, finite if the row has one; or [B, T] of each token.
-        mask: [B, T] bool, the row's tokens. Over a gap, an environment's answer, the next token is the one after it.
+        mask: [B, T] bool, the row's tokens. An environment's answer is a gap in the mask: the next token is the first
+            token after the gap.
         discount, gae_lambda: in [0, 1].
 
     Returns:
@@ -144,9 +145,9 @@ def hl_gauss_target(target: Float[AnyArray, "*rows"], bins: Bins) -> Float[Array
 
         p_i = (F(edge_{i+1}) - F(edge_i)) / (F(high) - F(low)),   F = CDF of N(target, (0.75 bin widths)^2)
 
-    A target outside the bins counts as the nearer end. The mean of p is the target within a bin width. Inside, two bins
-    or more from an end, it is nearly exact. At an end it is 0.6 bin widths inside, because half of the Gaussian is cut
-    off.
+    A target outside the bins counts as the nearer end. The mean of p differs from the target by less than a bin width.
+    The difference is tiny for targets two bins or more from an end. At an end the mean is 0.6 bin widths further
+    inside, because half of the Gaussian is cut off.
 
     Source: Farebrother et al. 2024, arXiv:2403.03950, section 3.1 (0.75 as recalled).
     """
@@ -169,7 +170,7 @@ def value_loss(
         without bins   (V - G)^2 / 2, and with a clip the larger of that and (V_old + clip(V - V_old, +-clip) - G)^2 / 2
         with bins      cross-entropy -sum_i p_i log softmax(outputs)_i, p = ``hl_gauss_target`` of G
 
-    Under the cross-entropy the best prediction for a state is the mean of its targets' distributions.
+    The cross-entropy is smallest if the prediction for a state is the mean of its targets' distributions.
 
     Args:
         outputs: [B, T, m] f32 of the head, finite.
@@ -222,7 +223,8 @@ def value_terms(
 
 
 def _matmul(x: AnyArray, y: AnyArray) -> jax.Array:
-    # The head is small and its values are differences of rewards: no bfloat16 passes on a TPU.
+    # The head is small, and its values are compared with rewards. Compute it in full float32, without a TPU's bfloat16
+    # passes.
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 

@@ -87,7 +87,8 @@ def kl_estimate(
     if kind == "k2":
         return 0.5 * jnp.square(difference)
     if kind == "k3":
-        # Cut the value alone: without the slope of exp(-d) descent would push the token further away.
+        # Cut only the value and keep the slope. Without the slope of exp(-d), gradient descent would push the token
+        # further away.
         cut = difference - jax.lax.stop_gradient(jnp.minimum(difference + LOG_RATIO_LIMIT, 0.0))
         return jnp.expm1(-cut) + difference
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
@@ -128,8 +129,8 @@ def adaptive(
 
     Source: Skywork-OR1, He et al. 2025, arXiv:2505.22312, "adaptive entropy control". Differs: the source leaves the
         bonus out of a step whose rollouts have more entropy than the target, while c falls. Here the weight is always
-        c, because a step's own entropy is known only after its forward pass. The released code also bounds c above,
-        at 0.005.
+        c, because the entropy of a step is known only after its forward pass. The released code also bounds c above, at
+        0.005.
 
     Example:
         The target is 0.2 nats. A step with 0.5 nats lowers a weight of 0.005 by the rate; a step with 0.1 raises it.

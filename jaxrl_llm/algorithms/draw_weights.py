@@ -9,7 +9,7 @@
 - A retirement is a function of new rows and of the smallest correct reward. It returns which rows are never drawn.
 
 Owns: these functions, their tables. Does not know: the ring, the choice of slots by weights.
-Letters: R rows, M shards, n rows of each.
+Letters: R rows, M shards, n rows of each shard.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def priority(x: Stored, *, exponent: Exponent = 1.0) -> Float[Array, "*slots"]:
 
 
 def age(x: Stored, *, scale_iterations: Positive = 4.0) -> Float[Array, "*slots"]:
-    """Return P ~ exp(-age / scale). The form is ours."""
+    """Return P ~ exp(-age / scale). This form is not from a paper."""
     return jnp.exp(-jnp.minimum(x.age / scale_iterations, LARGEST_AGE))
 
 
 def _oldest_age(settings: Mapping[str, Any], iteration: Int[Array, ""], oldest: int) -> Int[Array, ""] | int:
-    """Return age 0 from ``fresh_from_iteration`` on (0 = never), before it the oldest age that the run allows."""
+    """Return age 0 from ``fresh_from_iteration`` on (0 = never). Before, return the oldest age that the run allows."""
     first = settings["fresh_from_iteration"]
     return jnp.where(iteration >= first, 0, oldest) if first else oldest
 
@@ -91,9 +91,10 @@ def _has_enough_fresh_rows(path: str, settings: Mapping[str, Any], config: Any) 
 def fresh_or_older(
     x: Stored, *, fresh_share: Share = 0.6, fresh_from_iteration: CountOrZero = 0
 ) -> Float[Array, "*slots"]:
-    """Return the same weight for every slot; each batch has either fresh or older rollouts, as far as there are enough.
+    """Return the same weight for every slot. Each batch prefers either fresh or older rollouts.
 
-    Fresh rollouts are those inserted in this iteration.
+    A rollout is fresh if it was inserted in this iteration. If too few rollouts of the preferred kind exist, others
+    fill the batch.
 
     Settings:
         fresh_share: probability that a batch is fresh.
@@ -123,19 +124,19 @@ def by_advantage(rows: Experience) -> Float[Array, " R"]:
 
 @needs(reads_advantage=False)
 def by_reward(rows: Experience) -> Float[Array, " R"]:
-    """Return the reward, 0 for negative rewards. The choice is ours."""
+    """Return the reward, 0 for negative rewards. This priority is not from a paper."""
     return jnp.maximum(rows.reward, 0.0)
 
 
 @needs(reads_advantage=False)
 def by_length(rows: Experience) -> Float[Array, " R"]:
-    """Return the number of tokens of the completion. The choice is ours."""
+    """Return the number of tokens of the completion. This priority is not from a paper."""
     return (rows.rollout.length - rows.rollout.prompt_length).astype(jnp.float32)
 
 
 @needs(reads_advantage=False)
 def by_surprise(rows: Experience) -> Float[Array, " R"]:
-    """Return minus the mean behaviour log-probability of the row's tokens. The choice is ours."""
+    """Return minus the mean behaviour log-probability of the row's tokens. This priority is not from a paper."""
     return surprise(rows.rollout)
 
 
@@ -158,17 +159,18 @@ def correct(evicted: Experience, rows: Experience, pass_threshold: float) -> Boo
 
 
 def likely(evicted: Experience, rows: Experience, pass_threshold: float) -> Bool[Array, "M n"]:
-    """Return the rows that the current policy probably finds likely, [M, n] bool. No forward pass is needed.
+    """Return the rows that are probably likely under the current policy, [M, n] bool, without a forward pass.
 
     The mean behaviour log-probability of their tokens is at least that of the rows that overwrite them in their shard.
     The current policy has just sampled these new rows. Tokens that were likely under the behaviour policy cannot have
     large ratios.
 
-    Source: the idea is of OER and MBES, which admit by the current policy's mean log-probability; the form is ours.
+    Source: the idea is from OER and MBES, which admit by the current policy's mean log-probability. This form is not
+    from a paper.
     """
     row_surprise = jax.vmap(surprise)
     newest = jnp.mean(row_surprise(rows.rollout), axis=1, keepdims=True, where=rows.trainable)
-    return row_surprise(evicted.rollout) <= newest  # nan if no new row is trainable: none is admitted
+    return row_surprise(evicted.rollout) <= newest  # NaN if no new row is trainable; then no row is admitted
 
 
 # ---- retirements

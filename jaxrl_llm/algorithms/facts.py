@@ -4,8 +4,8 @@
     def my_surrogate(x, *, beta: Positive = 0.1): ...
 
 A record also has the rules that follow from its facts, as (is kept, error message) pairs. ``limits`` checks the rules
-before a run begins. In a message, [update.batch_size] stands for the setting's name and value. A rule that belongs to
-one function alone stands beside that function and is declared as ``rule``.
+before a run begins. In a message, [update.batch_size] stands for the setting's name and value. A rule about one
+function only is defined next to that function, which declares it as ``rule``.
 
 Owns: the records, their rules. Does not know: any function. ``config`` is always a ``jaxrl_llm.config.Config``, whose
 module stands above this folder.
@@ -27,12 +27,12 @@ from jaxrl_llm.types import Rewards
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
-Settings = Mapping[str, Any]  # of a function: value by name
+Settings = Mapping[str, Any]  # settings of a function, value by name
 Config = Any  # a jaxrl_llm.config.Config, which stands above this folder
 Rule = tuple[bool, str]  # whether a rule is kept, and the error message if it is broken
 # Receives the path of the function, its settings and the config. Returns the error message; "" if the rule is kept.
 RuleOfFunction = Callable[[str, Settings, Config], str]
-# Values of each reward function, and its weight.
+# The scores of each reward function, and the weight of each reward function.
 Parts = Sequence[tuple[Any, float]]
 
 
@@ -139,12 +139,12 @@ class AdvantageFacts(CreditFacts):
     """Facts of an advantage.
 
     Attributes:
-        siblings: it compares the rows of a group, so a group must have at least two.
-        tied_teaches: whether a group of equal rewards has an advantage, by the function's settings. An advantage that
-            does not compare siblings always teaches on such groups.
-        by_part: returns the scores of each reward function and its weight, as the advantage compares them. None if it
-            compares their sum.
-        is_centred_reward: it is the reward minus the mean of the group.
+        siblings: the advantage compares the rows of a group, so a group must have at least two rows.
+        tied_teaches: function of the settings that returns whether a group of equal rewards has an advantage other than
+            0. This is always the case if an advantage does not compare the rows of a group.
+        by_part: returns the scores and the weight of each reward function, as the advantage compares them. None if the
+            advantage compares the weighted sum of the scores.
+        is_centred_reward: the advantage is the reward minus the mean of the group.
     """
 
     siblings: bool = False
@@ -167,7 +167,7 @@ class ReshapingFacts(CreditFacts):
     """Facts of a reshaping of the advantage.
 
     Attributes:
-        of_row: it needs one advantage for all tokens of a row.
+        of_row: the reshaping needs one advantage for all tokens of a row.
     """
 
     of_row: bool = False
@@ -225,11 +225,12 @@ class SurrogateFacts(LossFacts):
     """Facts of a surrogate.
 
     Attributes:
-        siblings: it compares the rows of a group: there must be at least two, and they must be neighbours in a batch.
-        base: policy whose samples the term assumes. It decides which importance weight is left to a correction: "old"
+        siblings: the term compares the rows of a group. A group must have at least two rows, which must be neighbours
+            in a batch.
+        base: policy whose samples the term assumes. It decides which importance weight a correction must supply: "old"
             (old / behaviour), "policy" (current / behaviour), or "" (the term holds on any data).
-        of_token: its ratio is a ratio of each token.
-        reads_old: it reads the old policy without assuming its samples.
+        of_token: the term has one probability ratio for each token, not one for each row.
+        reads_old: the term reads the old policy, but does not assume that the old policy drew the tokens.
         advantage: fact in ``REQUIRED_OF_ADVANTAGE`` that the advantage must declare.
         aggregation: fact in ``REQUIRED_OF_AGGREGATION`` that the aggregation must declare.
     """
@@ -300,7 +301,7 @@ class OldPolicyFacts(LossFacts):
     """Facts of an old policy.
 
     Attributes:
-        is_behaviour: it is the policy that drew the tokens.
+        is_behaviour: the old policy is the policy that drew the tokens.
     """
 
     is_behaviour: bool = False
@@ -316,8 +317,8 @@ class CorrectionFacts(FunctionFacts):
     """Facts of an off-policy correction.
 
     Attributes:
-        masks: it leaves tokens out.
-        of_token: it bounds the ratio of each token, so the surrogate's ratio must be a ratio of each token.
+        masks: the correction leaves tokens out of the loss.
+        of_token: the correction bounds the ratio of each token, so the surrogate must have one ratio for each token.
         over_batch: returns a number for the whole batch from its ratios and the function's settings. The function
             receives the number as ``Ratios.over_batch``.
     """
@@ -345,7 +346,7 @@ class CorrectionFacts(FunctionFacts):
 
 @dataclasses.dataclass(frozen=True)
 class StepSizeFacts(FunctionFacts):
-    """Facts of a step size."""
+    """Facts of a step size: a function that scales the learning rate of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -353,7 +354,7 @@ class AggregationFacts(FunctionFacts):
     """Facts of an aggregation.
 
     Attributes:
-        counts_rows_alike: long and short rows have the same weight.
+        counts_rows_alike: long and short rows have the same total weight.
         sums_tokens: the loss of a row is the sum over its tokens.
     """
 
@@ -366,7 +367,7 @@ class EntropyBonusFacts(FunctionFacts):
     """Facts of an entropy bonus.
 
     Attributes:
-        moves: its weight changes during a run.
+        moves: the weight of the bonus changes during a run.
     """
 
     moves: bool = True
@@ -377,8 +378,9 @@ class CrossEntropyFacts(FunctionFacts):
     """Facts of a cross-entropy.
 
     Attributes:
-        reads: log-probabilities that it weighs: of the completions ("policy_logp") or of the prompts ("prompt_logp").
-        others: it trains on the answers of others (external.paths) as they are.
+        reads: log-probabilities in the cross-entropy: of the completions ("policy_logp") or of the prompts
+            ("prompt_logp").
+        others: the cross-entropy trains on external answers (external.paths) without changing them.
     """
 
     reads: Literal["policy_logp", "prompt_logp"] = "policy_logp"
@@ -411,7 +413,7 @@ class DrawFacts(FunctionFacts):
     """Facts of a draw.
 
     Attributes:
-        never_draws: whether rows of priority 0 are never drawn, by the function's settings.
+        never_draws: function of the settings that returns whether rows of priority 0 are never drawn.
         oldest_age: returns the oldest age in iterations of rows that may be drawn. It receives the settings, the
             iteration [] i32, and the oldest age that the other settings of the run allow. None = that age.
         preferred_ages: returns the youngest and the oldest age that a batch prefers. It receives the settings, a
@@ -442,7 +444,7 @@ class PriorityFacts(FunctionFacts):
     """Facts of a priority.
 
     Attributes:
-        reads_advantage: it depends on the advantages of the rows.
+        reads_advantage: the priority depends on the advantages of the rows.
     """
 
     reads_advantage: bool = True
@@ -450,9 +452,9 @@ class PriorityFacts(FunctionFacts):
 
 @dataclasses.dataclass(frozen=True)
 class AdmissionFacts(FunctionFacts):
-    """Facts of an admission."""
+    """Facts of an admission: a function that decides which overwritten rows move to the second ring."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RetirementFacts(FunctionFacts):
-    """Facts of a retirement."""
+    """Facts of a retirement: a function that decides which stored rows are never drawn."""

@@ -101,7 +101,7 @@ COLUMNS = {
         "f32, 1.0 for tokens of the completion that a reward function masks",
         TOKEN,
     ),
-    # Of drawn rows.
+    # Made for the rows of an update batch.
     "age_bucket": Column(False, False, "i32, 0..len(AGE_BUCKETS)"),
 }
 
@@ -145,10 +145,10 @@ OTHER_POLICIES = {
 class Sizes(NamedTuple):
     """Numbers of a run that a memory needs."""
 
-    width: int  # of the model
+    width: int  # hidden size of the model
     max_length: int  # longest completion, tokens
     max_turns: int = 1  # of the policy in a completion
-    group_size: int = 1  # answers to a question
+    group_size: int = 1  # number of answers to a question
 
 
 class Rows(NamedTuple):
@@ -158,9 +158,9 @@ class Rows(NamedTuple):
     added: jax.Array | None  # f32, the sum of the reward terms; None without reward terms
     parts: tuple[tuple[jax.Array, float], ...]  # values and weight of each reward function; () if unread
     correct: jax.Array  # bool
-    groups: Groups  # its valid rows are the rows that are trained on
+    groups: Groups  # groups of the rows; the valid rows are trained on
     group_id: jax.Array  # i32, the same for rows of a group
-    length: jax.Array  # i32, of the completion
+    length: jax.Array  # i32, number of tokens of the completion
     mask: jax.Array  # [B, S] bool, tokens that the policy drew; an environment's answers between its turns are False
     tokens: jax.Array  # [B, S] i32
     behaviour_logp: jax.Array  # [B, S] f32
@@ -181,11 +181,12 @@ class Tokens:
     behaviour_logp: Float[AnyArray, "B T"]  # policy that drew the tokens
     advantage: Float[AnyArray, "B T"]
     reward: Float[AnyArray, " B"]
-    mask: Bool[AnyArray, "B T"]  # tokens with a loss; a row without any is no sibling of its group
+    mask: Bool[AnyArray, "B T"]  # tokens with a loss; a row without such tokens does not count in its group
     age: Int[AnyArray, "B T"] | None = None  # iterations since the token was drawn, by the optimizer steps taken
     iteration: Int[AnyArray, ""] | None = None
-    group_size: int = 1  # neighbouring rows that are siblings
-    columns: Mapping[str, AnyArray] = dataclasses.field(default_factory=dict)  # [B, T], or [B] if not per token
+    group_size: int = 1  # number of neighbouring rows that form a group
+    # The columns, [B, T], or [B] if a column is not per token.
+    columns: Mapping[str, AnyArray] = dataclasses.field(default_factory=dict)
 
     def __getattr__(self, name: str) -> jax.Array:
         columns = self.__dict__.get("columns", {})

@@ -27,7 +27,7 @@ from jaxrl_llm.algorithms.inputs import NUM_DIFFICULTIES, Sizes, reward_columns
 from jaxrl_llm.settings.use import Chosen
 from jaxrl_llm.types import OUTCOME_SCORE, Rewards, Scores
 
-# For the decay of "mssr" (arXiv:2512.18215): iterations, and nats per token.
+# For the decay of "mssr" (arXiv:2512.18215): number of iterations in the window, and target KL in nats per token.
 KL_WINDOW = 20
 KL_TARGET = 0.01
 
@@ -66,7 +66,7 @@ class Regression:
 
     The sums are float32, like the sums that each iteration adds. A checkpoint stores the same bits.
 
-    Source: arXiv:2605.07579. Differs: a fixed decay; the source keeps a window of recent rollouts.
+    Source: arXiv:2605.07579. Differs: old sums decay; the source keeps a window of recent rollouts.
     """
 
     columns: tuple[str, ...] = ()
@@ -95,11 +95,11 @@ class QuestionMean(Moments):
 
         a <- decay a + r,   b <- decay b + 1 - r   from a = b = 1,   mean = a / (a + b)
 
-    The mean is a running mean, so rewards may lie outside [0, 1]. The reward r includes reward terms: the advantage
-    returns it as "shaped_reward" [B]. With ``decay_moving`` above 0 the decay is still + (moving - still) min(1, KL /
-    (2 KL_TARGET)), where KL is the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
+    Rewards may lie outside [0, 1], because the mean is only used as a running mean. The reward r includes reward terms:
+    the advantage returns it as "shaped_reward" [B]. With ``decay_moving`` above 0 the decay is still + (moving - still)
+    min(1, KL / (2 KL_TARGET)), where KL is the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
 
-    Source: arXiv:2512.18215. Differs: how the decay follows the KL, and the start of the counts, are ours.
+    Source: arXiv:2512.18215. Differs: this package chose how the decay follows the KL, and the initial counts.
     """
 
     columns = ("question_mean",)
@@ -162,7 +162,7 @@ def length_grid(step: int, longest: int) -> tuple[int, ...]:
 class ShortAnswers:
     """Counts of answers within each length of the grid, and the chosen length, for each class of difficulty.
 
-    See ``shaping.short_answer``. The lengths are chosen anew at fixed intervals. A difficulty without answers keeps its
+    See ``shaping.short_answer``. The lengths are chosen anew at fixed intervals. A class without answers keeps its
     length.
 
     Source: LASER-D, arXiv:2505.15612 (released code). Differs: the source counts on a separate set of questions. Here
@@ -175,7 +175,7 @@ class ShortAnswers:
         self._every = settings["every_iterations"]
         self.whole: dict[str, tuple[int, ...]] = {"short_answer": (NUM_DIFFICULTIES,)} if self._every else {}
         self._grid = length_grid(settings["tokens"], sizes.max_length)
-        # Smallest number of correct answers to a question: easy, medium, hard.
+        # Smallest number of correct answers to a question in each class: easy, medium, hard.
         self._min_correct = (2 * sizes.group_size // 3, sizes.group_size // 3, 1)
         self._within = np.zeros((NUM_DIFFICULTIES, 1))
         self._chosen = [sizes.max_length] * NUM_DIFFICULTIES
@@ -198,7 +198,7 @@ class ShortAnswers:
         self._within = 0.0 * self._within
 
     def _choose(self, within: Sequence[float], num_answers: float, min_correct: int) -> int:
-        """Return the smallest length of the grid that enough answers are within, or the largest length."""
+        """Return the smallest length of the grid that enough answers do not exceed, or the largest length."""
         for length, count in zip(self._grid, within, strict=True):
             if count * min_correct >= num_answers:
                 return length
@@ -209,7 +209,7 @@ class ShortAnswers:
 
     def restore(self, state: Any) -> None:
         grid, within, chosen, iterations = state
-        if tuple(grid) != self._grid:  # a run that was allowed to change its settings begins anew
+        if tuple(grid) != self._grid:  # if the run changed its settings, the counts begin anew
             return
         self._within = np.array(within)
         self._chosen = chosen
@@ -316,8 +316,8 @@ class Memory:
     def restore(self, state: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
         """Restore the results of ``state()`` and ``arrays()``.
 
-        A memory that neither of them has begins empty, and the memory of a method that this one does not use is
-        ignored: both happen if a run was allowed to change its method.
+        A run may change its method between checkpoints. A memory that the checkpoint does not have begins empty. A
+        saved memory that the new method does not use is ignored.
         """
         saved = {**state, **arrays}
         for name in self._memories.keys() & saved.keys():

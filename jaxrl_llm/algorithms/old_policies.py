@@ -48,7 +48,7 @@ def start(x: Tokens) -> Float[AnyArray, "B T"]:
 def interpolated(x: Tokens) -> Float[AnyArray, "B T"]:
     """Return approximate log-probabilities of the previous iteration's weights, without a forward pass.
 
-    They lie between the behaviour policy and the current policy:
+    The result interpolates between the behaviour policy and the current policy:
 
         behaviour_logp + alpha (sg(policy_logp) - behaviour_logp),
         alpha = (age - 1) / age, age = iterations since the token was drawn; 0 at age 0
@@ -76,7 +76,7 @@ def moving_average_share(decay: float, step: Int[AnyArray, ""]) -> Float[AnyArra
 
         average <- (1 - share) average + share params,   share = 1 / sum_{k=0}^{step} decay^k
 
-    The average is therefore over params_0 .. params_step with weights decay^age.
+    After these updates the average is the mean of params_0 .. params_step with weights decay^age.
 
     Source: Hilton et al. 2021, arXiv:2110.00641: w <- beta w + 1, average <- (beta w average + params) / (beta w + 1).
     """

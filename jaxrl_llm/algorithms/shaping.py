@@ -1,8 +1,8 @@
 """Reward terms, which are added to a reward before credit, and reshapings of an advantage.
 
 A reward term is a function of ``Rows`` and its settings. It returns the number to add to each reward, [B] f32; a term
-with a memory returns second the values that the memory learns from. A reshaping is a function of (advantage [B,S],
-Rows). It returns the new advantage.
+with a memory returns a pair; the second element holds the values that the memory learns from. A reshaping is a function
+of (advantage [B,S], Rows). It returns the new advantage.
 
 Owns: length terms, positive amplification, entropy terms, reward masks. Does not know: models, the ring.
 Letters: B rows, S row width. Lengths are completion lengths in tokens, with the end-of-sequence token; entropies are
@@ -44,7 +44,7 @@ def overlong_penalty(x: Rows, *, buffer: Count = 4) -> Float[Array, " B"]:
 
         0 if length <= longest - buffer, else (longest - buffer - length) / buffer
 
-    A completion that is cut at the limit gets -1, and so does one that ends exactly there.
+    A completion that is cut at the limit gets -1, and so does a completion that ends exactly at the limit.
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 13.
     """
@@ -58,7 +58,7 @@ def length_reward(x: Rows, *, weight: NotNegative = 0.1) -> Float[Array, " B"]:
 
     It is 0 in a group whose lengths are all equal.
 
-    Source: Kimi k1.5, arXiv:2501.12599, section 2.3.3. Differs: not phased in.
+    Source: Kimi k1.5, arXiv:2501.12599, section 2.3.3. Differs: the bonus applies from the first iteration.
     """
     shortest, longest = group_range(x.length.astype(jnp.float32), x.groups)
     is_spread = x.groups.valid & (longest > shortest)
@@ -83,8 +83,8 @@ def short_answer(
         the least L with floor(P C) >= 1, else any length;   C = floor(2 n / 3) easy, floor(n / 3) medium, 1 hard
 
     P is the share of the class's answers, right or wrong, that have at most L tokens. n is the number of answers to a
-    question (``rollout.group_size``). At least C of them are correct, except in the hard class. If C is 0, as for
-    medium questions in groups of two, every length is short.
+    question (``rollout.group_size``). At least C of the n answers to a question of the class are correct, except in the
+    hard class. If C is 0, as for medium questions in groups of two, every length is short.
 
     Source: LASER, arXiv:2505.15612, with bonus 0.5; a target for each difficulty is its LASER-D (released code).
         Differs: the bonus is added to the run's reward, often 0 or 1. The source's reward is 1, or -0.5 if wrong, or
@@ -105,7 +105,7 @@ def difficulty(correct: Bool[AnyArray, " B"], groups: Groups) -> Int[Array, " B"
         0 easy: at least two thirds, 1 medium: at least one third, 2 hard: less
 
     Source: the three classes of LASER-D, arXiv:2505.15612. Differs: when the released code counts lengths, a share of
-        exactly two thirds, or one third, belongs to the harder class. Here the class is the same as for the bonus.
+        exactly two thirds, or one third, belongs to the harder class. Here counts and bonus use the same classes.
     """
     passed = group_sum(correct.astype(jnp.float32), groups)
     count = group_count(groups)
@@ -140,7 +140,7 @@ def answers_within(
 
 
 def _before_masks(path: str, settings: Mapping[str, Any], config: Any) -> str:
-    """Return an error message if a mask precedes, because amplify_positive sets masked tokens of correct rows to 1."""
+    """Return an error message if a masking reshaping comes before: amplify_positive sets masked tokens to 1."""
     names = [chosen.name for chosen in config.algorithm.reshaping]
     earlier_names = names[: names.index("amplify_positive")]
     masks = sorted({"reward_mask", "without_wrong_turns"} & {*earlier_names})
@@ -169,8 +169,8 @@ def entropy_factor(
 
         Y = max(0, 1 + strength (mean H - H) / mean H),   H of a row = mean entropy of its tokens, mean over the group
 
-    Source: ETTRL, arXiv:2508.11356, entropy-based advantage reshaping, strength 1. Differs: never below 0, which would
-        reverse the advantage; the mean over the group is ours; the factor is 1 if the mean is 0.
+    Source: ETTRL, arXiv:2508.11356, entropy-based advantage reshaping, strength 1. Differs: the factor is never below
+    0, which would reverse the advantage. The mean is over the group, and the factor is 1 if the mean is 0.
     """
     entropy = jnp.sum(jnp.where(x.mask, x.columns["entropy"], 0.0), axis=1) / jnp.maximum(x.length, 1)
     mean = group_mean(entropy, x.groups)
@@ -192,7 +192,7 @@ def entropy_bonus(
 
         A + min(|A| / limit, coefficient H)
 
-    With a limit above 1 the bonus changes no sign.
+    With a limit above 1 the bonus never changes the sign of an advantage.
 
     Source: Cheng et al. 2025, arXiv:2506.14758, with a coefficient of 0.4 and a limit of 2; also in MSSR,
         arXiv:2512.18215 (released code, which uses -p log p of the drawn token as its entropy H).

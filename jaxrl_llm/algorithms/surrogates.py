@@ -1,16 +1,15 @@
 """Surrogates: the objective of the policy's log-probabilities, one loss term per token.
 
-A surrogate is a function of ``Tokens`` and its settings. It returns terms [B,T], or terms and the tokens that a bound
-leaves without gradient, [B,T] bool. A sequence-level objective gives every token of a row the row's term, so that the
-aggregation "sequence_mean" is the mean over sequences. Terms off the mask are finite and mean nothing; the gradient of
-a token off the mask is exactly 0.
+A surrogate is a function of ``Tokens`` and its settings. It returns terms [B,T], or terms and a mask [B,T] bool of the
+tokens whose gradient is 0 because of a bound. A sequence-level objective gives every token of a row the row's term, so
+that the aggregation "sequence_mean" is the mean over sequences. Terms off the mask are finite and mean nothing; the
+gradient of a token off the mask is exactly 0.
 
 There are three policies. The behaviour policy drew the tokens. The old (proximal) policy is the denominator of ratios
 and the centre of trust regions (old_policies). The current policy has the gradient.
 
-A surrogate declares whose samples its term assumes, because this decides which importance weight is left to a
-correction: ``base="old"`` (old / behaviour), ``base="policy"`` (current / behaviour), or none (the term holds on any
-data).
+A surrogate declares which policy's samples its term assumes. This decides which importance weight a correction must
+supply: ``base="old"`` (old / behaviour), ``base="policy"`` (current / behaviour), or none (the term holds on any data).
 
 A surrogate also declares which facts (``algorithms.facts``) the advantage and the aggregation must have:
 
@@ -47,7 +46,7 @@ CROSS_ENTROPY_EDGE = -1e-2
 # INPO's tau / eta.
 INPO_REFERENCE_SHARE = 1 / 3
 
-# Terms, and the tokens that a bound leaves without gradient.
+# Terms, and a mask of the tokens whose gradient is 0 because of a bound.
 Terms = tuple[Float[AnyArray, "B T"], Bool[AnyArray, "B T"]]
 
 
@@ -58,8 +57,8 @@ def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverO
         u = exp(policy_logp - old_logp)
         loss = -min(u A, clip(u, 1 - low, 1 + high) A),   and where A < 0 at most -dual A (0 = off)
 
-    The gradient is exactly 0 where a bound holds and that of -u A elsewhere, also where the two are equal.
-    ``is_clipped``: tokens without gradient because of the bounds. A sampled token has a behaviour_logp above about
+    The gradient is exactly 0 if a bound is active, else the gradient of -u A. At equality the bound is not active.
+    ``is_clipped``: tokens whose gradient is 0 because of the bounds. A sampled token has a behaviour_logp above about
     -17 (float32 uniforms), so u against the behaviour is finite; policy_logp may be -inf.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; separate bounds, Yu et al. 2025, arXiv:2503.14476;
@@ -86,8 +85,8 @@ def gspo(x: Tokens, *, low: Share = 3e-4, high: NotNegative = 4e-4, dual: OverOn
 
         u_t = exp(sg(mean_t(policy_logp - old_logp)) + policy_logp_t - sg(policy_logp_t))
 
-    so each token's value is the row's ratio and each token has its own gradient. With one advantage per row and
-    "sequence_mean" the gradient is that of -min(u A, clip(u) A) of the row's ratio.
+    The value of u_t is the row's ratio at every token, but each token has its own gradient. With one advantage per row
+    and "sequence_mean" the gradient is that of -min(u A, clip(u) A) of the row's ratio.
 
     Source: Zheng et al. 2025, arXiv:2507.18071, sections 4.1 and 4.3.
     """
@@ -135,12 +134,12 @@ def reinforce(x: Tokens) -> Float[AnyArray, "B T"]:
 
 @needs(base="policy")
 def opmd(x: Tokens, *, tau: NotNegative = 0.1) -> Float[AnyArray, "B T"]:
-    """Return loss = -A policy_logp / (1 + tau): mirror descent, in which the old policy's pull is a smaller step.
+    """Return loss = -A policy_logp / (1 + tau): mirror descent that stays near the old policy by smaller steps.
 
     The pairwise form of the same method, the mean of (R_i - R_j)^2 over a group, is ``agro``.
 
-    Source: R3L 2026, arXiv:2601.03715 (released code); the family, Tomar et al. 2020, arXiv:2005.09814. R3L's other
-        half is missing here: retries from a step after a reflection, with the shared prefix masked.
+    Source: R3L 2026, arXiv:2601.03715 (released code); the family, Tomar et al. 2020, arXiv:2005.09814. The second part
+    of R3L is not implemented: retries from a step after a reflection, with the shared prefix masked.
     """
     return -x.advantage * x.policy_logp / (1 + tau)
 
@@ -159,9 +158,9 @@ def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Te
         u = exp(policy_logp - behaviour_logp),   c = exp(old_logp - behaviour_logp)
         loss = -min(u A, clip(u, c - low, c + high) A)
 
-    At policy = old the window never binds, however old the data.
+    If the current policy equals the old policy, the window has no effect, even on very old data.
 
-    Source: Liang et al. 2025, arXiv:2507.06892 (one width; two are ours).
+    Source: Liang et al. 2025, arXiv:2507.06892 (which has one width; here low and high can differ).
     """
     centre = jnp.exp(jnp.clip(x.old_logp - x.behaviour_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     log_ratio = x.policy_logp - x.behaviour_logp
@@ -181,8 +180,8 @@ def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     E[r] - beta KL(policy || reference), R is the same for every completion of a prompt. The advantage is r - mean of
     the group ("dr_grpo").
 
-    Source: Tang et al. 2025, arXiv:2503.19612 (theorem 1). Differs: their loss is not in our sources; this one
-        follows from the theorem, and the form is ours.
+    Source: Tang et al. 2025, arXiv:2503.19612 (theorem 1). Differs: the paper's loss was not found; this loss is
+    derived from its theorem.
     """
     return _regression(x, x.ref_logp, beta, centred=True)
 
@@ -198,7 +197,7 @@ def gvpo(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
 
         weight of a row = (r - mean r) - beta (log-ratio - its mean)
 
-    Source: Zhang et al. 2025, arXiv:2504.19599. Differs: over beta.
+    Source: Zhang et al. 2025, arXiv:2504.19599. Differs: divided by beta.
     """
     return _regression(x, x.old_logp, beta, centred=True)
 
@@ -221,8 +220,9 @@ def _regression(x: Tokens, other_logp: Float[AnyArray, "B T"], beta: float, *, c
         loss = -sum_t A (policy_logp - other_logp) + beta / 2 (l - m)^2
         d loss / d policy_logp_t = -(A_t - beta (l - m))
 
-    With one advantage per row this is ((A - beta (l - m))^2 - A^2) / (2 beta): least squares. The mean is a constant,
-    so that a row's gradient does not depend on how rows are weighted; with equal weights the gradient through it is 0.
+    With one advantage per row the term is ((A - beta (l - m))^2 - A^2) / (2 beta), a least-squares error. The mean is a
+    constant, so that a row's gradient does not depend on how rows are weighted; with equal weights the gradient through
+    it is 0.
     """
     difference = x.policy_logp - other_logp
     log_ratio = _row_sum(difference, x)
@@ -238,10 +238,11 @@ def spo(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
         loss = (Q - r)^2,   Q = Q0 + beta sum_t(policy_logp - ref_logp)
 
     With the exact Q0 its optimum on any data is that of E[r] - beta KL(policy || reference), reference * e^(r / beta).
-    With rewards of 0 and 1 the odds rise e^(1 / beta)-fold at most: at 1 a rate of 0.25 to 0.475. A beta of 1 is for
-    log-probabilities. With the estimate of ``soft_value`` the optimum on the policy's own samples is the same, because
-    the estimate's error is independent of the row. On other data the estimate is too low on average, the less the
-    larger the group: groups of 8 reference samples settle at 0.471, groups of 4 at 0.465.
+    With rewards of 0 and 1 the odds of a correct answer rise at most by the factor e^(1 / beta). With a beta of 1, a
+    rate of 0.25 rises to 0.475. A beta of 1 suits rewards that are log-probabilities. With the estimate of
+    ``soft_value`` the optimum on the policy's own samples is the same, because the estimate's error is independent of
+    the row. On other data the estimate is too low on average. Larger groups have a smaller error: groups of 8 reference
+    samples settle at 0.471, groups of 4 at 0.465.
 
     Source: Cohen et al. 2025, arXiv:2503.05453. Q0 as in ``soft_value``.
     """
@@ -256,11 +257,12 @@ def spo_cross_entropy(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]
 
         loss = -(e^r Q + (1 - e^r) log(1 - e^Q))
 
-    The loss is not a square, so an error of the estimated Q0 moves the optimum on the policy's own samples too: with
-    rewards of -2 and -1 and a beta of 1 groups of 8 settle at a rate of 0.459 instead of 0.475.
+    The loss is not quadratic. An error of the estimated Q0 therefore moves the optimum also on the policy's own
+    samples: with rewards of -2 and -1, a beta of 1 and groups of 8, the better answer settles at a rate of 0.459
+        instead of 0.475.
 
-    Source: as ``spo``. Differs: e^r is cut at 1, and above Q = -0.01 the second logarithm continues as its tangent, so
-        that a finite gradient pulls a Q above 0 back; both are ours.
+    Source: as ``spo``. Differs: e^r is cut at 1. Above Q = -0.01 the second logarithm is replaced by its tangent, so
+    that the gradient stays finite and pulls a Q above 0 back.
     """
     start, is_known = soft_value(x, beta)
     value = start + beta * _row_sum(x.policy_logp - x.ref_logp, x)
@@ -277,11 +279,11 @@ def soft_value(x: Tokens, beta: float) -> tuple[Float[Array, " B"], Bool[Array, 
         Q0 of row i = beta log(sum_j w_j e^(r_j / beta) / sum_j w_j),   j: the other rows of its group
         w = reference / behaviour probability of the completion
 
-    A row is not part of its own estimate: that would draw the estimate to the row's own reward, and the optimum of
-    groups of 8 from 0.475 to 0.447. A row without others has no estimate.
+    A row is not part of its own estimate. Otherwise the estimate would depend on the row's own reward, and the optimum
+    of groups of 8 would fall from 0.475 to 0.447. A row that is alone in its group has no estimate.
 
-    Differs: the source takes one estimate per prompt from the reference's own samples. Ours weighs the group as it was
-    sampled, so that it stays right as the behaviour moves away; on samples of the reference all weights are 1.
+    Differs: the source takes one estimate per prompt from the reference's own samples. Here importance weights correct
+    for the policy that sampled the group. On samples of the reference all weights are 1.
     """
     log_weight = _row_sum(x.ref_logp - x.behaviour_logp, x)
     is_row_PG = _is_row(x).reshape(-1, x.group_size)
@@ -301,15 +303,15 @@ def soft_value(x: Tokens, beta: float) -> tuple[Float[Array, " B"], Bool[Array, 
 def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
     """Return the pairwise regression to the Nash policy of a preference.
 
-    The row of higher reward wins. Rows of equal reward are no pair.
+    The row of higher reward wins. Rows of equal reward do not form a pair.
 
         h = D log policy - (tau / eta) D log reference - (1 - tau / eta) D log old,   D = winner - loser
         loss of a pair = (h - 1 / (2 eta))^2,   tau = eta / 3
 
     A row's term is the sum over its pairs over the number of other rows, so the mean over a group's rows is the mean
-    over all its pairs, a tied one counting 0.
+    over all its pairs; a tied pair counts as 0.
 
-    Source: Zhang et al. 2024, arXiv:2407.00617; pairs of a whole group are ours.
+    Source: Zhang et al. 2024, arXiv:2407.00617; the source has one pair per prompt, here every pair of a group counts.
     """
     share = INPO_REFERENCE_SHARE
     score = _row_sum(x.policy_logp - share * x.ref_logp - (1 - share) * x.old_logp, x)
@@ -332,12 +334,12 @@ def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
         b = sum W^2 q r / sum W^2 q,   q = ``gradient_square``, for |grad log policy|^2 of the row
         loss = -W (r - b) policy_logp
 
-    A sum over tokens, as the aggregation "constant_length" has it. Tied groups are exactly 0. ``is_clipped``: tokens of
-    rows whose weight is cut.
+    The loss of a row is a sum over tokens, so use the aggregation "constant_length". The loss of a tied group is
+    exactly 0. ``is_clipped``: tokens of rows whose weight is cut.
 
-    Source: VCPO 2026, arXiv:2602.17616, with weights of at most 8. Differs: q is a stand-in for the norm of a whole
-        row's gradient, see ``gradient_square``; W in b is the loss's own, which leaves its gradient the least variance
-        (released code does not truncate it there).
+    Source: VCPO 2026, arXiv:2602.17616, with weights of at most 8. Differs: q approximates the squared norm of a row's
+    gradient, see ``gradient_square``. The W in b is truncated as in the loss, which gives the gradient the least
+    variance. The released code does not truncate W in b.
     """
     log_ratio = jax.lax.stop_gradient(_row_sum(x.policy_logp - x.behaviour_logp, x))
     weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, math.log(cap)))
@@ -376,7 +378,7 @@ SURROGATES = {
 
 
 def surrogate_terms(surrogate: Chosen[SurrogateFacts], x: Tokens) -> Terms:
-    """Return the terms of a surrogate, and the tokens that a bound leaves without gradient: by default none.
+    """Return the terms of a surrogate, and a mask of the tokens whose gradient a bound removes (default: no token).
 
     Raises:
         ConfigError: a user's function returns something else.
@@ -405,8 +407,8 @@ def _clip(
     dual_clip: float,
 ) -> Terms:
     """Return -min(u A, clip(u, low, high) A) of log-ratios log u, with an optional dual clip, and which are clipped."""
-    # The log-ratio may be a sum over a row: for a long row exp would be inf, and inf times an advantage of 0 is NaN.
-    # The cut keeps the gradient.
+    # The log-ratio may be a sum over a row. For a long row exp would be inf, and inf times an advantage of 0 is NaN.
+    # Cutting the value does not change the gradient.
     log_ratio = log_ratio - jax.lax.stop_gradient(jnp.maximum(log_ratio - LOG_RATIO_LIMIT, 0.0))
     ratio = jnp.exp(log_ratio)
     is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))

@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 from jaxrl_llm.algorithms.inputs import COLUMNS, Stored, Tokens
 from jaxrl_llm.settings.use import Chosen
 
-# Rows and tokens of a row, and rows of a group.
+# Sizes of the traced arrays: rows, tokens per row, and rows per group.
 SHAPE = (2, 3)
 GROUP_SIZE = 2
 

@@ -34,7 +34,7 @@ def _always(settings: Mapping[str, Any]) -> bool:
 
 
 class Turns(NamedTuple):
-    """Turns of rows; 0 if a row has no such turn, or is not valid."""
+    """The turns of rows. Values are 0 if a row does not have the turn, or is not valid."""
 
     number: (
         jax.Array
@@ -78,7 +78,7 @@ def by_token(value: Float[AnyArray, "B K"], turns: Turns, x: Rows) -> Float[Arra
 def returns(turns: Turns, discount: float, at_least: float = -math.inf) -> Float[Array, "B K"]:
     """Return G_k = r_k + discount G_{k+1}, [B,K] f32: the discounted rewards of a turn and of the later turns.
 
-    A turn with a score below ``at_least`` has its r_k alone, and adds nothing to earlier turns.
+    The return of a turn with a score below ``at_least`` is only its own r_k, and adds nothing to earlier turns.
     """
 
     def step(later, turn):
@@ -101,11 +101,11 @@ def compared(
 ) -> Float[Array, "B K"]:
     """Return (value - mean) / (std + 1e-6) among the turns of a group with the same key, [B,K] f32.
 
-    It is 0 if all compared turns are equal, and for a turn without others. Without ``std`` nothing divides.
+    The result is 0 if all compared turns are equal, or if there is no other turn. Without ``std`` there is no division.
 
     Sums of rewards count as equal if they differ by no more than rounding: 0.1 + 0.2 is not 0.3, and the division by
-    the deviation would turn the least difference into a large one. Sums run over turns in the order of a sort, because
-    the order of a scatter's additions varies on a GPU.
+    the deviation would turn a tiny difference into a large one. Sums run over turns in the order of a sort, because the
+    order of a scatter's additions varies on a GPU.
     """
     (is_out, *_), value, place, first = _sorted_turns(value, key, turns, x)
 
@@ -136,7 +136,8 @@ def _sorted_turns(
     """Sort all turns, flat, by (not valid, group, key).
 
     Returns:
-        The three sorted keys, the values, the places that the turns had, and where a run of equal keys begins.
+        The three sorted keys, the values, the original places of the turns, and a mask of the first element of each run
+        of equal keys.
     """
     shape = turns.valid.shape
     value = jnp.where(turns.valid, value, 0.0).ravel()
@@ -180,8 +181,8 @@ def _over_runs(
 def states(turns: Turns, x: Rows) -> UInt32[Array, "B K"]:
     """Return a number for the state that each turn answers: the prompt, or the environment's last answer.
 
-    It is the sum over the state's tokens of a hash of (token, index in the state), modulo 2^32. One pair of different
-    texts in 4e9 has the same number.
+    The number is the sum over the state's tokens of a hash of (token, index in the state), modulo 2^32. Two different
+    texts have the same number with probability 1 in 4e9.
     """
     place = jnp.arange(x.mask.shape[1])[None, :]
     begin = jax.lax.cummax(jnp.where(x.mask, place + 1, 0), axis=1)
@@ -230,10 +231,10 @@ def turn_returns(x: Rows, *, discount: Share = 1.0, std: bool = True) -> Float[A
 
         G_k = r_k + discount G_{k+1}
 
-    With discount 0 a turn is judged by its own reward. A turn that only one row has gets advantage 0.
+    With discount 0 only the turn's own reward counts. A turn that only one row of the group has gets advantage 0.
 
-    Source: REINFORCE with reward-to-go and a baseline for each time step, in GRPO's form. The baseline's group of turns
-        of one number is ours; with ``discount`` 0 it is the single-step reward of muCode, arXiv:2502.20380.
+    Source: REINFORCE with reward-to-go and a baseline for each time step, in GRPO's form. This package compares the
+    turns with the same number. With ``discount`` 0 the return is the single-step reward of muCode, arXiv:2502.20380.
     """
     turns = turns_of(x)
     return by_token(compared(returns(turns, discount), _numbers(turns), turns, x, std=std), turns, x)
@@ -241,15 +242,15 @@ def turn_returns(x: Rows, *, discount: Share = 1.0, std: bool = True) -> Float[A
 
 @needs("turn_reward", siblings=True, tied_teaches=_always)
 def mt_grpo(x: Rows, *, coefficient: NotNegative = 1.0) -> Float[Array, "B S"]:
-    """Return the outcome's advantage plus, before the last turn, ``coefficient`` times that of the turn's own reward.
+    """Return the outcome's advantage; earlier turns add ``coefficient`` times the advantage of their own reward.
 
         A_k = A^O + coefficient A^T_k   k < last;   A_last = A^O
 
     A^O is GRPO's advantage of the last turn's reward. A^T_k is the advantage of turn k's reward among the group's
     turns with the same number that are not the last turn of their row.
 
-    Source: Zeng et al. 2025, arXiv:2505.11821, for two turns, coefficient 1 (released code). Differs: for more turns
-        this form is ours.
+    Source: Zeng et al. 2025, arXiv:2505.11821, for two turns, coefficient 1 (released code). Differs: the source does
+    not define the advantage for more than two turns.
     """
     turns = turns_of(x)
     outcome = jnp.sum(jnp.where(turns.last, turns.reward, 0.0), axis=1)
@@ -261,15 +262,15 @@ def mt_grpo(x: Rows, *, coefficient: NotNegative = 1.0) -> Float[Array, "B S"]:
 
 @needs("turn_reward", siblings=True, tied_teaches=_always)
 def gigpo(x: Rows, *, discount: Share = 0.95, weight: NotNegative = 1.0, std: bool = True) -> Float[Array, "B S"]:
-    """Return the row's advantage plus ``weight`` times the turn's, among the turns of the group with the same state.
+    """Return the row's advantage plus ``weight`` times the turn's advantage among turns with the same state.
 
         A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1} among the turns of an anchor state
 
     The state of a turn is the text before it: the prompt, or the environment's answer, token by token. A state that a
     group reaches only once has A^S = 0.
 
-    Source: Feng et al. 2025, arXiv:2505.10978; discount 0.95 and weight 1. Differs: a state is known
-        by the environment's last answer; no fuzzy match; the population standard deviation.
+    Source: Feng et al. 2025, arXiv:2505.10978; discount 0.95 and weight 1. Differs: states are equal if the
+    environment's last answers are equal, without a fuzzy match; the standard deviation is the population's.
     """
     turns = turns_of(x)
     key = jax.lax.bitcast_convert_type(states(turns, x), jnp.int32)
@@ -287,17 +288,17 @@ def ui_s1(
     matched: Number = 1.0,
     min_std: NotNegative = 0.3,
 ) -> Float[Array, "B S"]:
-    """Return the row's advantage plus ``weight`` times the turn's, among the group's turns with the same number.
+    """Return the row's advantage plus ``weight`` times the turn's advantage among turns with the same number.
 
         A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1} if r_k >= matched, else r_k and 0 to earlier turns
 
     A^E is the advantage of the row's reward. Its mean and standard deviation are over the turns of the group, so a row
     counts once for each of its turns. A group has advantage 0 unless the standard deviation of its rows' G_0 is above
-    ``min_std``; with 0 every group has an advantage. A turn that left the expert's way, and was patched, gets no credit
-    for later turns. The scores decide whether a turn is matched; reward terms do not.
+    ``min_std``; with 0 every group has an advantage. A turn that left the expert's trajectory, and was replaced by the
+    expert's action, gets no credit for later turns. The scores decide whether a turn is matched; reward terms do not.
 
-    Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code): discount 0.5, min_std 0.3. Differs: the population
-        standard deviation where it divides.
+    Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code): discount 0.5, min_std 0.3. Differs: the divisor is
+    the population's standard deviation.
     """
     turns = turns_of(x)
     ahead = returns(turns, discount, matched)
@@ -320,8 +321,8 @@ def turn_gae(
     A turn is one action. V_k is the value at the turn's first token, before any of its tokens is known.
 
     Source: RLEF, Gehring et al. 2024, arXiv:2410.02089: a value for each turn, one advantage for its tokens. Differs:
-        the critic learns a turn's return at all of its tokens; whitening is ours, because the source's normalisation
-        of advantages was not found; the KL is not part of the reward.
+        the critic learns a turn's return at all of its tokens. Advantages are whitened, because the source's
+        normalisation was not found. The KL is not part of the reward.
     """
     turns = turns_of(x)
     value = jnp.take_along_axis(x.columns["value"], jnp.minimum(turns.start, x.mask.shape[1] - 1), axis=1)
@@ -371,12 +372,12 @@ def _branches_fit(path: str, settings: Mapping[str, Any], config: Any) -> str:
 
 
 def branches(turns: Turns, x: Rows, branch_turns: int) -> tuple[Int[Array, "B 1"], Int[Array, "B K"]]:
-    """Return the turn where each row parts from its group, and a key of the history of each turn.
+    """Return the turn at which each row stops sharing its history with its group, and a key of each turn's history.
 
-    A row parts at its last turn whose history another row of the group shares. The sampler makes rows begin alike
-    (actor.turns.sample_of), up to turn 1 + group_id modulo ``branch_turns``, so later turns do not count. Rows may part
-    earlier, for example if the environment's answers differ. They are compared as far as they went together. Rows that
-    draw the same tokens by chance after the planned turn have parted.
+    A row parts at its last turn whose history another row of the group shares. The sampler gives rows the same first
+    turns (actor.turns.sample_of), up to turn 1 + group_id modulo ``branch_turns``; later turns do not count. Rows may
+    part earlier, for example if the environment's answers differ. Such rows are compared up to the last history that
+    they share. If rows draw the same tokens by chance after the planned turn, they still count as parted.
     """
     key = jax.lax.bitcast_convert_type(histories(turns, x), jnp.int32)
     is_planned = _numbers(turns) <= 1 + x.group_id[:, None] % branch_turns
@@ -393,17 +394,17 @@ def logo(
     weight: NotNegative = 1.0,
     std: bool = True,
 ) -> Float[Array, "B S"]:
-    """Return the row's advantage in the group plus, after the shared turns, ``weight`` times that among sharing rows.
+    """Return the row's advantage in the group; after the shared turns add ``weight`` times that among sharing rows.
 
         A_k = A^G + weight A^L   k >= b;   A_k = A^G   k < b
 
     A^L is the advantage of the rewards from turn b on, where ``branch_rows`` rows part, among the rows with the same
-    tokens before turn b. It is 0 if b = 0, because these rows are then the whole group. b runs through 1 to
-    ``branch_turns``, group by group.
+    tokens before turn b. A^L is 0 if b = 0, because all rows of the group then have the same tokens before turn b. b
+    runs through 1 to ``branch_turns``, group by group.
 
     Source: LoGo-GRPO of Memory-R2, Yan et al. 2026, arXiv:2605.21768: whole trajectories are compared among themselves,
-        and so are rollouts that begin again from one state. Its equations were not found: this form is ours, and so is
-        the use of one group for both.
+        and so are rollouts that begin again from one state. Its equations were not found: this package chose the form,
+        and the use of one group for both comparisons.
     """
     turns = turns_of(x)
     parting_turn, key = branches(turns, x, branch_turns)
@@ -421,12 +422,13 @@ def step_values(
 
         A_k = M - mean M   k < b;   A_k = r - M   k >= b
 
-    M is the mean reward r of the rows with the same tokens before turn b. It estimates the value of that state from
-    ``branch_rows`` continuations. mean M is the mean of the group. With ``std`` each is divided by its standard
-    deviation: the first among the group, the second among the rows with the same tokens.
+    M is the mean reward r of the rows with the same tokens before turn b. M estimates the value of that state from
+    ``branch_rows`` continuations. mean M is the mean of M over the group. With ``std`` each difference is divided by a
+    standard deviation: the first by that of the group, the second by that of the rows with the same tokens.
 
     Source: the step values of IPR, Xiong et al. 2024, arXiv:2406.11176, which estimates them by rolling out from each
-        step. Differs: the source imitates and prefers steps of an expert by these values; here they are an advantage.
+        step. Differs: the source uses the values to choose steps of an expert for imitation and preference learning;
+        here the values form an advantage.
     """
     turns = turns_of(x)
     parting_turn, key = branches(turns, x, branch_turns)
@@ -448,10 +450,11 @@ def step_values(
 def without_wrong_turns(advantage: Float[AnyArray, "B S"], x: Rows, *, below: Number = 0.0) -> Float[Array, "B S"]:
     """Return an advantage with 0 at the turns with a score below ``below``, [B,S]: the policy does not learn them.
 
-    Reward terms make no turn wrong: a turn that is too long still learns from its length penalty.
+    Scores decide whether a turn is wrong; reward terms do not. The policy still learns from the length penalty of a
+    turn that is too long.
 
     Source: STeP, partial masking: the loss leaves out the wrong step of a trajectory that reflects on it. Differs: in
-        the source a teacher marks the step, here its reward does; the equation was not found.
+    the source a teacher marks the wrong step, here the reward marks it. The source's equation was not found.
     """
     turns = turns_of(x)
     is_wrong = by_token((turns.scored < below).astype(jnp.float32), turns, x) > 0
@@ -480,11 +483,11 @@ def duration_factor(advantage: Float[AnyArray, "B S"], x: Rows, *, exponent: Exp
     resumed run uses the same numbers. A turn without an answer has weight 1. Without an environment a row is one turn,
     and its tokens stand for its seconds.
 
-    If turns arrive as they are finished, an action that takes d times as long arrives 1/d as often. With exponent 1 the
-    weighted turns have the proportions in which the policy chose them, and the mean weight is 1.
+    If a learner receives turns when they finish, an action that takes d times as long arrives 1/d times as often. With
+    exponent 1 the weighted turns have the proportions in which the policy chose them, and the mean weight is 1.
 
-    Source: after "RL for MLE agents", which weighs by an action's duration; its weight was not found, this form is
-        ours.
+    Source: "RL for MLE agents", which weighs by an action's duration. Its formula was not found; this package chose the
+    formula.
     """
     turns = turns_of(x)
     seconds = x.columns["turn_seconds"]
