@@ -2,8 +2,8 @@
 
 The forward passes run in pieces of at most ``update.micro_batch_size`` rows.
 
-Owns: these functions of an iteration's rollouts. Does not know: which method needs which column, the
-ring, credit. Letters: B rows, S row width, D model width.
+Owns: the functions that annotate an iteration's rollouts. Does not know: which method needs which column, the ring,
+credit. Letters: B rows, S row width, D model width.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Annotation:
     def reference(self, params: Any, rollout: Rollout, model: Model) -> jax.Array:
         """Return the log-probs of fresh rollouts under the reference, [B,S]. The ring stores them with the rollouts."""
         teacher = dataclasses.replace(self.update, model=model)
-        # The reference routes with its own weights, not with the sampler's choice of experts.
+        # The reference chooses experts by its own router, not by the sampler's choice of experts.
         columns = {name: x for name, x in rollout.columns.items() if name != "experts"}
         rollout = dataclasses.replace(rollout, columns=columns)
         return dataclasses.replace(self, update=teacher).logp(params, rollout)
@@ -133,7 +133,7 @@ class Annotation:
         external: Rollout,
         base: Any = None,
     ) -> Rollout:
-        """Join own and external rows. External rows look as if the current weights had just drawn their completions.
+        """Join own and external rows. External rows are treated as if the current weights had just drawn them.
 
         The current weights give the external rows their behaviour log-probs and entropies.
         """
@@ -159,7 +159,7 @@ class Annotation:
         """Return the critic's value at each sampled token of fresh rollouts, [B,S] f32 in units of reward, else 0.0."""
 
         def values_of(rows: Rollout, unit: int) -> jax.Array:
-            # Only the readout is used. The compiler removes the unused log-probs.
+            # Only the value head's outputs are used. The compiler removes the unused log-probs.
             outputs = self.update.logp(params["policy"], rows, group_size=unit, head=params["critic"]).readout
             assert outputs is not None
             mask = sampled_mask(rows.prompt_length, rows.length, rows.policy_version)

@@ -4,7 +4,7 @@
       -> reward terms are added -> advantage of each row or token -> reshapings, in order (assign)
 
 Owns: groups of rows by ``group_id``, the order in which the functions of a config are called, the treatment of failed
-rewards (no part in the group, no training). Does not know: any of these functions, how rewards are scored, the ring,
+rewards (no part in the group, no training). Does not know: the functions themselves, how rewards are scored, the ring,
 the loss. Letters: B rows, S row width, Q groups.
 """
 
@@ -26,7 +26,7 @@ from jaxrl_llm.settings.schema import ConfigError
 from jaxrl_llm.settings.use import Chosen
 from jaxrl_llm.types import STOP_LENGTH, Experience, Rollout, Scores
 
-# Stands in for the group of rows without a reward; sorts after every real group_id.
+# Group id of the rows without a reward. It sorts after every real group_id.
 _NO_GROUP = jnp.iinfo(jnp.int32).max
 
 
@@ -35,8 +35,8 @@ def assign(
 ) -> tuple[Experience, dict[str, Num[Array, ...]]]:
     """Return the rollouts of one iteration with their advantages. On the device.
 
-    Rows with equal ``group_id`` are a group, at any place in the batch. Equal text does not merge groups. A row that is
-    not trainable takes no part in its group's baseline and has advantage 0. With ``algorithm.overlong_filter``
+    Rows with equal ``group_id`` form a group, at any place in the batch. Groups with equal text stay separate. A row
+    that is not trainable takes no part in its group's baseline and has advantage 0. With ``algorithm.overlong_filter``
     truncated rows are not trainable either, because their reward does not show how they would have ended.
 
     The stored reward is the reward as scored. Reward terms change only the advantage.
@@ -122,7 +122,7 @@ def assign(
 
 
 def _placed(name: str, column: jax.Array, rollout: Rollout) -> jax.Array:
-    """Return a column of the rewards as functions see it: values by position in the completion move to their tokens.
+    """Return a column of the rewards in the layout of the functions' inputs, with each value at its token.
 
     Args:
         column: [B, N] if the column is per token: values of the first N tokens of the completion; else [B, ...].
@@ -140,7 +140,7 @@ def _placed(name: str, column: jax.Array, rollout: Rollout) -> jax.Array:
 
 
 def _group_rows(rollout: Rollout, trainable: jax.Array, config: Config) -> Groups:
-    """Return the groups of rows. Rows that are not trainable are in a group of their own."""
+    """Return the group of each row (``ops.groups``). All rows that are not trainable form one separate group."""
     num_groups = config.rollout.prompts_per_iteration + config.external.groups_per_iteration
     group_id = jnp.where(trainable, rollout.group_id, _NO_GROUP)
     _, group_index = jnp.unique(group_id, size=num_groups + 1, fill_value=_NO_GROUP, return_inverse=True)

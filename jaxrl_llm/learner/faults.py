@@ -53,7 +53,7 @@ def gap_message(config: Config, sums: dict[str, Any]) -> str:
     rounding = _rounding_settings(config)
     beginning = "the learner's log-probs differ from the sampler's by"
     allowed = f"update.max_sampler_learner_gap_nats={limit}"
-    # The comparisons are negated so that a gap of NaN is above every limit.
+    # The comparisons are negated, so that a gap of NaN counts as above the limit.
     if not rounding and not largest <= limit:
         return f"{beginning} up to {largest:.4f} nats, more than {allowed}"
     if rounding and not (mean <= limit and high_share <= HIGH_SHARE):
@@ -128,7 +128,7 @@ class Faults:
         """Return the rows [B, ...] of the last draw, on the host."""
         batch_size = self._config.update.batch_size
         draw_again = functools.partial(last_drawn, batch_size=batch_size, row_tokens=self._config.row_tokens)
-        # Compiled only here, because a run without faults never needs this program.
+        # Compile this program only on a fault, because a run without faults never needs it.
         program = Program(draw_again, (ring,), sharding.replicated(self._mesh, 0))
         rows = jax.device_get(compile_all({"last_drawn": program}, self._mesh)["last_drawn"](ring))
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows)

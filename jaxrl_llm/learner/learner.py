@@ -45,7 +45,7 @@ class LearnerPrograms:
 
     Attributes:
         reference_model: model of the reference. It differs from ``model`` if the reference is a teacher.
-        row_shapes: shapes of an actor's rollouts; the number of rows does not matter.
+        row_shapes: shapes of an actor's rollouts; the number of rows is ignored.
         open_rollouts: abstract sampler state with open rollouts if the learner scores open rollouts; else None.
     """
 
@@ -124,7 +124,7 @@ class LearnerPrograms:
         B = self.config.rows_per_iteration
         memory = self.memory(Ledger())
 
-        # Any: the fields of Scores are arrays, and this record has their shapes.
+        # The type is Any, because the fields of Scores are arrays, but this record holds their shapes.
         def rows(dtype: jax.typing.DTypeLike = jnp.float32, shape: tuple[int, ...] = ()) -> Any:
             return sharding.rows(self.mesh, (B, *shape), dtype)
 
@@ -163,8 +163,8 @@ class LearnerPrograms:
     def annotation(self) -> Annotation:
         config = self.config
         columns = self.config.algorithm.columns & {*COMPUTED_BY_LEARNER}
-        # Every ring shard gets its share of own and external groups: no row moves between devices, and a shard holds
-        # the same rows on any mesh.
+        # Every ring shard gets an equal share of own and external groups. Therefore no row moves between devices, and a
+        # shard holds the same rows on any mesh.
         groups = (config.rollout.prompts_per_iteration, config.external.groups_per_iteration)
         num_parts = math.gcd(sharding.num_ring_shards(config, self.mesh), *groups)
         return Annotation(
@@ -341,7 +341,7 @@ class LearnerPrograms:
         ring_layout = sharding.of(ring)
         whole = sharding.replicated(self.mesh, 0)
         key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
-        number = sharding.undivided(self.mesh, jnp.int32)  # an iteration, or a version of the weights
+        number = sharding.undivided(self.mesh, jnp.int32)  # number of an iteration, or version of the weights
         programs = {
             **publish.programs(
                 self.model,
@@ -501,7 +501,7 @@ class Learner:
         state = self.state
         hosts.doing(f"update of iteration {iteration + 1}")
         started = time.monotonic()
-        release_freed(num_bytes(self.policy))  # the last published copy, if it was freed
+        release_freed(num_bytes(self.policy))  # returns the memory of the last published copy, if that copy was freed
         rows = scored.rollout
         if scored.external is not None:
             rows = compiled["join"](self.policy, state.step, rows, scored.external, *self._base)

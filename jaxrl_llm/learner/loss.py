@@ -100,7 +100,7 @@ class Objective:
     def corrected_ratio(self) -> str:
         """Policy whose ratio to the behaviour policy the correction supplies: "old", "policy" or "".
 
-        "" means that the surrogate has this ratio itself or needs none.
+        "" means that the surrogate contains this ratio itself or needs no ratio.
         """
         base = self.algorithm.surrogate.facts.base
         if base == "old" and self.old_is_behaviour:
@@ -156,7 +156,7 @@ def surrogate(objective: Objective, inputs: LossInputs) -> Term:
     ratios = objective.ratios(inputs.tokens)._replace(over_batch=inputs.over_batch)
     log_weight, is_kept = algorithm.correction(ratios)
     correction = corrections.weight(log_weight, is_kept, is_carried=not objective.corrected_ratio)
-    # Tokens that the correction drops do not enter a row's sums in the surrogate either.
+    # Tokens that the correction drops are also left out of a row's sums in the surrogate.
     value, is_clipped = surrogate_terms(algorithm.surrogate, inputs.tokens.only(is_kept))
     correction_sums = Sums({"correction_weight_sum": _total(inputs, correction)})
     sums = _clip_sums(inputs, is_clipped).union(correction_sums)
@@ -209,7 +209,7 @@ def cross_entropies(objective: Objective, inputs: LossInputs) -> Term:
     totals = {}
     for chosen, weight in zip(objective.algorithm.cross_entropies, inputs.weights.cross_entropies, strict=True):
         logp = inputs.outputs.prompt_logp if _reads_prompts(chosen) else inputs.outputs.logp
-        assert logp is not None  # the forward pass returns the log-probs that the objective reads
+        assert logp is not None  # exists, because the forward pass returns the log-probs that the objective reads
         value = cross_entropy(logp, weight)
         contributions.append(chosen["coefficient"] * value)
         totals[f"{chosen.name}_loss_sum"] = value
@@ -234,7 +234,7 @@ def token_sums(objective: Objective, inputs: LossInputs) -> Term:
     log_ratio = tokens.policy_logp - tokens.behaviour_logp
     ratio = jnp.where(mask, jnp.exp(log_ratio), 0.0)
     sequence_ratio = corrections.sequence_ratio(log_ratio, mask)
-    # The behaviour policy drew the samples, so it is k3's first argument.
+    # The behaviour policy is the first argument of k3, because it drew the samples.
     kl_behaviour = kl_estimate(tokens.behaviour_logp, tokens.policy_logp, kind="k3")
     totals = {
         "token_count": _total(inputs, mask),

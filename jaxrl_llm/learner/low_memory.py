@@ -7,9 +7,10 @@
 
 An optimizer step is often smaller than the distance between neighbouring bfloat16 values. With rounding to the nearest
 value, a weight of 0.02 does not change under steps below 0.00003. Adam's second moment never falls, because a step
-forgets only a thousandth of it. With stochastic rounding (up or down by chance), both move on average as in float32.
+removes only a thousandth of its value. With stochastic rounding (up or down by chance), both move on average as in
+float32.
 
-Owns: these roundings, moments and memory places. Does not know: which of them a run uses.
+Owns: these roundings and moments, and where moments are stored. Does not know: which of them a run uses.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import optax
 
 from jaxrl_llm.models.files import layout
 
-# Key numbers of the two roundings of a step. They differ from each other and from the streams of ``runtime.rng``.
+# Numbers that make the random keys of the two roundings of a step differ from each other and from the streams of
+# ``runtime.rng``.
 WEIGHTS = 1000
 MOMENTS = 1001
 
@@ -36,8 +38,8 @@ UPPER_HALF = 0xFFFF0000  # bits of a float32 that a bfloat16 has
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     """Round float32 to one of the two neighbouring bfloat16 values. The mean over ``key`` is the float32 value.
 
-    A bfloat16 is the upper half of a float32. A random lower half is added, and its carry rounds up. NaN and infinity
-    stay the same. Source: Gupta et al. 2015, arXiv:1502.02551, eq. of section 3.
+    A bfloat16 is the upper 16 bits of a float32. The function adds 16 random bits to the lower half; a carry into the
+    upper half rounds up. NaN and infinity stay the same. Source: Gupta et al. 2015, arXiv:1502.02551, eq. of section 3.
     """
     chance = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
@@ -114,8 +116,8 @@ def own_dims(path: KeyPath, x: HasShape) -> tuple[tuple[int, ...], ...]:
     """Return the dimensions of a parameter or moment that form one tensor in files, without layers and experts.
 
     A matrix has two groups of dimensions: outputs and inputs. Heads belong to one of the groups. A vector or a
-    convolution has one group. A parameter that no file has is one tensor: with two dimensions it is a matrix, whose
-    last dimension is the inputs.
+    convolution has one group. A parameter that files do not contain is one tensor. With two dimensions it is a matrix,
+    and the last dimension is the inputs.
     """
     name = jax.tree_util.keystr(path, simple=True, separator=".")
     ndim = len(x.shape)
@@ -193,7 +195,7 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
     """
 
     def init(params: optax.Params) -> ByteMoments:
-        # Zeros of the final dtypes. If these were rounded values, XLA would compute them while it compiles.
+        # Zeros of the final dtypes. If they were computed by rounding, XLA would compute them while it compiles.
         state = _adam_state(adam.init(params))
         codes = state._replace(mu=_zero_codes(state.mu, jnp.int8), nu=_zero_codes(state.nu, jnp.uint8))
         return ByteMoments(
@@ -367,9 +369,9 @@ class FactoredShapes(NamedTuple):
     """Shapes for a parameter. (1,) marks a moment that the parameter does not have."""
 
     matrix: tuple[int, ...]  # shape of the parameter as [..., O, I] or [..., n]
-    rows: tuple[int, ...]  # of R
-    columns: tuple[int, ...]  # of C
-    whole: tuple[int, ...]  # of the second moment of each weight
+    rows: tuple[int, ...]  # shape of R
+    columns: tuple[int, ...]  # shape of C
+    whole: tuple[int, ...]  # shape of the second moments, if each weight has its own
 
 
 def _factored_shapes(path: KeyPath, x: HasShape) -> FactoredShapes:

@@ -5,7 +5,7 @@ line has a fixed number of tokens and holds rows side by side (ops.packing), so 
 depends on the batch.
 
 Letters: M ring shards, b rows per shard, S row width, G rows of a unit, X units and K = X*G rows of a line.
-Owns: which rows go together, which rows share a line. Does not know: losses, models.
+Owns: which rows form a micro-batch, which rows share a line. Does not know: losses, models.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class MicroBatches(NamedTuple, Generic[Weights]):
 
     count: int | jax.Array  # number of micro-batches
     max_count: int  # largest possible count
-    at: Callable[[jax.Array | int], tuple[Experience, Weights]]  # i -> rows and weights of piece i, from every shard
+    # I -> rows and weights of micro-batch i, from every shard.
+    at: Callable[[jax.Array | int], tuple[Experience, Weights]]
 
 
 def padded(batch: Experience, weight: Weights, *, num_rows: int) -> MicroBatches[Weights]:

@@ -42,12 +42,13 @@ def make(config: OptimizerConfig, num_steps: int) -> optax.GradientTransformatio
         gradient = optax.tree.cast(gradient, jnp.float32)
         if not config.max_grad_norm:
             return gradient
-        # Multiply by one factor. Optax uses a quotient twice, and XLA then stores one more gradient in memory.
+        # Multiply by one factor. Optax's clipping uses a quotient twice, and XLA then stores one more gradient in
+        # memory.
         scale = jnp.minimum(1.0, config.max_grad_norm / optax.tree.norm(gradient))
         return jax.tree.map(lambda g: g * scale, gradient)
 
     learning_rate = optax.scale_by_learning_rate(schedule(config, num_steps))
-    # Nested, because checkpoints have the arrays of the optimizer's state by the state's structure.
+    # The chains are nested, because checkpoints name the arrays of the optimizer's state by the state's structure.
     step = optax.chain(_scaled(config), optax.add_decayed_weights(config.weight_decay), learning_rate)
     optimizer = _in_float32(optax.chain(optax.stateless(clip), step))
     if config.reset_every_steps:

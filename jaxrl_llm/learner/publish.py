@@ -11,7 +11,7 @@ Layout of the matrices in memory:
     head            as in the learner, because a tied head is also the embedding
     q, k, v on TPU  as in the learner, because a TPU would otherwise transpose them back before each chunk of steps
 
-Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: what weights mean.
+Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: the model.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from jaxrl_llm.runtime.programs import Program
 
 
 def _stored(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    """Return a parameter, or layer i of a stacked parameter, in the shape that files store; i = None: not stacked."""
+    """Return a parameter, or layer i of a stacked parameter, in the shape of model files; i = None: not stacked."""
     if i is None:
         return x
     return x[i].reshape(stored_shape(f"blocks.{name}", x.shape[1:]))
 
 
 def _transposed(name: str, x: jax.Array, i: int | None) -> jax.Array:
-    """Return a parameter as ``_stored`` does, with the matrices of blocks as [I,O]."""
+    """Return a parameter as ``_stored`` does, but the matrices of blocks as [inputs, outputs]."""
     stored = _stored(name, x, i)
     return stored if i is None else transpose(stored)
 
@@ -127,7 +127,8 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
             x = x.astype(after.dtype)
             if before.sharding == after.sharding:
                 return transpose(x) if is_matrix else x
-            # Transpose after the gather. If a layer is transposed before, XLA transposes all layers for each layer.
+            # Transpose after the gather. If a layer were transposed before, XLA would transpose all layers once for
+            # each layer.
             for layout in (before.sharding, after.sharding):
                 spec = tuple(layout.spec)
                 file_spec = PartitionSpec(*(transposed(spec) if is_matrix else spec))

@@ -1,8 +1,8 @@
 """The update: U optimizer steps in one dispatch, each on a batch drawn from the ring.
 
-The update does not depend on the algorithm: it reads tokens, masks, advantages, log-probabilities and functions of
-these. Every loss term and every metric is a sum with one denominator for the whole batch. Micro-batches, padding, row
-order and devices therefore change only float rounding.
+The update does not depend on the algorithm. It reads tokens, masks, advantages and log-probabilities, and calls the
+functions that the config names. Every loss term and every metric is a sum with one denominator for the whole batch.
+Micro-batches, padding, row order and devices therefore change only float rounding.
 
     scan over U:   draw a batch [M, b] -> weights of the whole batch
       loop over micro-batches:   forward, backward, add gradients and sums
@@ -67,7 +67,7 @@ class Update:
         sampling: settings of the distribution that completions were drawn from.
         num_devices: number of data-parallel devices that split a micro-batch.
         line_tokens: width of the lines that rows are packed into; 0 = rows are padded.
-        group_size: number of neighbouring rows of a batch that share a prompt; 1 = every row has its own.
+        group_size: number of neighbouring rows of a batch that share a prompt; 1 = every row has its own prompt.
         critic_optimizer: optimizer of the value head, if the state has a value head.
         pass_threshold: a rollout is correct if its reward is at least this.
         compares_mixed: whether the sampler-learner gap includes the new tokens of rows that also have tokens of older
@@ -127,7 +127,7 @@ class Update:
             New state and ring, and sums over all updates. The total "nonfinite_run" counts the consecutive non-finite
             updates at the end.
         """
-        start = state  # costs one more copy of the weights if the loss reads it
+        start = state  # keeping it costs one more copy of the weights, only if the loss reads it
 
         def take_step(carry: tuple[TrainState, RingState], index: jax.Array):
             state, ring = carry
@@ -446,7 +446,7 @@ class Update:
         return loss(self.objective, inputs)
 
     def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
-        """Build the loss functions' view of the rows, with the old policy's log-probs and constants off the mask."""
+        """Build ``Tokens``, the input of the loss functions: rows with the old policy's log-probs, 0.0 off the mask."""
         rollout = rows.rollout
         behaviour_logp = rollout.behaviour_logp
         columns = {name: x for name, x in rows.columns.items() if self.algorithm.loss_needs(name)}
