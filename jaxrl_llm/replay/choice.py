@@ -3,7 +3,7 @@
 The columns decide whether a rollout may be drawn and give its weight (``replay.draw``). The ring is filled in the order
 of time, so a limit on ages is an interval of the ring. A draw therefore need not read the slots outside the interval.
 Letters: M shards, C slots per shard.
-Owns: which rows may be drawn and their weights, by a run's settings. Does not know: rows, how columns are computed.
+Owns: which rows may be drawn, and their weights. Does not know: the contents of rows, how columns are computed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jaxrl_llm.ops import weighted_draws as draws
 from jaxrl_llm.ops.ring_buffer import Lane
 from jaxrl_llm.types import RingState
 
-# Age in iterations, a number or [] i32.
+# Type of an age in iterations: a number or [] i32.
 Age = jax.Array | int
-# Stands for an age without a limit.
+# Value of a limit on ages that allows every age.
 NO_LIMIT = jnp.iinfo(jnp.int32).max
 
 
 def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
-    """Return the main ring and the second ring, which holds admitted rows that the main ring overwrote."""
+    """Return the two lanes of slots: the main ring and the second ring (admitted rows that the main ring overwrote)."""
     num_slots = ring.uses.shape[1]
     num_main = num_slots - round(config.positive_fraction * num_slots)
 
@@ -66,7 +66,7 @@ def _oldest_age(iteration: jax.Array, config: ReplayConfig) -> Age | None:
 
 
 class _Columns:
-    """Columns of the ring that a draw of groups reads. A group is named by its first slot / ``group_size``."""
+    """Columns of the ring that a draw of groups reads. The index of a group is its first slot / ``group_size``."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class _Columns:
         return jnp.max(by_row, axis=-1)
 
     def num_held(self) -> list[jax.Array]:
-        """Return the number of groups of each lane whose rows are still stored."""
+        """Return, for the main and the second ring, the number of groups whose rows are still stored."""
         if not self.ring.pages:
             return [lane.filled for lane in self.lanes]
 
         def is_held(group: jax.Array) -> jax.Array:
-            # The first row's pages are overwritten before the pages of the group's other rows.
+            # Check only the first row, because its pages are overwritten before the pages of the group's other rows.
             first_page = ring_buffer.take(self.ring.pages["first"], group * self.group_size)
             return jnp.asarray(paged_log.is_held(first_page, self.ring.pages["oldest"]))
 
@@ -129,7 +129,7 @@ def _draw_of_ages(
     num: int,
     taken: draws.Drawn | None,
 ) -> draws.Drawn:
-    """Draw from the held groups with youngest <= age <= oldest (None = no limit), an interval of each lane."""
+    """Draw from the stored groups with youngest <= age <= oldest (None = no limit), an interval of each lane."""
     first = []
     size = []
     for lane, held in zip(columns.lanes, num_held, strict=True):
@@ -139,7 +139,7 @@ def _draw_of_ages(
         end = lane.filled
         if oldest is not None:
             end = lane.count_newest(lambda group: columns.age(group) <= oldest)
-        # Pages of filled slots can be overwritten. With a delay, all rows of the required age can be lost.
+        # Pages of filled slots can be overwritten. With a delay, it can happen that no row of the required age is left.
         end = jnp.minimum(end, held)
         first.append(start)
         size.append(jnp.maximum(end - start, 0))
@@ -174,11 +174,12 @@ def choose(
 ) -> tuple[jax.Array, jax.Array]:
     """Return slots [M, num * group_size] i32 and whether each slot was drawn, [M, num * group_size] bool.
 
-    The rows that the config prefers come first, then other rows that may be drawn. The code handles groups until the
-    last line, which turns groups into slots.
+    The rows that the config prefers come first, then other rows that may be drawn. The function computes with indices
+    of groups. Its last line converts them to slots.
 
     Args:
-        uniform_number: [] f32 in [0, 1), the same for all shards. A draw may choose the ages of the batch by it.
+        uniform_number: [] f32 in [0, 1), the same for all shards. Some draws choose by this number whether a batch
+            prefers fresh or older rows.
     """
     columns = _Columns(ring, iteration, config, group_size)
     num_held = columns.num_held()

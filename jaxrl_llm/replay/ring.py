@@ -1,4 +1,5 @@
-"""Replay ring: the last rollouts, on the device or in its host's memory, from which update batches are drawn.
+"""Replay ring: the last rollouts, from which update batches are drawn. They are in device memory or in the host's
+memory.
 
 Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (choice),
 credit, losses, the mesh (the caller that places the state shards M over the data axes), which sizes a user may set.
@@ -14,13 +15,13 @@ drawn again (tied, superseded, used up, too old), then the oldest rows. Stored b
 advantages are not recomputed. On-policy training uses a ring of one iteration.
 
 With ``positive_fraction`` d, the last d*C slots of a shard are a second ring for correct rows that the main ring
-overwrites. The main ring holds the freshest (1-d)*C rows, the second ring the freshest d*C other correct rows. All of
-them may be drawn. With ``admission`` "likely" the second ring holds likely rows instead of correct rows.
-Source: Arnal et al. 2026, arXiv:2604.08706, section 3; two rings are one form of its definition.
+overwrites. The main ring holds the freshest (1-d)*C rows, the second ring the freshest d*C other correct rows. Draws
+use the rows of both rings. With ``admission`` "likely" the second ring holds likely rows instead of correct rows.
+Source: Arnal et al. 2026, arXiv:2604.08706, section 3. The paper's definition also allows other forms than two rings.
 
-With ``capacity_tokens``, all per-token fields of a row lie in a log of pages without padding (ops.paged_log). Only the
-other fields lie in the row's slot. The oldest pages are overwritten first, even if their row may still be drawn. The
-ring then holds only the rows whose pages are all in the log.
+With ``capacity_tokens``, all per-token fields of a row lie in a log of pages without padding (ops.paged_log). The slot
+of the row holds only the other fields. The oldest pages are overwritten first, even if their row may still be drawn.
+A row counts as stored only while all its pages are in the log.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def init(
     """Return an empty ring.
 
     Args:
-        experience_shape: rows with leaves [R, ...], arrays or ``jax.ShapeDtypeStruct``. The number R does not matter.
+        experience_shape: rows with leaves [R, ...], arrays or ``jax.ShapeDtypeStruct``. The number R is ignored.
         capacity: slots of all shards together.
         num_shards: M.
         on_host: store the rows in the host's memory. Counts and other columns stay on the device.
@@ -125,11 +126,12 @@ def insert(
         ring: the caller should donate it.
         experience: leaves [R, ...].
         iteration: [] i32.
-        config: admission to the second ring, priority (0 if not finite), and the rows to retire:
+        config: settings of the admission to the second ring and of the priority (0 if not finite), and the rows to
+            retire:
 
             - ``skip_tied``: rows of tied groups.
-            - ``latest_visit``: earlier rows of a question, if the question has new rows that may be drawn.
-            - ``retirement``: rows that this function returns, and earlier rows of their questions.
+            - ``latest_visit``: the earlier rows of each question that has new rows that may be drawn.
+            - ``retirement``: the new rows that this function returns, and the earlier rows of their questions.
         pass_threshold: a rollout is correct if its reward is at least this.
         imitates: the loss also trains on correct external rows without an advantage, so ``skip_tied`` keeps them.
         group_size: number of neighbouring rows that are drawn and overwritten together.
@@ -257,8 +259,8 @@ def draw(
         row_tokens: S. Only a ring in pages needs S, because its arrays do not have this dimension.
 
     Returns:
-        The ring with updated use counts, rows [M, b, ...], and facts about the rows. If too few slots could be drawn,
-        filler rows have ``trainable`` False.
+        The ring with updated use counts, the drawn rows [M, b, ...], and facts about them (``DrawInfo``). If too few
+        slots could be drawn, filler rows have ``trainable`` False.
     """
     num_shards, num_slots = ring.uses.shape
     num_rows = _per_shard(batch_size, num_shards)
@@ -285,7 +287,7 @@ def draw(
             group_size=group_size,
         )
 
-    # The choice needs no rows, only the columns. Each device reads the columns of its own shards.
+    # The choice reads only the columns, not the rows. Each device reads the columns of its own shards.
     no_rows: Any = None
     columns = dataclasses.replace(ring, slots=no_rows)
     axes = (("batch",), ("batch",), (), ())
@@ -347,7 +349,7 @@ def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, co
             bucket, divided by the number of their tokens; 1 if no row of the bucket was drawn.
         config: rows of a bucket are retired if ``effective`` is below ``min_ess``.
 
-    This rule is our own.
+    This rule is not from a paper.
     """
     bucket = _age_bucket(iteration - ring.inserted_step)
     is_stale = (effective < config.min_ess)[bucket]
@@ -413,7 +415,7 @@ def _is_filled(ring: RingState) -> jax.Array:
 
 
 def _apart(rows: Experience) -> tuple[Experience, Experience]:
-    """Split rows [M, n, ...] into fields without and with a token dimension. None replaces the other fields."""
+    """Split rows [M, n, ...] into fields without and with a token dimension; None marks a field of the other part."""
 
     def keep_once(path: tuple[Any, ...], x: jax.Array) -> jax.Array | None:
         return None if _is_per_token(path) else x
@@ -456,15 +458,15 @@ def _stored(rows: Experience) -> Experience:
 
 
 def _is_among(values: jax.Array, others: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return which ``values`` equal an entry of ``others`` [R] with ``counts`` [R] True, bool of the same shape."""
-    # Shapes are static, so entries that do not count are replaced by the largest entry that counts.
+    """Return a mask of the ``values`` that equal one of the entries of ``others`` [R] selected by ``counts`` [R]."""
+    # Shapes are static, so replace every entry that is not selected by the largest selected entry.
     largest = jnp.max(jnp.where(counts, others, jnp.iinfo(others.dtype).min))
     others = jnp.where(counts, others, largest)
     return jnp.isin(values, others, method="binary_search") & jnp.any(counts)
 
 
 def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
-    """Return the number [] i32 of different values at the places with ``counts`` True."""
+    """Return the number [] i32 of different values among the values that the mask ``counts`` selects."""
     flag, value = jax.lax.sort(((~counts).astype(jnp.int32).ravel(), values.ravel()), num_keys=2)
     is_new = jnp.concatenate([jnp.ones(1, bool), value[1:] != value[:-1]])
     return jnp.sum(is_new & (flag == 0), dtype=jnp.int32)
