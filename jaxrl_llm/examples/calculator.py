@@ -80,7 +80,7 @@ def used(
     messages: list[list[dict[str, str]]],
     **columns: Any,
 ) -> list[float]:
-    """Return 1.0 for each completion that used the calculator, else 0.0. The calculator's reply does not matter."""
+    """Return 1.0 for each completion that used the calculator, else 0.0. A reply with an error counts too."""
     scores = []
     for conversation in messages:
         roles = {message["role"] for message in conversation}

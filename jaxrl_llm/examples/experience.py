@@ -18,7 +18,7 @@ With these lines in mine.py, ``--config.environments.factory=mine.py:plain`` use
 
 This example shows how to extend an environment without changing it.
 
-Owns: which lines of a file are near. Does not know: who reads them.
+Owns: the search for the nearest lines of a file. Does not know: the readers of these lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grid puzzles in the style of ARC: write a program that turns each grid into its partner.
+"""Grid puzzles in the style of ARC: write a program that turns the first grid of each pair into the second.
 
     python -m jaxrl_llm.train --config=configs/codeit.py --workdir=runs/codeit
 
@@ -20,11 +20,12 @@ program that turns the first grid of each pair into the second. A program is a s
     steps      3; maximum number of steps of the program that made the question
 
 ``:reward`` is 1.0 for a program that solves the question. ``:hindsight``, for ``external.paths``, relabels the other
-programs. For each other result it makes the question that this result answers. The new group contains all valid
-programs of the old group, each scored on the new question (configs/codeit.py).
+programs. If a program produces wrong grids, ``:hindsight`` makes the question whose correct grids are these. The new
+group contains all valid programs of the old group, each scored on the new question (configs/codeit.py).
 
-Source: CodeIt, Butt et al. 2024, arXiv:2402.04858: programs are relabelled with the outputs that they have. Differs:
-the language and the questions are small and ours. Programs are not mutated. Wrong programs of the group are kept too.
+Source: CodeIt, Butt et al. 2024, arXiv:2402.04858: programs are relabelled with the outputs that they produce. Differs:
+this example has a small language and questions of its own. Programs are not mutated. Wrong programs of the group are
+kept too.
 
 Owns: the language, its questions, relabelling. Does not know: tokens, how relabelled lines become training rows.
 """
@@ -111,7 +112,7 @@ def question(grids: list[str], results: list[str]) -> str:
 
 
 def run(program: str, grid: str) -> str | None:
-    """Return the grid that a program makes of ``grid``. Return None if the program is invalid or has too many steps."""
+    """Return the grid that a program produces from ``grid``; None if the program is invalid or too long."""
     steps = STEP.findall(program)
     is_whole = "".join(steps) == program
     if not steps or not is_whole or len(steps) > MAX_STEPS:
@@ -128,7 +129,7 @@ def run(program: str, grid: str) -> str | None:
 
 
 def run_on_all(program: str, grids: list[str]) -> list[str] | None:
-    """Return the grid that a program makes of each grid, or None if the program is invalid."""
+    """Return the grid that a program produces from each grid, or None if the program is invalid."""
     results = []
     for grid in grids:
         result = run(program, grid)
@@ -170,7 +171,7 @@ STEPS = {
 
 
 def reward(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[float]:
-    """Return 1.0 if the completion is a program that turns each grid into its partner, else 0.0."""
+    """Return 1.0 if the completion is a program that turns the first grid of each pair into the second, else 0.0."""
     scores = []
     for text, question_grids, wanted in zip(completions, grids, made, strict=True):
         results = run_on_all(text.strip(), question_grids)
@@ -181,7 +182,7 @@ def reward(prompts: list, completions: list[str], grids: list, made: list, **col
 def hindsight(prompts: list, completions: list[str], grids: list, made: list, **columns: Any) -> list[dict[str, Any]]:
     """Return one relabelled group for each wrong result of the group's programs, sorted by prompt.
 
-    The list is empty if fewer than two completions are valid programs. A result that leaves the grids unchanged makes
+    The list is empty if fewer than two completions are valid programs. A program that leaves the grids unchanged gives
     no group.
     """
     question_grids = list(grids[0])

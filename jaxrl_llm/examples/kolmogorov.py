@@ -26,7 +26,7 @@ A program is an expression of whole numbers, lists in brackets and these functio
 Owns: the language, its questions, compression as a reward. Does not know: tokenizers, models.
 
 Source: The KoLMogorov Test, arXiv:2503.13992: programs of a small language are drawn, and their output is the question.
-Differs: the language is ours. The reward is ours too, because the paper's formula was not found.
+Differs: this example has its own language. It also has its own reward, because the paper's formula was not found.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def program_of(completion: str) -> str:
 
 
 def reward(prompts: list, completions: list[str], *, sequence: list[list[int]], **columns) -> list[float]:
-    """Return how much shorter the program is than the sequence, or 0.0 if the program does not produce the sequence.
+    """Return the fraction by which the program is shorter than the sequence; 0.0 if it produces another sequence.
 
         max(0, 1 - (numbers, lists and functions of the program) / numbers of the sequence)
 

@@ -7,7 +7,7 @@ This example shows how one module can be a whole task of several turns:
 - ``load`` makes the questions of ``prompts.source="maze"``.
 - ``Maze``, ``plain`` and ``patched`` are environments (``environments.factory``).
 - ``steps`` and ``matched`` are rewards that give every turn its own number (``rewards.functions``).
-- ``get_config`` puts them together. The recipes for methods by turn begin with it.
+- ``get_config`` puts these parts together. The recipes for methods with one advantage per turn start from this config.
 
 The environments are:
 
@@ -20,8 +20,8 @@ The environments are:
 
 ``steps`` is the reward for ``plain``: each turn scores 1.0 if it reaches the goal and -0.1 if it does not move.
 ``matched`` is the reward for ``patched``: each turn scores 1.0 if it is the expert's step. Different paths lead to the
-same field, and the reply for a field is always the same. Methods that compare turns in the same state need this
-(algorithm.advantage="gigpo").
+same field, and the reply for a field is always the same. Methods that compare turns in the same state need such
+repeated replies (algorithm.advantage="gigpo").
 
 ``prompts.arguments``:
 
@@ -111,8 +111,8 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 def draw_maze(rng: np.random.Generator, width: int, height: int, loops: int) -> list[list[str]]:
     """Draw a maze in which every field is connected to every other, and return the exits of each field.
 
-    Walls are visited in random order. A wall is removed if it separates two unconnected parts. ``loops`` further walls
-    are removed.
+    Walls are visited in random order. A wall is removed if the fields on its two sides are not connected yet.
+    Afterwards, ``loops`` of the remaining walls are removed.
     """
     places = list(itertools.product(range(width), range(height)))
     walls = _walls(places)
@@ -231,7 +231,7 @@ def _direction(turn: str) -> str:
 
 
 def _place(coordinates: list[int]) -> tuple[int, int]:
-    """Return a field of the question's columns as a pair that can be a key."""
+    """Return a field of the question's columns as a tuple, which can be a dictionary key."""
     x, y = coordinates
     return x, y
 
@@ -276,12 +276,13 @@ def _is_expert_step(turns: list[str], path: str) -> list[bool]:
 
 
 def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, **columns: Any) -> str | None:
-    """Return the expert's next field. It does not depend on the turn.
+    """Return the expert's next field, whatever the policy's turn was.
 
     The result is None, which ends the episode, at the goal or after the third wrong step.
 
-    Source: UI-S1, arXiv:2509.11543: the policy's own outputs follow an expert's trajectory and are patched when they
-        leave it, so that later steps are still trained on. Differs: the wrong step stays in the row, before its patch.
+    Source: UI-S1, arXiv:2509.11543: the policy's own outputs follow an expert's trajectory and are replaced by the
+    expert's when they leave it, so that later steps are still trained on. Differs: the wrong step stays in the row,
+    before the expert's step.
     """
     path = expert(maze, start, goal)
     is_right = _is_expert_step(turns, path)
@@ -297,7 +298,7 @@ def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, 
 
 
 def _turns(messages: list[dict[str, str]]) -> list[str]:
-    """Return the policy's own messages."""
+    """Return the messages of the policy in a conversation."""
     return [message["content"] for message in messages if message["role"] == "assistant"]
 
 

@@ -91,7 +91,7 @@ def _check_id(document_id: str, place: str) -> None:
 
 
 def rows(path: str, kinds: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the objects of a file of JSON lines, each with its place "file:line". All have the keys of ``kinds``.
+    """Return the objects of a file of JSON lines, each with its place "file:line". Each has all keys of ``kinds``.
 
     Raises:
         ConfigError: the file cannot be read or is empty, or a line is wrong. The message names the line and the fault.
@@ -159,8 +159,8 @@ def gain(
 
     A turn without a search, or without a found document, scores 0.
 
-    Source: StepSearch, arXiv:2505.15107: information gain minus redundancy. Differs: a document is the evidence or it
-        is not. The paper compares texts by cosines.
+    Source: StepSearch, arXiv:2505.15107: information gain minus redundancy. Differs: a document either is evidence or
+    is not. The paper compares texts by cosines.
     """
     scores = []
     for conversation, evidence_ids in zip(messages, evidence, strict=True):
@@ -186,7 +186,7 @@ def _turn_gains(messages: list[dict[str, Any]], evidence: set[str]) -> list[floa
 
 
 def _replied_documents(messages: list[dict[str, Any]]) -> set[str]:
-    """Return the ids of the documents in the replies that precede the policy's next turn. A search has one reply."""
+    """Return the ids of the documents in the replies that precede the policy's next turn. Each search has one reply."""
     documents: set[str] = set()
     for message in messages:
         if message["role"] == "assistant":

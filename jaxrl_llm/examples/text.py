@@ -21,8 +21,8 @@ Source: RLPT, reinforcement learning on pre-training data, arXiv:2509.19249. The
 next sentence or a middle sentence, and a model judges whether the prediction is a valid prefix of the text. Differs:
 
 - A run uses one of the two forms. The paper mixes them.
-- A rule of punctuation and lines ends sentences.
-- The number of sentences that a judge reads is ours.
+- Punctuation and line breaks decide where sentences end.
+- This example chose the number of sentences that a judge reads.
 - Without a judge the reward is the word overlap.
 
 Owns: sentence boundaries, the form of the question. Does not know: how a prediction is scored.
@@ -85,8 +85,8 @@ class _Question(NamedTuple):
 
     before: list[str]
     sentence: str
-    next_sentence: str  # "" if the prompt does not show it
-    following: str  # for a judge
+    next_sentence: str  # the sentence after the wanted one; "" if the prompt does not show it
+    following: str  # the sentences after it, which a judge reads
 
 
 def _questions(

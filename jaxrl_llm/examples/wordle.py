@@ -8,9 +8,9 @@
 
 This example shows an environment that keeps state between turns and gives its own reward (``get_reward``).
 
-Questions have a column ``word``. The prompt contains the rules. The reward is 1.0 for the word. Before that, each
-letter in its right place in the best guess scores 0.1. For words of more than nine letters each letter scores 0.9
-divided by the number of letters.
+Questions have a column ``word``. The prompt contains the rules. The reward is 1.0 for the hidden word. Without the
+word, each letter in its right place in the best guess scores 0.1. For words of more than nine letters each letter
+scores 0.9 divided by the number of letters.
 
 Owns: guesses and the replies to them. Does not know: dictionaries, because any letters count as a word.
 """
@@ -23,7 +23,7 @@ from typing import Any
 
 
 def _letters(word: str) -> str:
-    """Return a word in lower case, with one character for a letter and its accent."""
+    """Return a word in lower case, with one character for each letter with its accent."""
     return unicodedata.normalize("NFC", word).lower()
 
 
@@ -66,7 +66,7 @@ class Wordle:
 
 
 def _marks(guessed: str, hidden: str) -> str:
-    """Return a mark for each guessed letter. A hidden letter answers at most one guessed letter."""
+    """Return a mark for each guessed letter. A hidden letter matches at most one guessed letter."""
     marks = ["-"] * len(hidden)
     unmatched = collections.Counter(hidden)
     for i, letter in enumerate(guessed):
