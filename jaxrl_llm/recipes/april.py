@@ -4,11 +4,10 @@
 
 The sampler opens twice as many questions as an iteration trains on, and writes all their answers side by side. When the
 answers to half of the questions are complete, the iteration trains on them. The other answers keep their tokens, with
-the log-probs of the weights that drew them, and continue under the new weights. The answers that were begun first
-continue first.
-Source: Zhou et al. 2025, arXiv:2509.18521. Differs: the old log-probs are the log-probs that each token was drawn with.
-The released scripts compute them with the learner's weights at the time of the update. The learning rate (theirs: a
-constant 1e-6) and the temperature (theirs: 0.8) are left to you.
+the log-probs of the weights that drew them, and continue under the new weights. The oldest answers continue first.
+Source: Zhou et al. 2025, arXiv:2509.18521. Differs: the old log-prob of a token is the log-prob at which the token was
+drawn. The released scripts compute it with the learner's weights at the time of the update. The learning rate (theirs:
+a constant 1e-6) and the temperature (theirs: 0.8) are left to you.
 """
 
 from jaxrl_llm.config import defaults

@@ -4,8 +4,8 @@
 
 REINFORCE of whole sequences on replayed data, without ratio and without clip. The baseline is lowered, so that
 successes weigh more than failures.
-Source: Arnal et al. 2025, arXiv:2506.20520. Differs: the log-probability of a row is its sum divided by
-sampling.max_completion_tokens. This scales the gradient before it is clipped.
+Source: Arnal et al. 2025, arXiv:2506.20520. Differs: the log-probability of a row is the sum over its tokens, divided
+by sampling.max_completion_tokens. The gradient shrinks by this factor before it is clipped.
 """
 
 from jaxrl_llm.config import defaults

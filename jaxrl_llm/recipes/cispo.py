@@ -4,13 +4,13 @@
 
 The importance weights have an upper bound; gradients are not clipped. The loss is a mean over prompts, the advantage is
 divided by the standard deviation of the batch, tied groups are left out, and solved questions are retired. Answers are
-begun ahead and continue under newer weights, with the keys and values of the older weights. They lag at most eight
-iterations. The bound of 5 is the value that TRL recommends for the epsilon_max of ScaleRL.
+begun ahead and continue under newer weights, with the keys and values of the older weights. An answer stays open for at
+most eight iterations. The bound of 5 is the value that TRL recommends for the epsilon_max of ScaleRL.
 Source: Khatri et al. 2025, arXiv:2510.13786. Differs: with model.compute_dtype=bfloat16 the logits are float32 products
 of bfloat16 hidden states and weights. Long answers are cut off; the paper interrupts them and asks for the answer. The
-standard deviation includes tied groups. Generation waits for the update; the paper's runs beside it. The learning rate
-and its warm-up are left to you (theirs: a constant 5e-7 after 100 steps). Rewards are 0 and 1 (theirs: -1 and 1), which
-the standard deviation makes equal.
+standard deviation includes tied groups. Generation waits for the update; in the paper both run at the same time. The
+learning rate and its warm-up are left to you (theirs: a constant 5e-7 after 100 steps). Rewards are 0 and 1 (theirs: -1
+and 1); the division by the standard deviation removes this difference.
 """
 
 from jaxrl_llm.config import defaults

@@ -8,8 +8,8 @@ Groups whose rewards are still tied are not drawn, whatever their lengths. The p
 completions of 16 tokens. Set --config.algorithm.reward_terms.overlong_penalty.buffer to about a fifth of
 sampling.max_completion_tokens (DAPO has 4,096 of 20,480). Each rollout is trained on once, in one of four minibatches.
 The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an iteration.
-Source: Yu et al. 2025, arXiv:2503.14476. Differs: four minibatches; the paper has 16. With rewards of 0 and 1 the
-penalty weighs twice as much as with the paper's rewards of -1 and 1.
+Source: Yu et al. 2025, arXiv:2503.14476. Differs: an iteration has four minibatches; the paper has 16. With rewards of
+0 and 1 the penalty weighs twice as much as with the paper's rewards of -1 and 1.
 """
 
 from jaxrl_llm.config import defaults

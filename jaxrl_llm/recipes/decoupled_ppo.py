@@ -6,7 +6,7 @@ The ratio is clipped against the weights before the updates of the iteration. A 
 weights to the policy that drew it. Tokens with a weight above five are left out. Two batches of prompts are sampled
 ahead, and no answer stays open for more than four iterations. The keys and values of an open answer are computed again
 with the new weights. Each rollout is trained on once, in one of two minibatches.
-Source: Fu et al. 2025, arXiv:2505.24298. Differs: two minibatches; the released configs have four.
+Source: Fu et al. 2025, arXiv:2505.24298. Differs: an iteration has two minibatches; the released configs have four.
 """
 
 from jaxrl_llm.config import defaults

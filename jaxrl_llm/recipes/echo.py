@@ -5,8 +5,8 @@
 The loss is GRPO's loss on the policy's tokens plus a small cross-entropy on the environment's tokens, in the same
 forward pass. Here the environment's tokens are the prompts. Both terms are means over each row's tokens. Therefore a
 group in which all answers failed still has a gradient.
-Source: arXiv:2605.24517. Differs: there is one turn, so that the environment's tokens are the prompt's. Warnings of the
-harness are not left out.
+Source: arXiv:2605.24517. Differs: there is one turn, so that the environment's tokens are the tokens of the prompt. The
+loss includes warnings that a harness writes; the paper leaves them out.
 """
 
 from jaxrl_llm.config import defaults

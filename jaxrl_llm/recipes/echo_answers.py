@@ -6,8 +6,8 @@ The loss is GRPO's loss on the policy's tokens plus a small cross-entropy on the
 forward pass. Both terms are means over each row's tokens. Therefore a group in which all answers failed still has a
 gradient. The questions are a maze for small models. "Methods by turn" in docs/how-to/choose_a_method.md lists the
 settings to change for your own questions.
-Source: arXiv:2605.24517. Differs: warnings of the harness are not left out, and the tokens that a chat template writes
-around a reply are not left out.
+Source: arXiv:2605.24517. Differs: the loss includes warnings that a harness writes, and the tokens that a chat template
+writes around a reply. The paper leaves both out.
 """
 
 from jaxrl_llm.examples import maze

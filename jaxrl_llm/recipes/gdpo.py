@@ -2,10 +2,10 @@
 
     python -m jaxrl_llm.train --config=recipe:gdpo --workdir=runs/gdpo
 
-Each reward function is normalised in the group separately, then their sum over the batch. Set rewards.functions and
-rewards.weights. Each rollout is trained on once, in one of four minibatches, as in the released scripts (512 prompts in
-steps of 128). The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an
-iteration.
+The rewards of each function are normalised in the group separately. Their sum is then normalised over the batch. Set
+rewards.functions and rewards.weights. Each rollout is trained on once, in one of four minibatches, as in the released
+scripts (512 prompts in steps of 128). The clip can act from the second minibatch on. update.batch_size is a quarter of
+the rollouts of an iteration.
 Source: arXiv:2601.05242. Differs: each standard deviation has 1e-6 added to it; in the paper it is 1e-4.
 """
 

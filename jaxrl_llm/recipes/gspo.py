@@ -3,9 +3,9 @@
     python -m jaxrl_llm.train --config=recipe:gspo --workdir=runs/gspo
 
 The ratio is the length-normalised ratio of the whole sequence, with a narrow clip. The old log-probs are the learner's
-own. In bfloat16 the sampler and the learner differ by as much as the clip is wide. Each rollout is trained on once, in
-one of four minibatches. The first minibatch has ratios of 1, and the clip can act in the others. update.batch_size is a
-quarter of the rollouts of an iteration.
+own. The sampler's log-probs would not do: in bfloat16 sampler and learner differ by as much as the clip is wide. Each
+rollout is trained on once, in one of four minibatches. The first minibatch has ratios of 1, and the clip can act in the
+others. update.batch_size is a quarter of the rollouts of an iteration.
 Source: Zheng et al. 2025, arXiv:2507.18071.
 """
 

@@ -5,9 +5,9 @@
 The advantage is the reward minus the group mean. The penalty is the squared log-ratio to the weights before the updates
 of the iteration. The shorter answers of a group get a higher reward. The optimizer starts anew in every iteration.
 Source: Kimi team 2025, arXiv:2501.12599. Differs: questions are drawn uniformly, without a curriculum and without a
-preference for questions that fail. The length reward is there from the start. Its weight of 0.1 and the weight of the
-log-ratio are ours. Questions that can be guessed without reasoning are kept. Long answers are not continued in a later
-iteration.
+preference for questions that fail. The length reward applies from the start. Its weight of 0.1 and the weight of the
+log-ratio are not from the paper. Questions that can be guessed without reasoning are kept. Long answers are not
+continued in a later iteration.
 """
 
 from jaxrl_llm.config import defaults

@@ -5,9 +5,9 @@
 Four of sixteen rows share their first one or two turns and then continue separately from that state. The turns after
 the shared ones are also compared among these four rows. The questions are a maze for small models. "Methods by turn" in
 docs/how-to/choose_a_method.md lists the settings to change for your own questions.
-Source: Yan et al. 2026, arXiv:2605.21768. Differs: its equations were not found, and the sum of the two advantages is
-ours. Rows that start again are rows of the group. All episodes have the full length from the start; the paper's horizon
-grows.
+Source: Yan et al. 2026, arXiv:2605.21768. Differs: the paper's equations were not found; the sum of the two advantages
+is this recipe's choice. The rows that continue from a shared state are rows of the group. All episodes have the full
+length from the start; the paper's horizon grows.
 """
 
 from jaxrl_llm.examples import maze

@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.train --config=recipe:loop --workdir=runs/loop
 
-The advantages are leave-one-out, and the clip is narrow. The loss is a mean over rollouts of means over tokens. There
-are two passes over the data, the gradient's norm is clipped at a low bound, and tied groups are left out.
+The advantages are leave-one-out, and the clip is narrow. The loss is a mean over rollouts of means over tokens. The
+data is used twice, the gradient's norm is clipped at a low bound, and tied groups are left out.
 Source: Chen et al. 2025, arXiv:2502.01600. Differs: tied groups are left out; the paper leaves out advantages below
 0.01. With rewards of 0 and 1 both leave out the same rows, but the paper's divisor still counts them. Each of the two
 updates takes the whole batch; the paper's take parts of it.

@@ -8,11 +8,11 @@ entropy get a bonus. The mean has information from a question's second visit on.
 iteration 17; a run has 10 iterations unless num_iterations is set. Each rollout is trained on once, in one of four
 minibatches. The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an
 iteration.
-Source: arXiv:2512.18215. Differs: the dependence of the decay on the KL is ours. In the released code the decay rises
-with a KL to the starting model up to 0.01, and is 0.875 beyond. A question starts with one answer of each kind; in the
-released code counts begin at 8 answers at the rate of one. There is one clip of 0.2; the released code has 0.2 and 0.3
-and a dual clip of 3. The KL is measured before each update, so that the first minibatch of fresh rollouts adds 0 to it.
-There are four minibatches instead of the 16 of the released code (2,048 rollouts in steps of 128).
+Source: arXiv:2512.18215. Differs: this recipe chose how the decay depends on the KL. In the released code the decay
+rises with a KL to the starting model up to 0.01, and is 0.875 beyond. A question starts with one answer of each kind;
+in the released code counts begin at 8 answers at the rate of one. There is one clip of 0.2; the released code has 0.2
+and 0.3 and a dual clip of 3. The KL is measured before each update, so that the first minibatch of fresh rollouts adds
+0 to it. There are four minibatches instead of the 16 of the released code (2,048 rollouts in steps of 128).
 """
 
 from jaxrl_llm.config import defaults

@@ -6,8 +6,8 @@ Every turn has the advantage of the outcome. Every turn but the last also has th
 released scripts, there are two updates of the whole batch, and the clip can act in the second. The questions are a maze
 for small models. "Methods by turn" in docs/how-to/choose_a_method.md lists the settings to change for your own
 questions.
-Source: Zeng et al. 2025, arXiv:2505.11821. Differs: the paper has two turns. The same advantage for each turn before
-the last is ours.
+Source: Zeng et al. 2025, arXiv:2505.11821. Differs: the paper has two turns. This recipe treats all turns before the
+last one alike.
 """
 
 from jaxrl_llm.examples import maze

@@ -6,8 +6,8 @@ A prompt has two answers. Each reward is compared with a prediction from the fea
 the surprise and the entropies of its tokens, and its mean hidden state.
 Source: arXiv:2605.07579. Differs: the ridge regression uses the hidden state itself; the paper's uses its principal
 components. There is one regression for all questions; the paper has one for each domain. Its sums decay; the paper
-keeps a window of recent rollouts. The choice of the entropies' statistics is ours, and so are length and surprise as
-features. Of the prompt's hidden states only the last is used.
+keeps a window of recent rollouts. This recipe chose the statistics of the entropies, and length and surprise as
+features. Only the last hidden state of the prompt is used.
 """
 
 from jaxrl_llm.config import defaults

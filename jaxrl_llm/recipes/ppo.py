@@ -10,8 +10,8 @@ lambda is 0.95. With --config.algorithm.critic.bins=51 and --config.algorithm.cr
 distributions over 51 bins from algorithm.critic.low=0 to algorithm.critic.high=1. This range should contain all
 returns.
 Source: Hu et al. 2025, arXiv:2503.24290; Schulman et al. 2017, arXiv:1707.06347; bins, Farebrother et al. 2024,
-arXiv:2403.03950. Differs: the critic is a head on the policy and is updated with it, both four times an iteration. The
-paper's critic is a second model with 12 updates to 1 of the policy.
+arXiv:2403.03950. Differs: the critic is a head on the policy and is updated together with the policy, four times in an
+iteration. The paper's critic is a second model with 12 updates to 1 of the policy.
 """
 
 from jaxrl_llm.config import defaults

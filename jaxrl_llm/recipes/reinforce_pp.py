@@ -6,9 +6,9 @@ Advantages are whitened over the whole batch. The ratio is clipped, with a small
 rollout is trained on once, in one of four minibatches. The clip can act from the second minibatch on. update.batch_size
 is a quarter of the rollouts of an iteration.
 Source: Hu 2025, arXiv:2501.03262. Differs: the KL penalty is a term of the loss; the paper's is a term of the reward.
-Therefore a token answers for its own divergence and not for the divergence of later tokens. There are four minibatches
-instead of the eight of OpenRLHF's script train_reinforce_llama_ray.sh (1,024 prompts with one rollout each, in steps of
-128).
+Therefore the penalty of a token depends on its own divergence only, not on the divergence of later tokens. There are
+four minibatches instead of the eight of OpenRLHF's script train_reinforce_llama_ray.sh (1,024 prompts with one rollout
+each, in steps of 128).
 """
 
 from jaxrl_llm.config import defaults

@@ -3,13 +3,13 @@
     python -m jaxrl_llm.train --config=recipe:remix --workdir=runs/remix
 
 The clip window is centred on the ratio of the weights at the start of the iteration. There is a KL penalty to the
-starting model and, by schedule, one to the weights at the start of the previous iteration. There are two updates. Each
-has a chance of four tenths to use rollouts of the two previous iterations. The starting model is replaced by the
-current policy after 50 iterations. From then on all rollouts are fresh, and the second KL penalty begins. A run has 10
-iterations unless num_iterations is set.
+starting model and, by schedule, one to the weights at the start of the previous iteration. An iteration has two
+updates. Each update uses, with probability 0.4, rollouts of the two previous iterations. The starting model is replaced
+by the current policy after 50 iterations. From then on all rollouts are fresh, and the second KL penalty begins. A run
+has 10 iterations unless num_iterations is set.
 Source: Liang et al. 2025, arXiv:2507.06892 (50 or 100 iterations). Differs: a replayed batch mixes rollouts of the two
-previous iterations; the paper's is from one of them. There is no entropy bonus. The weight and the estimator of the KL,
-and GRPO's advantage, are ours.
+previous iterations; the paper takes a batch from one of them. There is no entropy bonus. The weight and the estimator
+of the KL, and GRPO's advantage, are this recipe's choices.
 """
 
 from jaxrl_llm.config import defaults

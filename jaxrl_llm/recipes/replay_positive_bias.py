@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.train --config=recipe:replay_positive_bias --workdir=runs/replay_positive_bias
 
-GRPO of the central paper of this package. The clipped ratio is that of the whole sequence. The ring holds 32 batches
-and keeps correct answers longer, and each rollout is used four times. The share for correct answers begins to fill in
-iteration 26; a run has 10 iterations unless num_iterations is set.
+GRPO with replay, as in the central paper of this package. The clipped ratio is the ratio of the whole sequence. The
+ring holds 32 batches and keeps correct answers longer, and each rollout is used four times. The share for correct
+answers begins to fill in iteration 26; a run has 10 iterations unless num_iterations is set.
 Source: Arnal et al. 2026, arXiv:2604.08706.
 """
 

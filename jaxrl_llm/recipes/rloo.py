@@ -3,8 +3,9 @@
     python -m jaxrl_llm.train --config=recipe:rloo --workdir=runs/rloo
 
 Each sample is compared with the mean of the others. The loss is plain REINFORCE with the sum over the sequence.
-Source: Ahmadian et al. 2024, arXiv:2402.14740. Differs: the log-probability of a row is its sum divided by
-sampling.max_completion_tokens. This scales the gradient before it is clipped. There is no KL in the reward.
+Source: Ahmadian et al. 2024, arXiv:2402.14740. Differs: the log-probability of a row is the sum over its tokens,
+divided by sampling.max_completion_tokens. The gradient shrinks by this factor before it is clipped. There is no KL in
+the reward.
 """
 
 from jaxrl_llm.config import defaults

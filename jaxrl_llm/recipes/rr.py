@@ -6,11 +6,11 @@ Half of a batch is generated. The other half is drawn from the latest mixed grou
 is in the ring. The ratio of a token to the policy that drew it is clipped about the ratio of the weights before the two
 updates of the iteration. The clip can act in the second update. update.batch_size is the number of rollouts of an
 iteration.
-Source: Sun et al. 2025, arXiv:2506.05316 (released code: clip, standard deviation, replayed rollouts stay in the
-buffer; batches of 512 in steps of 64). Differs: the other half of the paper is not included: DOTS, which predicts the
-difficulty of questions and asks those of medium difficulty. Tied groups take places in the ring, but are not drawn.
-There are two steps; the paper has eight. Each step draws its own rollouts, so that some fresh rollouts are in both
-steps and others in none.
+Source: Sun et al. 2025, arXiv:2506.05316 (the clip, the standard deviation, the reuse of replayed rollouts and the
+batches of 512 in steps of 64 follow the released code). Differs: the paper's second method is not included. It is DOTS,
+which predicts the difficulty of questions and asks questions of medium difficulty. Tied groups take places in the ring,
+but are not drawn. An iteration has two steps; the paper has eight. Each step draws its own rollouts, so some fresh
+rollouts are used in both steps and others in none.
 """
 
 from jaxrl_llm.config import defaults

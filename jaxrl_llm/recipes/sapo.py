@@ -6,10 +6,10 @@
         --config.seed=1 --config.external.paths='("runs/sapo_a",)'
 
 Two or more runs train side by side. Half of the groups of a run are its own and half come from the other runs, with the
-log-probs of those runs. Tied groups are left out, the upper clip is higher, and there is no KL penalty. A run continues
-with its own groups until the others have written theirs.
-Source: arXiv:2509.08721. Differs: the newest groups of the others are taken; the paper draws among the groups whose
-rewards differ.
+log-probs that the other runs recorded. Tied groups are left out, the upper clip is higher, and there is no KL penalty.
+A run continues with its own groups until the others have written theirs.
+Source: arXiv:2509.08721. Differs: a run takes the newest groups of the other runs. In the paper it draws among their
+groups with different rewards.
 """
 
 from jaxrl_llm.config import defaults

@@ -2,13 +2,13 @@
 
     python -m jaxrl_llm.train --config=recipe:step_grpo --workdir=runs/step_grpo
 
-GRPO with two rewards. The first tells wrong answers apart by the key steps that they contain (column key_steps). The
-second pays for an answer that thinks before it answers. The questions are sums of four digits, whose key steps are the
-partial sums; set prompts to your own questions. Key steps weigh 0.1, as in the released code. The released code leaves
-the weight of the KL to TRL, whose default was 0.04.
-Source: Zhang et al. 2025, arXiv:2503.12937. Differs: it is for text alone. A key step counts if its words follow each
-other, and an answer without any is wrong like any other. The reward for validity (StepRVR) is for tags in the right
-order.
+GRPO with two rewards. The first reward ranks wrong answers by the key steps that they contain (column key_steps). The
+second rewards a completion that reasons before its answer. The questions are sums of four digits, whose key steps are
+the partial sums; set prompts to your own questions. Key steps weigh 0.1, as in the released code. The released code
+leaves the weight of the KL to TRL, whose default was 0.04.
+Source: Zhang et al. 2025, arXiv:2503.12937. Differs: only text is supported. A key step counts if the answer contains
+its words in order, without others between them. An answer without key steps scores like any wrong answer. The reward
+for validity (StepRVR) checks only that the tags are in the right order.
 """
 
 from jaxrl_llm.config import defaults

@@ -2,11 +2,11 @@
 
     python -m jaxrl_llm.train --config=recipe:step_masks --workdir=runs/step_masks
 
-Turns with a negative reward are context but are not trained on. The turns after them are trained on. The questions are
+Turns with a negative reward stay in the context, but are not trained on. Later turns are trained on. The questions are
 a maze for small models. "Methods by turn" in docs/how-to/choose_a_method.md lists the settings to change for your own
 questions.
 Source: STeP, arXiv:2505.20023. Differs: in the paper a teacher marks the wrong steps of trajectories that are imitated.
-Here the reward of a turn marks them, and the other turns have the policy gradient of rewards to go.
+Here a negative reward marks a wrong turn, and the other turns have the policy gradient of rewards to go.
 """
 
 from jaxrl_llm.examples import maze

@@ -7,8 +7,8 @@ the state at which they separate. The advantage of the shared turns is this valu
 of later turns is their return minus this value. The questions are a maze for small models. "Methods by turn" in
 docs/how-to/choose_a_method.md lists the settings to change for your own questions.
 Source: Xiong et al. 2024, arXiv:2406.11176. Differs: the paper rolls out from each step of an expert, and uses the
-values to imitate steps and to prefer steps. Here the steps are the policy's own, one of each episode, and the values
-are its advantage.
+values to imitate steps and to prefer steps. Here the policy rolls out from one step of its own episodes, and the values
+form its advantage.
 """
 
 from jaxrl_llm.examples import maze

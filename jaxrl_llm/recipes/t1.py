@@ -4,7 +4,7 @@
 
 Many answers to each question are sampled at a high temperature. The loss has an entropy bonus and a KL penalty to the
 moving average of the policy instead of the starting model.
-Source: Hou et al. 2025, arXiv:2501.11651. Differs: its coefficients were not found; these are ours.
+Source: Hou et al. 2025, arXiv:2501.11651. Differs: the paper's coefficients were not found; this recipe has its own.
 """
 
 from jaxrl_llm.config import defaults

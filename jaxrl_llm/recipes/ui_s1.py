@@ -2,15 +2,15 @@
 
     python -m jaxrl_llm.train --config=recipe:ui_s1 --workdir=runs/ui_s1
 
-The advantage of a token is the advantage of its row plus the advantage of its turn. A turn is compared with the group's
-turns of the same number, by its discounted future rewards. The turns follow an expert's path. A turn that leaves the
-path is patched, at most twice. Each rollout is trained on once, in one of four minibatches, as in the released scripts.
-The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an iteration. The
-questions are a maze for small models, and the expert takes a shortest path. "Methods by turn" in
-docs/how-to/choose_a_method.md lists the settings to change for your own questions.
-Source: Lu et al. 2025, arXiv:2509.11543. Differs: a group that is left out because its returns hardly differ is not
-replaced by another group. The wrong step stays in the row, and the patch follows it. A turn scores 1 if it is the
-expert's step, without partial scores for its form and the kind of its action.
+The advantage of a token is the advantage of its row plus the advantage of its turn. The discounted future rewards of a
+turn are compared with those of the group's turns with the same number. The turns follow an expert's path. If a turn
+leaves the path, the expert's step replaces it, at most twice. Each rollout is trained on once, in one of four
+minibatches, as in the released scripts. The clip can act from the second minibatch on. update.batch_size is a quarter
+of the rollouts of an iteration. The questions are a maze for small models, and the expert takes a shortest path.
+"Methods by turn" in docs/how-to/choose_a_method.md lists the settings to change for your own questions.
+Source: Lu et al. 2025, arXiv:2509.11543. Differs: groups whose returns hardly differ are left out without a
+replacement. The wrong step stays in the row, and the expert's step follows it. A turn scores 1 if it is the expert's
+step, without partial scores for its form and the kind of its action.
 """
 
 from jaxrl_llm.examples import maze

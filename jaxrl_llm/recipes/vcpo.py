@@ -6,9 +6,9 @@ REINFORCE of whole sequences with truncated importance weights. The baseline min
 Steps are scaled by the effective sample size.
 Source: arXiv:2602.17616. Differs: the squared norm of a row's gradient is replaced by the sum over its tokens of (1 -
 p)^2. This leaves out the logits of other tokens, the Jacobian below the logits and the products of different positions.
-The log-probability of a row is its sum divided by sampling.max_completion_tokens. The weights in the baseline are
-truncated as in the loss. The released code does not truncate them, divides by the standard deviation of the group and
-takes a mean over each sequence.
+The log-probability of a row is the sum over its tokens, divided by sampling.max_completion_tokens. The weights in the
+baseline are truncated as in the loss. The released code does not truncate these weights, divides advantages by the
+standard deviation of the group and takes a mean over each sequence.
 """
 
 from jaxrl_llm.config import defaults
