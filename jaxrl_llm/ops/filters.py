@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
-# Fills the free places of a support. It is not an id of any vocabulary.
+# Id in the unused places of a support. No vocabulary has this id.
 NO_TOKEN = jnp.iinfo(jnp.int32).max
 
 
@@ -51,7 +51,7 @@ class Filter(NamedTuple):
         return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
     def leaves_out(self, vocab_size: int) -> bool:
-        """Return whether any token can be impossible."""
+        """Return whether the filters can give a token probability 0."""
         return 0 < self.top_k < vocab_size or self.top_p < 1 or self.min_p > 0
 
 
@@ -110,7 +110,7 @@ def filter_logits(
 
 
 def support_of(logits: Float[Array, "S V"], size: int, axis: tuple[str, ...] = ()) -> Int[Array, "S {size}"]:
-    """Return the ids of the possible tokens, at most ``size``. If tokens tie for the last places, low ids win.
+    """Return the ids of the possible tokens, at most ``size``. In a tie, the lowest ids are kept.
 
     Args:
         logits: [S, V], already filtered; -inf = impossible.
@@ -134,14 +134,14 @@ def keep_support(
 ) -> Float[Array, "S V"]:
     """Return ``logits`` [S, V] with -inf at every id that is not in ``support`` [S, K] i32."""
     if axis:
-        # Ids relative to the part of this device. A negative id would count from the end of the part.
+        # Make ids relative to the part of this device. A negative id would count from the end of the part.
         support = support - jax.lax.axis_index(axis) * logits.shape[1]
         support = jnp.where(support < 0, NO_TOKEN, support)
 
     def mark(ids: Array) -> Array:
         return jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop")
 
-    # Row by row: if the index contained the rows, a mesh would gather the array.
+    # Work row by row. If the index contained the rows, a mesh would gather the array.
     is_kept = jax.vmap(mark)(support)
     return jnp.where(is_kept, logits, -jnp.inf)
 
@@ -155,7 +155,7 @@ def _keep_largest(
     order of the floats, with 32 sums over the vocabulary. This is exact, and on a CPU several times faster than a sort.
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
-    # Positive floats compare as their bits do, negative floats in reverse.
+    # The bits of positive floats sort like the floats. The bits of negative floats sort in reverse order.
     rank = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))), jnp.uint32)
 
     def set_bit(i: Array, threshold: Array) -> Array:

@@ -93,7 +93,7 @@ def minus_median(value: Float[Array, " B"], groups: Groups) -> Float[Array, " B"
 
     The median of an even number of values is the mean of the middle two.
     """
-    # One sort of the rows by group and value. A sort of the membership table would gather the table over the mesh.
+    # Sort the rows once, by group and value. A sort of the membership table would gather the table over the mesh.
     num_groups = groups.member.shape[0]
     _, ordered = jax.lax.sort((jnp.where(groups.valid, groups.index, num_groups), value), num_keys=2)
     count = jnp.sum(groups.member, axis=1)
@@ -118,7 +118,7 @@ def mean_of_others(value: Float[Array, " B"], groups: Groups) -> Float[Array, " 
 def over_std(value: Float[Array, " B"], groups: Groups) -> Float[Array, " B"]:
     """Return ``value / (std + 1e-6)`` with the population standard deviation of the group's values, [B] f32.
 
-    Subtract the mean first: the standard deviation of equal values is 0, and only zeros then keep their size.
+    Subtract the mean first. The standard deviation of equal values is 0, so the division would enlarge any value but 0.
     """
     value = jnp.where(groups.valid, value, 0.0)
     variance = group_mean(jnp.square(minus_mean(value, groups)), groups)

@@ -45,8 +45,8 @@ def _filtered_logits(
 ) -> Array:
     """Return the filtered logits [X,V]. The target always stays possible.
 
-    A replayed target may be outside the support that the filters leave today. A position without a token has no
-    support.
+    A replayed target may be outside the tokens that the filters keep under the current policy. A position without a
+    token has no support.
     """
     logits_XV = project(hidden_XD, cast_VD)
     if support_XK is None:
@@ -81,11 +81,11 @@ def _projected_logp(
 ) -> tuple[Array, Array]:
     """Return the log-probability of each target and the entropy, [X] f32; 0.0 if the chunk is not live.
 
-    ``head_VD`` receives the gradient in float32, so that chunks add up in float32. ``cast_VD`` is the head that is
-    read; it is cast once for all chunks. The gradient is written out. From one more projection and two results of the
-    forward pass it needs no maximum and no sum over the vocabulary, and one pass replaces what autodiff would store or
-    compute again. The condition on ``is_live`` is in this function, because autodiff of a condition would keep a copy
-    of the head with every chunk.
+    ``head_VD`` receives the gradient in float32, so that chunks add up in float32. The forward pass reads ``cast_VD``,
+    the head cast once for all chunks. The gradient is written by hand. It uses one more projection and two results of
+    the forward pass, and needs no maximum and no sum over the vocabulary. Autodiff would store or recompute more. The
+    condition on ``is_live`` is in this function, because autodiff of a condition would keep a copy of the head with
+    every chunk.
 
         dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
     """
@@ -152,7 +152,7 @@ def chunked_logp(
 
     Args:
         hidden_BCD: final hidden states. Each state predicts its target.
-        head_VD: output projection in the layout of the embedding. Neither it nor its gradient is transposed.
+        head_VD: output projection in the layout of the embedding. The head and its gradient are never transposed.
         target_BC: [B,C] i32 token ids.
         chunk: positions of each row that are projected at a time.
         settings: settings of the distribution that the targets were drawn from.
@@ -171,7 +171,8 @@ def chunked_logp(
     if cast_VD is None:
         cast_VD = head_VD.astype(hidden_BCD.dtype)
     cast_VD = jax.lax.stop_gradient(cast_VD)
-    head_VD = head_VD.astype(jnp.float32)  # receives the gradient: chunks add up in float32 for any dtype of the head
+    # This copy receives the gradient, so chunks add up in float32 for any dtype of the head.
+    head_VD = head_VD.astype(jnp.float32)
 
     def next_chunk(first: Array, inputs):
         hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), inputs)

@@ -3,7 +3,7 @@
 Masks come from lengths and policy versions, never from the value of a token.
 
 Letters: B rows, T row width.
-Owns: the rules for both masks. Does not know: tokens, end-of-sequence ids, who reads the mask.
+Owns: the rules for both masks. Does not know: tokens, end-of-sequence ids, the readers of the mask.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped
 
-# A line has places for this many times the units that fill it at full length. Few batches are more ragged.
+# A line has places for this many times the number of full-length units that fill it. Few batches need more places.
 DENSEST = 4
 
 
@@ -78,15 +78,15 @@ def first_fit(
         max_units: X.
 
     Returns:
-        unit_of [U,X] i32, the units of each line, -1 = free; and the number of used lines, [] i32. Used lines come
-        first.
+        unit_of [U,X] i32, the units of each line, -1 = free; and the number of used lines, [] i32. The used lines come
+        before the empty lines.
     """
     U = size.shape[0]
 
     def put(lines: tuple[Array, Array, Array], unit: Array):
         filled, count, unit_of = lines
         has_room = (filled + size[unit] <= width) & (count < max_units)
-        # The first line with room; an empty line always has room. Index U drops a unit of size 0.
+        # Take the first line with room; an empty line always has room. Index U drops a unit of size 0.
         line = jnp.where(size[unit] > 0, jnp.argmax(has_room), U)
         unit_of = unit_of.at[line, count[line]].set(unit, mode="drop")
         filled = filled.at[line].add(size[unit], mode="drop")

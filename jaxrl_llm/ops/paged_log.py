@@ -5,7 +5,7 @@ numbered in the order of writing. Page i lies at index i mod N, and the log hold
 long as the log holds its first page. A row is as old as its pages, so the rows that are lost are always the oldest.
 
 Letters: M data shards, N pages of a shard, T tokens of a page, n rows, W width of a row with padding, k = ceil(W / T).
-Owns: where tokens lie in the log. Does not know: the meaning of tokens, which rows are drawn, the mesh.
+Owns: the position of tokens in the log. Does not know: the meaning of tokens, which rows are drawn, the mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def next_pages(
     """Return the first page of each new row, [M, n] i32, and the oldest page that the log then holds, [M] i32.
 
     Args:
-        oldest: [M] i32, number of the oldest page before the write. An empty log has pages that belong to no row.
+        oldest: [M] i32, number of the oldest page before the write. The pages of an empty log do not belong to a row.
         length: [M, n] i32, tokens of each row.
         num_pages: N.
         page: T.
@@ -47,7 +47,7 @@ def write(
     """Return the log with these rows in their pages.
 
     Args:
-        log: pytree of [M, N, T, ...]. Donate it: the cost is then the cost of writing the rows.
+        log: pytree of [M, N, T, ...]. Donate the log, so that only the rows are written and the log is not copied.
         first: [M, n] i32, the result of ``next_pages``.
         length: [M, n] i32. Tokens of a row from this position on are not stored.
         rows: pytree of [M, n, W, ...], same structure and dtypes. n * k must be at most N, so that no row overwrites
@@ -77,7 +77,7 @@ def take(
 
     Args:
         log: pytree of [M, N, T, ...].
-        first: [M, n] i32. If the log no longer holds a row, the result is the data written over it.
+        first: [M, n] i32. If a row was overwritten, the result is the newer data.
         length: [M, n] i32.
         width: W.
         padding: same structure, value of a row's positions from its length on.

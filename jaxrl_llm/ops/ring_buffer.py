@@ -85,7 +85,7 @@ def renew(
 ) -> Int[Array, "M L"]:
     """Return the lane's order with the next ``count`` slots to be written at the end.
 
-    Spent slots are written first, then the slots with the oldest rows.
+    Spent slots (whose row will never be read) are written first, then the slots with the oldest rows.
 
     Args:
         is_spent: [M, C] bool, slots whose row will never be read.
@@ -169,7 +169,8 @@ def zeros(
 ) -> PyTree[Shaped[Array, "M _ ..."]]:
     """Return zeros of a pytree of shapes [M, C, ...], on the device or in the host's memory.
 
-    The host repeats one slot of the device. The TPU compiler would make a constant array on the device and move it.
+    For the host's memory, one slot is made on the device and repeated on the host. Otherwise the TPU compiler would
+    make the whole array on the device and move it.
     """
 
     def zeros_of(x: jax.ShapeDtypeStruct) -> Array:

@@ -51,7 +51,7 @@ def sample_inverse_cdf(
     if not axis:
         token, shifted = _search(logits, top_S1, weight_SN, running_SN, uniform * total)
         return token, shifted - jnp.log(total)
-    # A third level above the blocks: the sums of the devices' parts.
+    # With several devices the search has a third level above the blocks: the sums of the devices' parts.
     total_ST = jax.lax.all_gather(total, axis, axis=1)
     running_ST = jnp.cumsum(total_ST, axis=-1)
     total = running_ST[:, -1]
@@ -141,7 +141,8 @@ def token_logp(
 
         logp = l_token - max - log Z,   entropy = log Z - sum_v p_v (l_v - max),   Z = sum_v exp(l_v - max)
 
-    0 log 0 counts as 0. Gradients are finite with -inf entries; a token at -inf has log-probability -inf.
+    0 log 0 counts as 0. Entries of -inf do not make gradients nonfinite. A token with logit -inf has log-probability
+    -inf.
 
     Args:
         logits: [..., V] f32, already filtered; -inf = impossible. Each row has a finite entry.

@@ -1,13 +1,14 @@
-"""Sequential draws without repeats, in proportion to a weight. The cost does not grow with the capacity.
+"""Sequential draws without repeats, in proportion to a weight, at a cost that does not grow with the number of slots.
 
-Draw one of n slots with probability w_i / sum w, put it aside, and go on with the rest. Two methods have this law:
+Draw one of n slots with probability w_i / sum w, remove it, and continue with the remaining slots. Two methods draw
+from exactly this distribution:
 
 - Sort by E_i / w_i, with E_i ~ Exp(1). (Gumbel top-k is the same in logarithms.)
 - Draw uniform candidates independently, accept each with probability w_i / bound, and discard repeats.
 
 The second method does not read all n slots. It is therefore tried first, with a fixed number of candidates. Draws that
-are still missing are taken by sorting the remaining slots. The law stays exact: the accepted candidates are a prefix of
-the sequence, and independent draws have no memory.
+are still missing are taken by sorting the remaining slots. The distribution stays exact: the accepted candidates are
+the first draws of the sequence, and later draws do not depend on rejected candidates.
 
 Letters: M shards, n slots of a shard, k candidates, b draws.
 Owns: which positions are drawn. Does not know: rings, ages, the meaning of a weight.
@@ -26,7 +27,7 @@ CANDIDATES_PER_DRAW = 8
 # At most this many slots are always sorted.
 MIN_CANDIDATES = 128
 
-# Slots [M, k] i32 and whether each was drawn [M, k] bool, the drawn ones first.
+# Slots [M, k] i32, and a mask [M, k] bool of the drawn slots, which come first.
 Drawn = tuple[Int[Array, "M _"], Bool[Array, "M _"]]
 SlotAt = Callable[[Int[Array, "M k"]], Int[Array, "M k"]]
 WeightOf = Callable[[Int[Array, "M k"]], Float[Array, "M k"]]
@@ -46,14 +47,15 @@ def draw(
 
         P(next = i) = w_i / sum of w_j over the slots not drawn yet
 
-    The law is exact up to the granularity of float32. If candidates suffice for all shards, the cost is that of
-    ``CANDIDATES_PER_DRAW * num`` slots. Otherwise it is the cost of sorting ``max_length`` slots, behind one ``cond``
-    over all shards. On several devices, call this function for the shards of each device (``sharding.by_device``), so
-    that no device waits for another. A shard's draw depends on its key and its slots alone.
+    The probabilities are exact up to the rounding of float32. If the candidates are enough for all shards, the cost is
+    proportional to ``CANDIDATES_PER_DRAW * num`` slots. Otherwise it is the cost of sorting ``max_length`` slots,
+    behind one ``cond`` over all shards. On several devices, call this function for the shards of each device
+    (``sharding.by_device``), so that no device waits for another. The draw of a shard depends only on its key and its
+    slots.
 
     Args:
         keys: [M] random keys.
-        slot_at: positions [M, k] i32 to slots [M, k] i32, all different. It is called with any positions.
+        slot_at: positions [M, k] i32 to slots [M, k] i32, all different. It must accept any positions.
         length: [M] i32, positions 0..length-1 hold a slot that may be drawn.
         weight: slots [M, k] i32 to [M, k] f32 in [0, 1]; 0 = may not be drawn.
         num: b.
@@ -65,7 +67,7 @@ def draw(
         come last and are arbitrary.
 
     Source: Efraimidis and Spirakis 2006 (weighted sampling without replacement); as Gumbel top-k, Kool et al.
-        2019, arXiv:1903.06059. The combination of rejection and a sort of the rest is our own.
+        2019, arXiv:1903.06059. The combination of rejection and a sort of the rest is not from a paper.
     """
     num_shards = length.shape[0]
     if taken is None:
@@ -81,7 +83,7 @@ def draw(
     if num_candidates == max_length:
         return _first(*_sorting(slot_at, first_positions, chance, length, weight, taken), num)
 
-    # A shard with few slots is sorted. A shard with many slots is tried at random positions.
+    # Sort a shard with few slots. Try random positions in a shard with many slots.
     is_short = (length <= num_candidates)[:, None]
     random_positions, is_even = _anywhere(length[:, None], bits[:, 1])
     slot = slot_at(jnp.where(is_short, first_positions, random_positions))
@@ -105,7 +107,7 @@ def draw(
 
 
 def chain(first: Drawn, second: Drawn) -> Drawn:
-    """Return the drawn slots of ``first``, then those of ``second``, in the width [M, b] of ``second``."""
+    """Return the drawn slots of ``first``, then the slots of ``second``, cut to the width [M, b] of ``second``."""
     num_first = first[0].shape[1]
     num = second[0].shape[1]
     place = jnp.arange(num)[None, :]
@@ -131,7 +133,7 @@ def _uniform(bits: Array) -> Array:
 
 
 def _anywhere(length: Array, bits: Array) -> tuple[Array, Array]:
-    """Return positions 0..length-1, i32 from u32, and whether to keep each. The kept positions are exactly uniform."""
+    """Return positions 0..length-1, i32 from u32, and a mask of the positions to keep, which are exactly uniform."""
     n = jnp.maximum(length, 1).astype(jnp.uint32)
     surplus = (jnp.uint32(0) - n) % n  # 2^32 mod n
     return (bits % n).astype(jnp.int32), bits <= jnp.uint32(2**32 - 1) - surplus
