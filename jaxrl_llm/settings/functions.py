@@ -36,7 +36,8 @@ def resolve(spec: str) -> Callable:
     path = Path(place).expanduser().resolve()
     if place.endswith(".py") and not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    # The import may change the working folder: restore it. It may print: its output must not mix with the command's.
+    # The import may change the working folder: restore it. The import may print, and its output must not mix with the
+    # command's output.
     with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
         module = _import_file(path) if place.endswith(".py") else importlib.import_module(place)
         function = getattr(module, name)
@@ -94,7 +95,8 @@ def digests(specs: Iterable[str]) -> dict[str, str]:
     by_spec = {}
     for spec in specs:
         place = spec.rpartition(":")[0]
-        with contextlib.suppress(Exception, SystemExit):  # a call of a missing function reports the error
+        # Ignore the error here: a later call of the missing function reports it.
+        with contextlib.suppress(Exception, SystemExit):
             path = _file_of(place)
             if path is not None:
                 by_spec[spec] = digest(path)

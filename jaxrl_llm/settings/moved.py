@@ -1,4 +1,4 @@
-"""Old names of this package: modules that configs, users' files and recorded runs name, and where they are now.
+"""Old names of this package: modules that configs, users' files and recorded runs name, and their new places.
 
 An old name works everywhere a new one does, and prints one note for each module and process:
 
@@ -63,7 +63,7 @@ MODULES = {
     "sweep.points": "sweeps.points",
     "sweep.table": "sweeps.table",
 }
-# Packages that are gone. Their modules have moved.
+# Packages that no longer exist. Their modules have moved.
 PACKAGES = ("environments",)
 # Data files that have moved into the package.
 FILES = {"configs/programs.jsonl": "jaxrl_llm/recipes/programs.jsonl"}
@@ -91,7 +91,7 @@ def with_new_names(settings: Any) -> Any:
         _note(settings, FILES[settings])
         return FILES[settings]
     renamed = re.sub(r"\bjaxrl_llm\.([\w.]+)(?=:\w)", _new_name, settings)
-    # A text from the command line keeps its type, which says how it is read.
+    # A text from the command line keeps the type ``Text``, which determines how it is read.
     return settings if renamed == settings else type(settings)(renamed)
 
 
@@ -122,11 +122,11 @@ class _OldModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = MODULES.get(module.__name__.removeprefix(PACKAGE))
         if new is not None:
             _note(module.__name__, PACKAGE + new)
-            # The import system returns what stands here after this function.
+            # The import system returns the module that this function puts here.
             sys.modules[module.__name__] = importlib.import_module(PACKAGE + new)
 
 
 def accept_old_names() -> None:
-    """Install the import hook. It is asked last, so that a module that exists is always found first."""
+    """Install the import hook. Python asks this hook last, so that an existing module is always found first."""
     if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
         sys.meta_path.append(_OldModules())

@@ -33,11 +33,11 @@ def visible(text: str) -> str:
     return re.sub(hidden, lambda match: ascii(match[0])[1:-1], text)
 
 
-MOST = 2**31 - 1  # counts are int32 on the devices
+MOST = 2**31 - 1  # largest count, because counts are int32 on the devices
 # Limits of a nonzero number. Products and quotients of such numbers fit into float32.
 SMALLEST = 1e-20
 LARGEST = 1e12
-LARGEST_FLOAT = 1e308  # larger integers become inf
+LARGEST_FLOAT = 1e308  # largest number, because larger integers become inf in float32
 
 
 class Dataclass(Protocol):
@@ -68,7 +68,8 @@ class ReadWhen(NamedTuple):
 
     Attributes:
         is_read: receives the whole config and returns whether a run reads the setting.
-        otherwise: when no run reads the setting, as text for the error: "without environments.factory".
+        otherwise: condition under which no run reads the setting, as text for the error: "without
+            environments.factory".
     """
 
     is_read: Callable[[Any], bool]
@@ -137,7 +138,7 @@ def build(cls: type[Group], mapping: Any, prefix: str = "") -> Group:
         replaced = getattr(cls, "REPLACED_SETTINGS", {})
         if key in replaced:
             no_effect, replacement = replaced[key]
-            if value == no_effect:  # recorded by an earlier version
+            if value == no_effect:  # setting of an earlier version, in the record of a run
                 continue
             raise ConfigError(f"{path}={value!r:.200} is a setting of earlier versions: set {replacement}")
         if key not in fields:
@@ -254,7 +255,7 @@ def _literal(text: Text) -> Any:
     with contextlib.suppress(*errors):
         return ast.literal_eval(text)
     with contextlib.suppress(*errors):
-        return json.loads(text, parse_constant=str)  # NaN stays a text
+        return json.loads(text, parse_constant=str)  # the text "nan" stays a text
     return str(text)
 
 
@@ -267,10 +268,10 @@ def names(text: Text) -> list[Text]:
 def override(node: Any, path: str, value: Any) -> Any:
     """Return a copy of a nested mapping with ``value`` at the dotted ``path``. Missing groups on the path are created.
 
-    On the path there may be other nodes than groups:
+    The path may also lead through nodes that are not groups of settings:
 
     - A string is the name of a function, and the rest of the path is a setting of that function.
-    - A text that begins with "{" is read as a group.
+    - A text that begins with "{" is read as a mapping, a group of settings.
     - In a list of functions, the next part of the path is the name of a function. If the list does not contain that
       function, it is added.
     """
@@ -386,7 +387,7 @@ def chosen_functions(config: Any) -> dict[str, Any]:
 
 
 def plain_text(value: Any) -> str:
-    """Return a setting's value as an error shows it: functions by their names and settings."""
+    """Return a setting's value as text for an error message. Functions appear with their names and settings."""
     if _is_function_tuple(value):
         return f"({', '.join(map(str, value))})"
     return repr(str(value)) if hasattr(value, "mapping") else repr(value)
@@ -417,7 +418,7 @@ def as_mapping(config: Any) -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any, *, whole: bool = False) -> dict[str, tuple[Any, Any]]:
-    """Return ``{path: (old, new)}`` of the fields that differ. A setting that one config lacks is None there."""
+    """Return ``{path: (old, new)}`` of the fields that differ. If one config lacks a setting, its value is None."""
     before = flatten(old, whole=whole)
     after = flatten(new, whole=whole)
     pairs = {path: (before.get(path), after.get(path)) for path in {**before, **after}}

@@ -8,7 +8,8 @@ Every keyword-only argument of a function is a setting. Its annotation is the ty
 its default is the default of the setting. A function may declare facts about itself with ``declare``. The slot's record
 (a subclass of ``Facts``) has one field for each fact that functions of this slot may declare.
 
-Owns: the choice by name, the check of settings, the check of declared facts. Does not know: any function, any fact.
+Owns: the choice by name, the check of settings, the check of declared facts. Does not know: the functions and facts
+themselves.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def read_facts(function: Callable[..., Any] | None, record: type[FactsOfSlot]) -
     """Return the declared facts of a function as the record of its slot.
 
     Raises:
-        ConfigError: the record has no such fact, or the fact has another type.
+        ConfigError: the slot's record has no field for a declared fact, or the value has another type.
     """
     declared = getattr(function, "declared_facts", {})
     defaults = {field.name: field.default for field in dataclasses.fields(record)}
@@ -77,8 +78,8 @@ class Chosen(Generic[FactsOfSlot]):
     Attributes:
         settings: value of each setting by name, including the slot's own settings.
         source: digest of the file of a user's function; "" for functions of the slot's table.
-        function: receives the slot's arguments, and its own settings as keywords. None if the slot is empty, or if the
-            config is of a run whose file of functions is missing here.
+        function: the Python function. It receives the slot's arguments, and its settings as keywords. None if the slot
+            is empty, or if the config is of a run whose file of functions is missing here.
         facts: facts that the function declares.
     """
 
@@ -86,7 +87,7 @@ class Chosen(Generic[FactsOfSlot]):
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: str = ""
     function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False, repr=False)
-    # Slots always pass the record of their functions' facts.
+    # The default is never used: slots always pass a record.
     facts: FactsOfSlot = dataclasses.field(default=typing.cast(Any, Facts()), compare=False, repr=False)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -115,7 +116,7 @@ class Chosen(Generic[FactsOfSlot]):
         return f"{self.name}, line {lines[-1]}" if lines else self.name
 
     def moved(self) -> str:
-        """Return what is wrong with the file of a recorded user's function; "" if the file is unchanged."""
+        """Return a message if the file of a recorded user's function is missing or has changed, else ""."""
         if not self.source:
             return ""
         if self.function is None:
@@ -155,7 +156,7 @@ class Slot:
 
     Attributes:
         table: functions of the package by name.
-        arguments: names of the positional arguments, for the error about a function that takes others.
+        arguments: names of the positional arguments, for the error about a function with other arguments.
         facts: record of the facts that its functions may declare.
         several: the slot holds any number of functions, in order.
         optional: the slot may stay empty ("none").
@@ -314,15 +315,15 @@ class Slot:
         return flat
 
     def places(self, value: Any, path: str) -> dict[str, Chosen[Any]]:
-        """Return the functions of ``value`` by path."""
+        """Return the functions in ``value``, a value of this slot, by their dotted paths in the config."""
         if self.several:
             return {f"{path}.{item.name}": item for item in value}
         return {path: value}
 
     def defaults(self, value: Any, path: str) -> dict[str, Any]:
-        """Return the default of every setting of the functions of ``value``, by the paths of ``flat``.
+        """Return the default of every setting of the functions in ``value``, by the paths of ``flat``.
 
-        A setting without a default has "".
+        The value is "" for a setting without a default.
         """
         defaults = {}
         for place, chosen in self.places(value, path).items():
