@@ -43,7 +43,7 @@ HELD_OUT_BY = ("seed", "prompts.size", "prompts.arguments", "prompts.bad_row", "
 
 
 def trained_on(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Return the differences that may have put held-out questions of ``config`` into the training of a run.
+    """Return the differences because of which a run may have trained on held-out questions of ``config``.
 
     Args:
         saved: the config of the run.
@@ -57,7 +57,7 @@ def trained_on(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
         return {}
     changed = {name: pair for name, pair in changed_settings(saved, config).items() if name in HELD_OUT_BY}
     if changed.keys() == {"eval.num_prompts"} and config.eval.num_prompts < saved.eval.num_prompts:
-        return {}  # a part of the run's own held-out questions
+        return {}  # the questions are a part of the run's own held-out questions
     return changed
 
 
@@ -152,7 +152,7 @@ def _checked(config: Config, model: str, checkpoint: str, num_samples: int | Non
 
 
 def _weights(run: Run, source: Source, checkpoint: str) -> tuple[Any, Any]:
-    """Return the weights that learn and the base of adapters; the base is None without adapters.
+    """Return the trainable weights and the base of adapters; the base is None without adapters.
 
     Args:
         checkpoint: the checkpoint to read; "" = the weights of ``source``.

@@ -101,7 +101,7 @@ def generate(
             chosen = members[start : start + num_rows]
             padded = chosen + [chosen[-1]] * (num_rows - len(chosen))
             rows = [EncodedExample(Example("", {}), np.asarray(prompts[i], np.int32), width) for i in padded]
-            batch = batch_of(rows, padded)  # the row's place in the file is the key of its noise
+            batch = batch_of(rows, padded)  # the row's place in the file determines its sampling noise
             groups = generator.generate(params, batch, version=version, key=key)
             logp = sharding.own_rows(generator.take().behaviour_logp)
             for j, i in enumerate(chosen):
@@ -169,7 +169,8 @@ def _prompt_ids(
     try:
         ids = tokenizer.encode_prompt(prompt_of(row), **encoding)
     except (json_lines.BadRowError, ConfigError) as error:
-        message = str(error).replace("prompts.", "--")  # the settings are flags of this command
+        # Name of this command in the errors, because its flags set these settings.
+        message = str(error).replace("prompts.", "--")
         raise ConfigError(f"{where}: without `prompt_ids`: {message}") from error
     if not ids:
         raise ConfigError(f"{where}: without `prompt_ids`: it has no token")
@@ -177,7 +178,7 @@ def _prompt_ids(
 
 
 def _settings() -> Config:
-    """Return the settings that the flags stand for. The config's own checks give every flag the bounds of its setting.
+    """Return the settings that the flags set. The checks of the config apply to the flags too.
 
     Raises:
         ConfigError: a flag has a value that is not allowed.

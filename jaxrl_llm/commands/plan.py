@@ -311,8 +311,9 @@ def conclude(run: Run, rows: list[Row], result: dict[str, Any]) -> bool:
 def main() -> None:
     """Run the command with the values of its flags."""
     jax.config.update("jax_platforms", "cpu")  # this process only compiles, also on a machine with chips
-    jax.config.update("jax_enable_compilation_cache", False)  # programs of the cache have no text
-    config = dataclasses.replace(freeze(FLAGS.config), executables="")  # this plan may write them
+    jax.config.update("jax_enable_compilation_cache", False)  # programs that come from the cache have no text
+    # Read no saved programs, because this plan may write them.
+    config = dataclasses.replace(freeze(FLAGS.config), executables="")
     if not 0 <= FLAGS.price < math.inf:
         raise ConfigError(f"--price={FLAGS.price} must be at least 0: dollars of a chip for an hour")
     if FLAGS.search:

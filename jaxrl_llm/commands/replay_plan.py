@@ -32,7 +32,7 @@ x >= 1. The theory holds for runs that are long compared with x. If filling the 
 lost (studies/replay_study.md).
 
 Source: Arnal et al. 2026, arXiv:2604.08706, theorem 4.5 and its corollary for a power law. The cases x = y and x = 1,
-and the fits of seconds and of alpha, are ours.
+and the fits of seconds and of alpha, are not from the paper.
 
 Owns: the closed forms and their table, the fits of seconds and of alpha. Does not know: rings, configs.
 """
@@ -91,7 +91,7 @@ class Costs:
         x* = y*^2 / (2 alpha (mu + y*))
         """
         root = math.sqrt(self.alpha**2 + self.mu * self.rho * (1 - 2 * self.alpha))
-        # The same as y* above, without the difference of two near numbers.
+        # Rewrite y* so that no two nearly equal numbers are subtracted.
         y = _ratio(self.mu * (1 - 2 * self.alpha), self.alpha + root)
         if y == math.inf:
             return math.inf, y
@@ -180,7 +180,7 @@ def price_of(workdir: str) -> str:
 
 
 def trained_rows(workdir: str) -> list[dict[str, Any]]:
-    """Return the metrics of the iterations that trained, without the first, which warms up, if there are more.
+    """Return the metrics of the iterations that trained. The first one, which warms up, is left out if possible.
 
     Raises:
         ConfigError: no iteration trained.
@@ -263,8 +263,8 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
 class Ageing(NamedTuple):
     """Growth of the noise of rollouts with their age.
 
-    A rollout of age a, in iterations, counts as ess(a) fresh ones: ess is the effective sample size of its importance
-    ratios (``update/ess_frac_age_*``). The noise of a ring with horizon x is the mean over the ages in it,
+    A rollout of age a, in iterations, counts as ess(a) fresh rollouts: ess is the effective sample size of its
+    importance ratios (``update/ess_frac_age_*``). The noise of a ring with horizon x is the mean over the ages in it,
 
         sigma^2(x) = mean of 1 / ess(a) over a < x,    log sigma^2(x) / sigma^2(1) = 2 alpha log x
 

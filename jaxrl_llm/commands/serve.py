@@ -11,8 +11,8 @@ Requests are decoded side by side in --slots slots. Up to --max_waiting more req
 
     python -m jaxrl_llm.serve --model=BASE --adapter=terse=FOLDER --adapter=kind=FOLDER
 
-Each adapter is also a model that requests can name. All share one copy of the base. Each adapter has its own slots, and
-the adapters decode by turns.
+Each adapter is also a model that requests can name. All share one copy of the base. Each adapter has its own slots. The
+adapters decode one after another.
 
 Owns: the command's work. Does not know: routes, the table of requests.
 """
@@ -107,7 +107,7 @@ def server_of(
     except BaseException:
         server.server_close()
         raise
-    # Only now: a client that connects before the weights are loaded is refused and does not hang.
+    # Open the port only after the weights are loaded, so that an early client is refused and does not hang.
     server.activate()
     return server
 
@@ -233,9 +233,9 @@ def serve(
         model: a model, as ``model.path`` names it.
         adapters: folders of adapters (PEFT) by the name that requests use.
         slots: completions decoded side by side.
-        max_waiting: requests that may wait; more are answered with status 429.
-        temperature: of requests that name none; 0 is greedy decoding of all requests.
-        seed: of the sampling noise; None = new noise at every start.
+        max_waiting: number of requests that may wait; further requests get status 429.
+        temperature: temperature of requests that do not set one; 0 is greedy decoding of all requests.
+        seed: seed of the sampling noise; None = new noise at every start.
 
     Raises:
         ConfigError: bad input, before anything is compiled.

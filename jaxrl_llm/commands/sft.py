@@ -7,7 +7,7 @@ The loss is the cross-entropy of each question's column ``answer`` and of the en
 times in total, the command measures the ``eval.num_prompts`` held-out questions. It stops when their answers have at
 least the mean probability ``--until``. DIR is a Hugging Face folder that ``model.path`` reads.
 
-Of the config it uses:
+The command uses these parts of the config:
 
 - model, prompts, optimizer, seed, mesh
 - ``sampling.max_completion_tokens``, the most tokens of an answer with its end
@@ -164,7 +164,7 @@ class Supervised:
         """Return the parameters and the optimizer's state after one step, and the loss before the step."""
         value, gradient = jax.value_and_grad(self.loss)(params, rows, base)
         updates, opt_state = self.optimizer.update(gradient, opt_state, params)
-        # The last counter is that of the schedule. Adam's counter returns to 0 with optimizer.reset_every_steps.
+        # The last counter belongs to the schedule. Adam's own counter returns to 0 with optimizer.reset_every_steps.
         _, step = optax.tree_utils.tree_get_all_with_path(opt_state, "count")[-1]
         return low_memory.apply_updates(params, updates, step), opt_state, value
 
@@ -255,7 +255,7 @@ def _sft(config: Config, out: pathlib.Path, until: float) -> float:
     def measured() -> tuple[float, float]:
         """Return the mean probability of the held-out answers, and their mean nats per token.
 
-        If one text alone is right, the probability is the pass rate at temperature 1.
+        If exactly one text is correct, this probability is the pass rate at temperature 1.
         """
         values: list[float] = []
         for batch in filled_batches(held_out, size):

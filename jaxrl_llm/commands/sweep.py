@@ -221,7 +221,7 @@ def _status(is_finished: bool, has_failed: bool, has_begun: bool) -> str:
 
 
 def before(workdir: pathlib.Path) -> dict[str, float | None]:
-    """Return the metrics of a run's evaluation before training; none if its file is missing or damaged."""
+    """Return the metrics of a run's evaluation before training; empty if its file is missing or damaged."""
     try:
         values = evaluation_values(_object(workdir / "eval_before.json"))
     except (LookupError, TypeError):
@@ -266,7 +266,8 @@ def write_results(
     table.write_table(folder / "table.csv", runs, sweep)
     if not page:
         return
-    # Only now, because evaluations are long files. An evaluation that is being written cannot be read.
+    # Read the evaluations only for the page, because the files are long. An evaluation that is being written cannot be
+    # read.
     for i, run in enumerate(runs):
         if run.status == "finished":
             runs[i] = dataclasses.replace(run, before=before(folder / run.name))
@@ -324,7 +325,8 @@ def _dictionary_flags(field: str, old: dict[str, Any], new: dict[str, Any]) -> l
                 f"{field}.{key}={value!r} cannot be given by --launch in place of {old[key]!r}: "
                 "both must be texts, numbers or truth values of one type"
             )
-        words.append(f"--config.{field}.{key}={value!r}")  # with quotes, so that the text "4" is not the number 4
+        # Quote texts, so that the text "4" is not read as the number 4.
+        words.append(f"--config.{field}.{key}={value!r}")
     return words
 
 
@@ -689,7 +691,7 @@ def launch_unfinished(
 ) -> int:
     """Launch the commands of the points whose training is not finished, and return 1 if a launch failed, else 0."""
     base = freeze(runpy.run_path(config_file)["get_config"]())
-    trained = dataclasses.replace(definition, after="")  # the commands train, and do nothing after that
+    trained = dataclasses.replace(definition, after="")  # the commands only train: ``after`` is not called
     commands = {
         name: train_command(config_file, base, config, folder / name)
         for name, (_, config) in points.items()
@@ -700,7 +702,7 @@ def launch_unfinished(
 
 def main() -> None:
     """Run the command with the values of its flags."""
-    flag: Any = FLAGS["config"]  # of ml_collections, which has no type for it
+    flag: Any = FLAGS["config"]  # an object of ml_collections, which does not export its type
     if not flag.present:  # the settings come from the record of a run
         raise ConfigError("--config must be a Python file with get_config() and get_sweep(): a record has no points")
     status = sweep(

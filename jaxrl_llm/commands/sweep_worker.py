@@ -7,8 +7,9 @@
     mark it, hand out the next   <----         whether the point ended well
     close the connection         ---->         end
 
-One process runs many points, so that jax is imported once. If the parent ends, the connection closes too. The running
-point then still runs to its end, and no other point begins. SIGTERM ends a point like any run, with a checkpoint.
+One process runs many points, so that jax is imported once. If the parent ends, the connection closes too. In that case
+the running point still runs to its end, but no other point begins. SIGTERM ends a point like any run, with a
+checkpoint.
 
 Owns: the run of one point. Does not know: which points there are.
 """
@@ -86,4 +87,4 @@ def _train(config: Config, workdir: pathlib.Path) -> int:
     try:
         return train(config, workdir)
     finally:
-        jax.clear_caches()  # the next point has other programs
+        jax.clear_caches()  # free the programs, because the next point has other programs

@@ -265,7 +265,8 @@ class Training:
         """Start to write a checkpoint.
 
         Args:
-            is_inside: the checkpoint is of an iteration that is not complete, or that was saved incomplete before.
+            is_inside: the iteration of the checkpoint is not complete, or an earlier checkpoint saved it when it was
+                not complete.
         """
         self.setup.checkpoints.save(
             self.log.iteration,

@@ -21,7 +21,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._ids: dict[bytes, int] = {}
-        self._num_data = 0  # number of the data's questions, which come first
+        self._num_data = 0  # number of questions in the data; they have the first ids
         self._answers: dict[int, tuple[int, int]] = {}  # passed, scored
         self._numbers: dict[str, dict[int, tuple[float, ...]]] = {}
 
@@ -37,7 +37,7 @@ class Ledger:
         return self._ids.setdefault(digest, len(self._ids))
 
     def close_data(self) -> None:
-        """Mark the end of the data's questions. Later questions come from elsewhere and are saved in checkpoints."""
+        """Mark the end of the data's questions. Questions that are registered later are saved in checkpoints."""
         self._num_data = len(self._ids)
 
     def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:

@@ -22,7 +22,8 @@ from jaxrl_llm.limits import FILE_SOURCES
 from jaxrl_llm.questions.ledger import Ledger
 from jaxrl_llm.types import Example, PromptBatch
 
-ENCODED_AT_ONCE = 16  # prompts in one call of the tokenizer; 16 prompts of one megabyte take about ten seconds
+# Number of prompts in one call of the tokenizer; 16 prompts of one megabyte take about ten seconds.
+ENCODED_AT_ONCE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,8 @@ def encode_examples(
     def encode(batch: Sequence[Example]) -> list[Sequence[int] | ConfigError]:
         return _token_ids(batch, tokenizer, config)
 
-    pool = concurrent.futures.ThreadPoolExecutor()  # tokenizers release the interpreter's lock
+    # Threads work in parallel, because tokenizers release the interpreter's lock.
+    pool = concurrent.futures.ThreadPoolExecutor()
     try:
         encode(examples[:1])  # in the main thread: only there can an endless chat template be interrupted
         batches = [examples[i : i + ENCODED_AT_ONCE] for i in range(0, len(examples), ENCODED_AT_ONCE)]
@@ -116,7 +118,8 @@ def encode_examples(
 def _token_ids(examples: Sequence[Example], tokenizer: Any, config: PromptsConfig) -> list[Sequence[int] | ConfigError]:
     """Return the token ids of each question's prompt, or the error of a prompt that cannot be encoded."""
     prompts: list[Any] = [example.prompt for example in examples]
-    if all(prompt and isinstance(prompt[0], int) for prompt in prompts):  # an agent sent token ids
+    # The prompt of an agent's request already has token ids.
+    if all(prompt and isinstance(prompt[0], int) for prompt in prompts):
         return prompts
     try:
         return tokenizer.encode_prompts(prompts, **config.encoding)
@@ -153,8 +156,8 @@ class PromptStream:
     ``prompts.retire_pass_rate`` retires a question when the ledger's pass rate for this question reaches that value.
     The stream skips retired questions. If all questions are retired, the stream asks every question.
 
-    In a ladder, each question waits until the next easier version is retired. The last question of a ladder is the
-    original one and is never retired.
+    The versions of a question can form a ladder from easy to hard. In a ladder, each version waits until the next
+    easier version is retired. The last version of a ladder is the original question and is never retired.
 
     Source of the retirement: ScaleRL, arXiv:2510.13786, no positive resampling at 0.9.
 
@@ -221,7 +224,7 @@ class PromptStream:
     def _index(self, position: int) -> int:
         """Return the index of the question at a position of the stream."""
         index = self._order[position]
-        if index is None:  # the type of grain allows it for filtered pipelines
+        if index is None:  # grain's type allows None, but only for filtered pipelines
             raise RuntimeError(f"the order of questions has no item at position {position}")
         return int(index)
 
