@@ -1,10 +1,9 @@
-"""Functions as settings: how one is chosen, what its keywords may be, and what is said where it cannot be."""
+"""Functions as settings: how a setting chooses one, what its keywords may be, and which errors name a bad choice."""
 
 import dataclasses
 import hashlib
 import json
 import pathlib
-import re
 from typing import Literal
 
 import ml_collections
@@ -28,6 +27,8 @@ from jaxrl_llm.settings.schema import (
     flatten,
 )
 from jaxrl_llm.settings.use import Chosen, Facts, Slot, declare, keywords, slot, use
+from tests.support import refusal
+from tests.support.refusal import ANY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,13 +60,11 @@ SEVERAL = Slot(TABLE, "x", FactsOfTests, several=True)
 DEFAULTS = {"scale": 2.0, "kind": "a", "times": 1, "shift": 0.5, "is_on": False}
 
 
-def refused(place, value, *names, default=None):
-    """What is said of it, which must have all of these in it."""
-    with pytest.raises(ConfigError) as error:
+def refused(place, value, field, field_value=ANY, *words, default=None):
+    """Assert that ``place`` refuses ``value`` as ``field=field_value``, and return the message."""
+    with refusal.refused(field, field_value, *words) as error:
         place.choose(value, "a.b", default)
-    said = str(error.value)
-    assert not [name for name in names if name not in said], said
-    return said
+    return str(error.value)
 
 
 # ---- choice
@@ -95,20 +94,19 @@ def test_a_mapping_without_a_name_is_of_the_default():
     chosen = ONE.choose({"times": 2}, "a.b", default)
     # The default function, not the default's settings.
     assert chosen == Chosen("scaled", DEFAULTS | {"times": 2})
-    refused(ONE, {"scales": 1.0}, "a.b.scales=1.0", "'scaled'", default=default)
+    refused(ONE, {"scales": 1.0}, "a.b.scales", 1.0, "'scaled'", default=default)
 
 
 def test_a_function_that_is_not_in_the_table_is_named_with_those_that_are():
-    said = refused(ONE, "scale", "a.b='scale' is not one of 'plain', 'scaled', 'demanding'")
-    assert "a function of your own is named 'path/to/file.py:function'" in said
-    refused(ONE, "none", "a.b='none' is not one of")
-    refused(OPTIONAL, "scale", "'plain', 'scaled', 'demanding', 'none';")
-    refused(ONE, {"scale": 1.0}, "a.b='' is not one of")
+    refused(ONE, "scale", "a.b", "scale", "'plain'", "'scaled'", "'demanding'", "'path/to/file.py:function'")
+    refused(ONE, "none", "a.b", "none")
+    refused(OPTIONAL, "scale", "a.b", "scale", "'plain'", "'scaled'", "'demanding'", "'none'")
+    refused(ONE, {"scale": 1.0}, "a.b", "")
 
 
 @pytest.mark.parametrize("value", [3, None, ["plain"], {"name": 3}, {"name": None, "scale": 1.0}])
 def test_what_names_no_function_at_all_is_refused(value):
-    refused(ONE, value, f"a.b={value!r}", "must be use(NAME, ...)", "one of 'plain', 'scaled', 'demanding'")
+    refused(ONE, value, "a.b", value, "use(NAME, ...)", "'plain'", "'scaled'", "'demanding'")
 
 
 def test_a_slot_that_may_stay_empty_has_its_own_settings_where_it_is_not():
@@ -117,18 +115,17 @@ def test_a_slot_that_may_stay_empty_has_its_own_settings_where_it_is_not():
     assert chosen(2.0) == 6.5  # the function is not given the slot's
     assert chosen
     assert OPTIONAL.choose("plain", "a.b").settings == {"coefficient": 0.25}
-    refused(OPTIONAL, use("plain", coefficient=-1.0), "a.b.coefficient=-1.0 must be at least 0.0")
+    refused(OPTIONAL, use("plain", coefficient=-1.0), "a.b.coefficient", -1.0, "0.0")
     empty = OPTIONAL.choose("none", "a.b")
     assert not empty
     assert empty == Chosen("none")
     assert empty.facts == FactsOfTests()
-    refused(OPTIONAL, use("none", scale=1.0), "a.b.scale=1.0: a.b='none' has no settings; a.b may be 'plain'")
+    refused(OPTIONAL, use("none", scale=1.0), "a.b.scale", 1.0, "a.b='none'", "'plain'")
 
 
 def test_a_setting_of_a_slot_that_is_empty_by_default_says_so():
-    refused(
-        OPTIONAL, {"scale": 1.0}, "a.b.scale=1.0: a.b='none' has no settings", default=OPTIONAL.choose("none", "a.b")
-    )
+    empty = OPTIONAL.choose("none", "a.b")
+    refused(OPTIONAL, {"scale": 1.0}, "a.b.scale", 1.0, "a.b='none'", default=empty)
 
 
 def test_several_are_taken_in_order():
@@ -141,48 +138,49 @@ def test_several_are_taken_in_order():
 
 
 def test_of_several_each_is_refused_by_its_place_and_none_comes_twice():
-    refused(SEVERAL, ["scaled", "scaled"], "a.b=('scaled', 'scaled')")
-    refused(SEVERAL, ["plain", use("scaled", scale=2.0), use("scaled", scale=3.0)], "a.b=('plain', 'scaled', 'scaled')")
-    refused(SEVERAL, ["plain", "other"], "a.b[1]='other' is not one of 'plain'")
-    refused(SEVERAL, [use("scaled", scale=0.0)], "a.b[0].scale=0.0 must be more than 0.0")
+    twice = ["plain", use("scaled", scale=2.0), use("scaled", scale=3.0)]
+    refused(SEVERAL, ["scaled", "scaled"], "a.b", ("scaled", "scaled"))
+    refused(SEVERAL, twice, "a.b", ("plain", "scaled", "scaled"))
+    refused(SEVERAL, ["plain", "other"], "a.b[1]", "other", "'plain'")
+    refused(SEVERAL, [use("scaled", scale=0.0)], "a.b[0].scale", 0.0)
     for value in ("plain", {"name": "plain"}, 3, None, Chosen("plain")):
-        refused(SEVERAL, value, "a.b=", "must be a list of use(NAME, ...)")
+        refused(SEVERAL, value, "a.b", value, "use(NAME, ...)")
 
 
 # ---- settings
 
 
 def test_a_setting_that_the_function_does_not_have_is_named_with_what_was_meant():
-    refused(ONE, use("scaled", scal=3.0), "unknown setting a.b.scal=3.0 of 'scaled'", "did you mean scale")
-    refused(ONE, use("scaled", zzz=1), "a.b.zzz=1", "known: scale, kind, times, shift, is_on")
-    refused(ONE, use("plain", scale=3.0), "unknown setting a.b.scale=3.0 of 'plain'")
-    refused(OPTIONAL, use("plain", coeficient=3.0), "did you mean coefficient")
+    refused(ONE, use("scaled", scal=3.0), "a.b.scal", 3.0, "'scaled'", "mean scale")
+    refused(ONE, use("scaled", zzz=1), "a.b.zzz", 1, "scale", "kind", "times", "shift", "is_on")
+    refused(ONE, use("plain", scale=3.0), "a.b.scale", 3.0, "'plain'")
+    refused(OPTIONAL, use("plain", coeficient=3.0), "a.b.coeficient", 3.0, "coefficient")
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "named"),
     [
-        ({"scale": "x"}, "a.b.scale='x' must be of type float, not str"),
-        ({"scale": None}, "a.b.scale=None must be of type float, not NoneType"),
-        ({"scale": True}, "a.b.scale=True must be of type float, not bool"),
-        ({"times": 1.0}, "a.b.times=1.0 must be of type int, not float"),
-        ({"times": True}, "a.b.times=True must be of type int, not bool"),
-        ({"is_on": 1}, "a.b.is_on=1 must be of type bool, not int"),
-        ({"shift": "x"}, "a.b.shift='x' must be of type float, not str"),  # as its default is
-        ({"kind": "c"}, "a.b.kind='c' is not one of 'a', 'b'"),
-        ({"kind": 1}, "a.b.kind=1 is not one of 'a', 'b'"),
-        ({"scale": 0.0}, "a.b.scale=0.0 must be more than 0.0 and at most 1000000000000.0"),
-        ({"scale": -1}, "a.b.scale=-1.0 must be more than 0.0"),
-        ({"scale": float("nan")}, "a.b.scale=nan must be more than 0.0"),
-        ({"scale": float("inf")}, "a.b.scale=inf must be more than 0.0"),
-        ({"scale": 1e-30}, "a.b.scale=1e-30 must be 0 or of a size of at least 1e-20"),
-        ({"shift": 1e13}, "a.b.shift=10000000000000.0 must be at least -1000000000000.0"),
-        ({"times": 0}, "a.b.times=0 must be at least 1 and at most 2147483647"),
-        ({"times": 2**31}, "a.b.times=2147483648 must be at least 1 and at most 2147483647"),
+        ({"scale": "x"}, ("a.b.scale", "x")),
+        ({"scale": None}, ("a.b.scale", None)),
+        ({"scale": True}, ("a.b.scale", True)),
+        ({"times": 1.0}, ("a.b.times", 1.0)),
+        ({"times": True}, ("a.b.times", True)),
+        ({"is_on": 1}, ("a.b.is_on", 1)),
+        ({"shift": "x"}, ("a.b.shift", "x")),  # as its default is
+        ({"kind": "c"}, ("a.b.kind", "c")),
+        ({"kind": 1}, ("a.b.kind", 1)),
+        ({"scale": 0.0}, ("a.b.scale", 0.0)),
+        ({"scale": -1}, ("a.b.scale", -1.0)),
+        ({"scale": float("nan")}, ("a.b.scale", float("nan"))),
+        ({"scale": float("inf")}, ("a.b.scale", float("inf"))),
+        ({"scale": 1e-30}, ("a.b.scale", 1e-30)),
+        ({"shift": 1e13}, ("a.b.shift", 1e13)),
+        ({"times": 0}, ("a.b.times", 0)),
+        ({"times": 2**31}, ("a.b.times", 2**31)),
     ],
 )
-def test_a_value_of_another_type_or_out_of_bounds_is_refused(settings, said):
-    refused(ONE, use("scaled", **settings), said)
+def test_a_value_of_another_type_or_out_of_bounds_is_refused(settings, named):
+    refused(ONE, use("scaled", **settings), *named)
 
 
 @pytest.mark.parametrize(
@@ -204,17 +202,17 @@ def test_kinds_of_numbers(kind, allowed, not_allowed):
     for value in allowed:
         assert convert(kind, value, "a") == value
     for value in not_allowed:
-        with pytest.raises(ConfigError, match=r"^a="):
+        with refusal.refused("a", type(allowed[0])(value) if kind in (Count, CountOrZero) else float(value)):
             convert(kind, value, "a")
     if kind is OverOneOrZero:
-        with pytest.raises(ConfigError, match=r"a=1.0 must be more than 1.0 and at most 1000000000000.0, or 0"):
+        with refusal.refused("a", 1.0, "1000000000000.0", "or 0"):
             convert(kind, 1, "a")
 
 
 def test_a_setting_without_a_default_must_be_given():
-    refused(ONE, "demanding", "a.b.limit must be given: 'demanding' has no default for it")
+    refused(ONE, "demanding", "a.b.limit", ANY, "'demanding'")
     assert ONE.choose(use("demanding", limit=1), "a.b")(5.0) == 1.0
-    refused(ONE, use("demanding", limit=2.0), "a.b.limit=2.0 must be at least 0.0 and at most 1.0")
+    refused(ONE, use("demanding", limit=2.0), "a.b.limit", 2.0, "0.0", "1.0")
 
 
 def test_settings_are_the_keyword_only_arguments_and_each_is_of_its_own_type():
@@ -228,7 +226,7 @@ def test_settings_are_the_keyword_only_arguments_and_each_is_of_its_own_type():
     listing = Slot({"listed": listed}, "x")
     assert listing.choose("listed", "a.b")["sizes"] == (1, 2)
     assert hash(listing.choose(use("listed", sizes=[3]), "a.b")) == hash(Chosen("listed", {"sizes": (3,)}))
-    refused(listing, use("listed", sizes=[3, "x"]), "a.b.sizes[1]='x' must be of type int")
+    refused(listing, use("listed", sizes=[3, "x"]), "a.b.sizes[1]", "x", "int")
 
 
 # ---- as a command line has them
@@ -253,18 +251,18 @@ def test_text_is_what_the_settings_type_says(name, text, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "named"),
     [
-        ("scale", "x", "a.b.scale='x' must be of type float"),
-        ("scale", "0", "a.b.scale=0.0 must be more than 0.0"),
-        ("scale", "nan", "a.b.scale=nan must be more than 0.0"),
-        ("times", "1.5", "a.b.times=1.5 must be of type int, not float"),
-        ("kind", "c", "a.b.kind='c' is not one of 'a', 'b'"),
-        ("is_on", "yes", "a.b.is_on='yes' must be of type bool"),
+        ("scale", "x", ("a.b.scale", "x")),
+        ("scale", "0", ("a.b.scale", 0.0)),
+        ("scale", "nan", ("a.b.scale", float("nan"))),
+        ("times", "1.5", ("a.b.times", 1.5)),
+        ("kind", "c", ("a.b.kind", "c")),
+        ("is_on", "yes", ("a.b.is_on", "yes")),
     ],
 )
-def test_text_of_another_type_is_refused(name, text, said):
-    refused(ONE, {"name": "scaled", name: Text(text)}, said)
+def test_text_of_another_type_is_refused(name, text, named):
+    refused(ONE, {"name": "scaled", name: Text(text)}, *named)
 
 
 @pytest.mark.parametrize("text", ["plain,scaled", "plain, scaled,", "('plain', 'scaled')", "[plain,scaled]"])
@@ -275,8 +273,8 @@ def test_text_names_several_with_commas(text):
 def test_text_names_none_or_one():
     assert SEVERAL.choose(Text(""), "a.b") == SEVERAL.choose(Text("()"), "a.b") == ()
     assert [one.name for one in SEVERAL.choose(Text("plain"), "a.b")] == ["plain"]
-    refused(SEVERAL, Text("plain,plain"), "a.b=('plain', 'plain')")
-    refused(SEVERAL, Text("plain,other"), "a.b[1]='other' is not one of")
+    refused(SEVERAL, Text("plain,plain"), "a.b", ("plain", "plain"))
+    refused(SEVERAL, Text("plain,other"), "a.b[1]", "other")
 
 
 # ---- what is declared
@@ -290,15 +288,13 @@ def test_declared_facts_are_the_record_of_the_slot():
 
 
 @pytest.mark.parametrize(
-    ("facts", "words"),
-    [({"sibling": True}, ("sibling=True", "siblings")), ({"siblings": "yes"}, ("siblings='yes'", "True or False"))],
+    ("facts", "named"),
+    [({"sibling": True}, ("sibling", True, "siblings")), ({"siblings": "yes"}, ("siblings", "yes", "True or False"))],
 )
-def test_a_table_with_an_unknown_fact_is_refused(facts, words):
+def test_a_table_with_an_unknown_fact_is_refused(facts, named):
     table = {"wrong": declare(**facts)(lambda x: x)}
-    with pytest.raises(ConfigError) as error:
+    with refusal.refused(*named, "'wrong'"):
         Slot(table, "x", FactsOfTests)
-    for word in ("'wrong'", *words):
-        assert word in str(error.value)
 
 
 # ---- what is chosen
@@ -371,12 +367,10 @@ def test_fields_of_a_config_have_paths_and_defaults():
     assert flat["more"] == ("plain", "scaled")
     assert flat["more.scaled.scale"] == 4.0
     assert flatten(built, whole=True) == {"first": built.first, "second": built.second, "more": built.more}
-    for mapping, said in (
-        ({"first": "none"}, "first='none' is not one of 'plain', 'scaled', 'demanding'; "),
-        ({"more": ["plain", use("scaled", kind="c")]}, "more[1].kind='c' is not one of 'a', 'b'"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(said)):
-            build(Settings, mapping)
+    with refusal.refused("first", "none", "'plain', 'scaled', 'demanding'"):
+        build(Settings, {"first": "none"})
+    with refusal.refused("more[1].kind", "c", "'a', 'b'"):
+        build(Settings, {"more": ["plain", use("scaled", kind="c")]})
 
 
 # ---- functions of the user's own
@@ -445,8 +439,8 @@ def test_a_function_of_a_file_is_one_like_those_of_the_table(own):
     assert OPTIONAL.choose(use(f"{own}:halved", by=4), "a.b").settings == {"coefficient": 0.25, "by": 4.0, "share": 1.0}
     texts = SEVERAL.choose(Text(f"plain,{own}:halved"), "a.b")
     assert [one.name for one in texts] == ["plain", f"{own}:halved"]
-    refused(ONE, use(f"{own}:halved", share=2.0), "a.b.share=2.0 must be at least 0.0 and at most 1.0")
-    refused(ONE, use(f"{own}:halved", bye=2.0), f"unknown setting a.b.bye=2.0 of '{own}:halved'", "did you mean by")
+    refused(ONE, use(f"{own}:halved", share=2.0), "a.b.share", 2.0, "0.0", "1.0")
+    refused(ONE, use(f"{own}:halved", bye=2.0), "a.b.bye", 2.0, f"'{own}:halved'", "mean by")
     # One of a package on the import path, by its module.
     assert ONE.choose("jaxrl_llm.algorithms.corrections:importance", "a.b").source
 
@@ -454,7 +448,7 @@ def test_a_function_of_a_file_is_one_like_those_of_the_table(own):
 def test_a_file_that_leaves_moves_or_speaks_when_imported_does_so_for_no_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit(5)\n")
-    refused(ONE, "leaves.py:f", "a.b='leaves.py:f' cannot be used: SystemExit: 5")
+    refused(ONE, "leaves.py:f", "a.b", "leaves.py:f", "SystemExit: 5")
     (tmp_path / "moves.py").write_text(f"import os\nos.chdir('/')\nprint('loading')\n{OWN}")
     assert ONE.choose("moves.py:halved", "a.b").function and pathlib.Path.cwd() == tmp_path
     assert capsys.readouterr() == ("", "loading\n")
@@ -485,15 +479,14 @@ def test_a_run_of_elsewhere_is_read_without_its_file_and_not_run(tmp_path):
     assert chosen.function is None
     assert chosen.mapping() == gone
     assert chosen.facts == FactsOfTests()
-    with pytest.raises(
-        ConfigError, match=r"gone.py:halved' cannot be found: this config is of a run that had its file"
-    ):
+    with refusal.raises_with(ConfigError, gone["name"]):
         chosen(1.0)
-    refused(ONE, {k: v for k, v in gone.items() if k != "source"}, "cannot be used: FileNotFoundError", "gone.py")
+    del gone["source"]
+    refused(ONE, gone, "a.b", gone["name"], "FileNotFoundError")
 
 
 def test_a_function_of_a_file_with_an_unknown_fact_is_refused(own):
-    refused(ONE, f"{own}:declaring", f"a.b='{own}:declaring'", "bases='old'", "did you mean base")
+    refused(ONE, f"{own}:declaring", "a.b", f"{own}:declaring", "bases='old'", "mean base")
 
 
 @pytest.mark.parametrize(
@@ -508,22 +501,21 @@ def test_a_function_of_a_file_with_an_unknown_fact_is_refused(own):
     ],
 )
 def test_one_that_takes_something_else_is_refused(own, name, signature):
-    said = refused(ONE, f"{own}:{name}", f"a.b='{own}:{name}' must be a function of (x)")
-    assert said.endswith(f"whose settings are keywords after a *, not of {signature}")
+    refused(ONE, f"{own}:{name}", "a.b", f"{own}:{name}", "(x)", signature)
 
 
 def test_its_arguments_are_as_many_as_those_of_its_place(own):
     place = Slot({}, "advantage, rows", FactsOfTests)
     assert place.choose(f"{own}:two", "a.b")(1, 2) == 1
-    refused(place, f"{own}:halved", "must be a function of (advantage, rows)", "not of (x, *, by")
+    refused(place, f"{own}:halved", "a.b", f"{own}:halved", "(advantage, rows)", "(x, *, by")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "reason"),
     [
         ("own.py:missing", "AttributeError: module"),
         ("own.py:NUMBER", "TypeError: NUMBER is not a function but int"),
-        ("own.py:halver", "TypeError: "),  # of an object nobody knows what it takes
+        ("own.py:halver", "TypeError: "),  # the arguments of an object cannot be read
         ("own.py:puzzling", "NameError: name 'Unheard' is not defined"),
         ("absent.py:halved", "FileNotFoundError: no file"),
         ("raising.py:halved", "ZeroDivisionError: division by zero"),
@@ -531,23 +523,21 @@ def test_its_arguments_are_as_many_as_those_of_its_place(own):
         ("own.py:", "ValueError: must be 'package.module:function' or 'path/to/file.py:function'"),
     ],
 )
-def test_one_that_cannot_be_found_is_refused_with_the_reason(own, name, said):
+def test_one_that_cannot_be_found_is_refused_with_the_reason(own, name, reason):
     (own.parent / "raising.py").write_text("1 / 0\n\n\ndef halved(x):\n    return x\n")
     (own.parent / "broken.py").write_text("def halved(x:\n")
-    refused(ONE, f"{own.parent}/{name}", f"a.b='{own.parent}/{name}' cannot be used: {said}")
+    refused(ONE, f"{own.parent}/{name}", "a.b", f"{own.parent}/{name}", reason)
 
 
 def test_one_of_a_package_that_is_not_there_is_refused():
-    refused(ONE, "no_such_package:f", "a.b='no_such_package:f' cannot be used: ModuleNotFoundError: ")
-    refused(ONE, ":f", "a.b=':f' cannot be used: ValueError: ")
+    refused(ONE, "no_such_package:f", "a.b", "no_such_package:f", "ModuleNotFoundError")
+    refused(ONE, ":f", "a.b", ":f", "ValueError")
 
 
 def test_what_it_raises_is_said_with_its_line_and_what_ours_raise_stays(own):
     chosen = ONE.choose(use(f"{own}:halved", by=0.0), "a.b")
     line = 1 + OWN.splitlines().index("    return share * x / by")
-    with pytest.raises(
-        ConfigError, match=rf"own.py:halved, line {line}: ZeroDivisionError: float division by zero"
-    ) as error:
+    with refusal.raises_with(ConfigError, "own.py:halved", f"line {line}", "ZeroDivisionError") as error:
         chosen(1.0)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
     with pytest.raises(TypeError):
