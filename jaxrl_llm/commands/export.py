@@ -61,7 +61,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
     is_merged = not checkpoint and peft.is_adapter(path)
     if merge and not is_merged:
         if not trained.model.lora.rank:
-            raise ConfigError(f"--merge: {checkpoint or path} has no adapters (model.lora.rank=0)")
+            raise ConfigError(f"--merge=True needs adapters, but {checkpoint or path} has none: leave out --merge")
         trained = _merged(trained)
     with cli.writing(output):
         peft.export(

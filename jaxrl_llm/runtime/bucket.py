@@ -48,8 +48,12 @@ STALE_LOCK_S = 100.0
 WAIT_S = 120.0
 
 
-def place(where: str | os.PathLike) -> Any:
+def place(where: str | os.PathLike, setting: str = "") -> Any:
     """Return the path of a folder. The path of a folder in a bucket has the methods of ``pathlib.Path``.
+
+    Args:
+        where: the folder, on a disk or in a bucket.
+        setting: the name of the setting that names the folder, for error messages.
 
     Raises:
         ConfigError: the text is not a valid name of a bucket and a folder, or the packages for buckets are missing.
@@ -58,7 +62,8 @@ def place(where: str | os.PathLike) -> Any:
     if not is_bucket(text):
         return pathlib.Path(text)
     if not re.fullmatch(r"gs://[a-z0-9][a-z0-9._-]{1,220}[a-z0-9](/[\w.-]+)+/?", text, re.ASCII):
-        raise ConfigError(f"{text!r} must be gs://BUCKET/FOLDER, of letters, digits and _.-/")
+        named = f"{setting}={text!r}" if setting else repr(text)
+        raise ConfigError(f"{named} must be gs://BUCKET/FOLDER, of letters, digits and _.-/")
     missing = [name for name in ("gcsfs", "google.cloud.storage") if not _is_installed(name)]
     if missing:
         raise ConfigError(f"{text} needs the package {missing[0]}: pip install 'jaxrl_llm[gcs]'")
@@ -109,7 +114,7 @@ def check(workdir: pathlib.Path, setting: str) -> None:
             f"checkpoint.bucket={setting!r}, but the run of --workdir={workdir} has its checkpoints in "
             f"{before or 'the workdir'}: set it back, or use another workdir"
         )
-    root = place(setting or workdir / "checkpoints")
+    root = place(setting or workdir / "checkpoints", "checkpoint.bucket")
     rows = workdir / "metrics.jsonl"
     has_report = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
     is_empty = not (root.is_dir() and any(path.name != WRITER for path in root.iterdir()))  # ignore the holder's object
@@ -143,7 +148,7 @@ def held(setting: str, who: str) -> Iterator[None]:
     if not is_bucket(setting):
         yield
         return
-    place(setting)
+    place(setting, "checkpoint.bucket")
     from google.cloud import storage
 
     bucket, _, folder = setting.removeprefix(PREFIX).rstrip("/").partition("/")

@@ -72,7 +72,8 @@ class Checkpointer:
     """
 
     def __init__(self, workdir: str | os.PathLike, config: CheckpointConfig):
-        self.directory = bucket.place(config.bucket or pathlib.Path(workdir) / "checkpoints")
+        folder = config.bucket or pathlib.Path(workdir) / "checkpoints"
+        self.directory = bucket.place(folder, "checkpoint.bucket")
         if hosts.is_first():
             bucket.check(pathlib.Path(workdir), config.bucket)
             _tidy(self.directory)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.comparing import assert_same
+from support.refusal import raises_with, refused
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
@@ -196,7 +196,7 @@ def test_saving_an_iteration_again_is_harmless_and_going_back_forgets_the_future
     assert checkpointer.latest_iteration() == 2
     save(checkpointer, 2, make_state(5))
     assert int(restore(checkpointer).device_state["train"].step) == 5
-    with pytest.raises(ConfigError, match=r"no checkpoint of iteration 9 .*\[1, 2\]"):
+    with raises_with(ConfigError, "iteration 9", "[1, 2]"):
         restore(checkpointer, iteration=9)
 
 
@@ -263,7 +263,7 @@ def test_what_went_wrong_in_a_save_is_raised_by_the_next_check(checkpointer, mon
 
 
 def test_a_host_whose_write_fails_ends_all_and_does_not_wait_for_the_others(checkpointer, monkeypatch):
-    """They wait for its write: for 20 minutes training went on unsaved, and no stop could be saved."""
+    """The other hosts wait for its write, up to 20 minutes, and could save nothing meanwhile."""
     met, said = [], []
     service = types.SimpleNamespace(wait_at_barrier=lambda key, timeout_ms: met.append(len(said)))
     monkeypatch.setattr(hosts, "is_alone", lambda: False)
@@ -355,16 +355,15 @@ def change(**sections: Any) -> Config:
 
 
 def test_a_checkpoint_of_another_version_is_named_and_said_to_be_one(copy):
-    """It was an unknown config key, with no word of where."""
+    """The error names the checkpoint, not only the unknown setting."""
     checkpoint = copy / "checkpoints" / "2"
     text = json.loads((checkpoint / "config" / "metadata").read_text())
     host = json.loads((checkpoint / "host" / "metadata").read_text())
     del text["digest"]
     text["config"]["update"]["old_setting"] = 3
     (checkpoint / "config" / "metadata").write_text(json.dumps(text | {"digest": digest(host, text)}))
-    said = rf"checkpoint .*{re.escape(str(checkpoint))} was made by another version.*update\.old_setting=3"
     for read in (resume, restore_params):
-        with pytest.raises(ConfigError, match=said):
+        with refused("update.old_setting", 3, str(checkpoint)):
             read(copy)
 
 
@@ -373,28 +372,27 @@ def test_changed_settings_are_refused_by_name_unless_allowed(checkpointer):
     checkpointer.wait()
     target = abstract(make_state())
     changed = change(seed=3, optimizer={"learning_rate": 0.5})
-    with pytest.raises(ConfigError) as error:
+    with raises_with(ConfigError, "seed 0 -> 3", "optimizer.learning_rate 1e-05 -> 0.5") as error:
         checkpointer.restore(target, changed, allow_config_changes=False)
-    assert "seed 0 -> 3" in str(error.value) and "optimizer.learning_rate 1e-05 -> 0.5" in str(error.value)
     assert "\n" not in str(error.value)
     assert checkpointer.restore(target, changed, allow_config_changes=True).iteration == 1
-    # What rows mean whose arrays fit all the same is not to be changed.
+    # Some settings change the meaning of saved rows although the arrays still fit. They must not be changed.
     regrouped = change(rollout={"group_size": 4}, replay={"capacity": 64}, prompts={"max_tokens": 20}, seed=3)
-    with pytest.raises(ConfigError, match=r"Set them back, or use another workdir$") as error:
+    with raises_with(ConfigError, "rollout.group_size 8 -> 4", "prompts.max_tokens") as error:
         checkpointer.restore(target, regrouped, allow_config_changes=True)
-    assert "rollout.group_size 8 -> 4" in str(error.value) and "prompts.max_tokens" in str(error.value)
-    assert "seed" not in str(error.value)
-    # Nor whose scores there are of the rounds before, where a run was stopped in a later one.
+    assert "seed" not in str(error.value) and "--allow_config_changes" not in str(error.value)
+    # The reward functions must not change if the run was stopped between rounds: earlier rounds have scores.
     other = change(rewards={"functions": ("length",)}, seed=3)
     assert checkpointer.restore(target, other, allow_config_changes=True).iteration == 1
     checkpointer.save(2, make_state(), {"rounds": [{}]}, CONFIG, pass_rate=None, is_inside=True)
     checkpointer.wait()
-    with pytest.raises(ConfigError, match=r"settings: rewards.functions \('task',\) -> \('length',\). Set .* workdir$"):
+    with raises_with(ConfigError, "rewards.functions ('task',) -> ('length',)") as error:
         checkpointer.restore(target, other, allow_config_changes=True)
+    assert "seed" not in str(error.value) and "--allow_config_changes" not in str(error.value)
 
 
 def test_rows_in_pages_are_not_cut(checkpointer):
-    """The log of pages has the same shape for shorter completions, and its longer rows would lose their end."""
+    """Pages have the same shape for shorter completions, so a longer saved row would lose its end."""
     padded = make_state()
     paged = padded | {"ring": padded["ring"] | {"pages": {"first": jnp.zeros((8, 4), jnp.int32)}}}
     shorter, longer = (change(sampling={"max_completion_tokens": n}) for n in (8, 32))
@@ -404,15 +402,15 @@ def test_rows_in_pages_are_not_cut(checkpointer):
         for config in allowed:
             found = checkpointer.restore(abstract(state), config, allow_config_changes=True)
             assert found.iteration == iteration
-    with pytest.raises(ConfigError, match=r"settings: sampling\.max_completion_tokens 16 -> 8\. Set .* workdir$"):
+    with raises_with(ConfigError, "sampling.max_completion_tokens 16 -> 8"):
         checkpointer.restore(abstract(paged), shorter, allow_config_changes=True)
 
 
 def test_a_run_does_not_go_back(checkpointer):
-    """It would end at once as a run of fewer iterations than it had."""
+    """Otherwise the run would end at once, with fewer iterations than it had."""
     save(checkpointer, 3, make_state())
     checkpointer.wait()
-    with pytest.raises(ConfigError, match=r"num_iterations=2 .*\b3\b"):
+    with refused("num_iterations", 2, "3"):
         checkpointer.restore(abstract(make_state()), change(num_iterations=2), allow_config_changes=True)
 
 
@@ -463,7 +461,7 @@ def test_another_content_of_a_file_of_ones_own_is_refused(checkpointer, tmp_path
     file.write_text("def f(prompts, completions): return [1.0] * len(prompts)\n")
     checkpointer.save(2, state, {}, config, pass_rate=None)  # the run goes on with the function that it began with
     checkpointer.wait()
-    with pytest.raises(ConfigError, match=r"other settings: the file of .*mine\.py:f '\w{16}' -> '\w{16}'\. .*--allow"):
+    with raises_with(ConfigError, "mine.py:f", "--allow_config_changes"):
         checkpointer.check_config(again(), abstract(state), allow_changes=False)
     checkpointer.check_config(again(), abstract(state), allow_changes=True)
     file.write_text(first)
@@ -522,7 +520,7 @@ def test_a_decaying_schedule_makes_the_length_of_the_run_matter(tmp_path):
     checkpointer.save(1, make_state(), {}, decaying, pass_rate=None)
     checkpointer.wait()
     longer = dataclasses.replace(decaying, num_iterations=99)
-    with pytest.raises(ConfigError, match="num_iterations 10 -> 99"):
+    with raises_with(ConfigError, "num_iterations 10 -> 99"):
         checkpointer.restore(abstract(make_state()), longer, allow_config_changes=False)
     checkpointer.close()
 
@@ -534,12 +532,11 @@ def test_arrays_that_do_not_fit_are_named(checkpointer):
     other["ring"]["tokens"] = jnp.zeros((16, 8), jnp.int32)
     other["ring"]["ref_logp"] = jnp.zeros((8, 8))
     other["slots"] = other["slots"][:1]
-    with pytest.raises(ConfigError) as error:
+    names = ["ring/ref_logp", "slots/1", "ring/tokens", "int32[8, 8]", "int32[16, 8]"]
+    with raises_with(ConfigError, *names) as error:
         checkpointer.restore(abstract(other), CONFIG, allow_config_changes=False)
-    with pytest.raises(ConfigError, match=re.escape(message := str(error.value))):  # before anything is compiled
+    with raises_with(ConfigError, str(error.value)):  # before anything is compiled
         checkpointer.check_config(CONFIG, abstract(other), allow_changes=True)
-    assert "ring/ref_logp is missing" in message and "slots/1 is not expected" in message
-    assert "ring/tokens is int32[8, 8], not int32[16, 8]" in message
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------
@@ -611,13 +608,12 @@ def test_a_damaged_file_makes_the_checkpoint_before_it_be_taken_and_is_named(nam
     assert (restored.iteration, restored.host_state) == (1, {"cursor": [1]})
     assert_same(restored.device_state, large_state(1))
     lines = capfd.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"warning: checkpoint {copy / 'checkpoints' / '2'} is damaged: ")
-    assert lines[0].endswith("; taking the one before") and len(lines[0]) < 700
+    assert len(lines) == 1 and lines[0].startswith(f"warning: checkpoint {copy / 'checkpoints' / '2'} ")
+    assert len(lines[0]) < 700
 
     shutil.rmtree(copy / "checkpoints" / "1")
-    with pytest.raises(ConfigError) as error:
+    with raises_with(ConfigError, str(copy / "checkpoints" / "2")) as error:
         resume(copy)
-    assert str(error.value).startswith(f"checkpoint {copy / 'checkpoints' / '2'} is damaged: ")
     assert "\n" not in str(error.value) and capfd.readouterr().err == ""
 
 
@@ -642,7 +638,7 @@ def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
     (path, start), = [place for place in found if place[1] >= 0]  # fmt: skip
     flip(path, start + len(raw) // 3)
     assert resume(copy).iteration == 1
-    assert f"array {name} has another checksum than when it was saved" in capfd.readouterr().err
+    assert f"array {name} " in capfd.readouterr().err
     if "params" not in name:  # the weights alone are whole
         restore_params(copy)
         assert capfd.readouterr().err == ""
@@ -650,8 +646,8 @@ def test_one_bit_of_an_array_that_flips_is_seen(name, copy, capfd):
     for target in (None, abstract(large_state(0)["train"]["params"]["policy"])):
         params, _ = restore_params(copy, target)
         assert_same(params, large_state(1)["train"]["params"]["policy"])
-        assert "checkpoints/2 is damaged" in capfd.readouterr().err
-    with pytest.raises(ConfigError, match=f"checkpoints/2 is damaged: array {name}"):
+        assert "checkpoints/2" in capfd.readouterr().err
+    with raises_with(ConfigError, "checkpoints/2", f"array {name}"):
         restore_params(copy / "checkpoints" / "2")
 
 
@@ -665,14 +661,14 @@ def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
                if np.asarray(saved["k"]).tobytes() in path.read_bytes()]  # fmt: skip
     flip(path, path.read_bytes().find(np.asarray(saved["k"]).tobytes()))
     restore_params(copy, like)
-    assert ("array train/params/policy/k has another" in capfd.readouterr().err) == (dtype == jnp.bfloat16)
+    assert ("array train/params/policy/k " in capfd.readouterr().err) == (dtype == jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
-        # Of gcsfs where a bucket answers 502; of a share; of a disk; of tensorstore when it has tried often enough.
-        ("host", lambda: pytest.importorskip("requests").exceptions.ProxyError(), "ProxyError. It may be undamaged"),
+        # From gcsfs if a bucket answers 502; from a network share; from a disk; from tensorstore after all retries.
+        ("host", lambda: pytest.importorskip("requests").exceptions.ProxyError(), "ProxyError"),
         ("host", lambda: TimeoutError("too slow"), "TimeoutError: too slow"),
         ("config", lambda: OSError(errno.EIO, os.strerror(errno.EIO)), "OSError: [Errno 5] Input/output error"),
         (
@@ -683,7 +679,7 @@ def test_what_is_cast_is_not_compared_and_the_rest_is(dtype, copy, capfd):
     ],
 )
 def test_what_cannot_be_read_now_is_not_damaged(name, error, said, copy, monkeypatch, capfd):
-    """The newest was passed over, and removed with the next save; where it was the only one the run was refused."""
+    """A run must not skip the newest checkpoint, whose files the next save would remove."""
     read = pathlib.Path.read_bytes
 
     def failing(path):
@@ -693,25 +689,21 @@ def test_what_cannot_be_read_now_is_not_damaged(name, error, said, copy, monkeyp
 
     part = "host/ or config/"
     if name == "arrays":
-        part = r"array \S+"
+        part = "array "
         monkeypatch.setattr(checkpoint_files.tensorstore, "open", mock.Mock(side_effect=error()))
     monkeypatch.setattr(pathlib.Path, "read_bytes", failing)
-    with pytest.raises(
-        MachineError, match=rf"{part} of checkpoint {copy}/checkpoints/2 cannot be read now: "
-    ) as raised:
+    with raises_with(MachineError, part, f"{copy}/checkpoints/2", said) as raised:
         resume(copy)
-    assert said in str(raised.value) and "[source]" not in str(raised.value)
+    assert "[source]" not in str(raised.value)
     monkeypatch.undo()
     assert resume(copy).iteration == 2 and capfd.readouterr().err == ""
 
 
 def test_a_folder_that_cannot_be_listed_is_not_one_without_checkpoints(copy, monkeypatch):
-    """Of a bucket that does not answer ``is_dir`` says no: the run would have begun anew."""
+    """``is_dir`` returns False for a bucket that does not answer. The run must not begin anew."""
     monkeypatch.setattr(pathlib.Path, "is_dir", lambda path: False)
     monkeypatch.setattr(pathlib.Path, "iterdir", mock.Mock(side_effect=ConnectionResetError("gone")))
-    with pytest.raises(
-        MachineError, match=f"{copy} cannot be read now: ConnectionResetError: gone. It may be undamaged"
-    ):
+    with raises_with(MachineError, str(copy), "ConnectionResetError: gone"):
         checkpoint_files.steps_in(copy)
     monkeypatch.undo()
     assert (
@@ -755,7 +747,7 @@ def test_a_damaged_checkpoint_that_was_passed_over_pushes_out_no_whole_one(tmp_p
 
 def test_settings_that_changed_are_no_damage(copy, capfd):
     checkpointer = Checkpointer(copy, CheckpointConfig(keep_last=2))
-    with pytest.raises(ConfigError, match=r"checkpoints/2 was made with other settings: seed 0 -> 3"):
+    with raises_with(ConfigError, "checkpoints/2", "seed 0 -> 3"):
         checkpointer.restore(abstract(large_state(0)), change(seed=3), allow_config_changes=False)
     checkpointer.close()
     assert capfd.readouterr().err == ""
@@ -781,12 +773,12 @@ def test_params_alone_are_restored_from_workdir_checkpoints_or_one_checkpoint(tm
     assert_same(on_device, expected := host_copy(make_state(2)["train"].params["policy"]))
     half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), expected)
     assert restore_params(tmp_path, half)[0]["layers"]["q"].dtype == jnp.bfloat16
-    with pytest.raises(ConfigError, match="extra is missing"):
+    with raises_with(ConfigError, "extra"):
         restore_params(tmp_path, {**target, "extra": target["norm"]})
 
 
 @pytest.mark.parametrize("name", ["absent", "empty"])
 def test_params_of_a_directory_without_checkpoints_are_an_error_that_names_it(tmp_path, name):
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"no .*checkpoint in .*{name}"):
+    with raises_with(ConfigError, str(tmp_path / name)):
         restore_params(tmp_path / name)

@@ -7,6 +7,7 @@ import sys
 import pytest
 from support.command_line import run_command
 from support.parsing import config_of
+from support.refusal import check_refusal, check_words
 
 COMMAND = """
 import os, sys
@@ -99,15 +100,16 @@ def test_a_config_file_or_key_that_is_not_there_is_one_line_and_status_2(tmp_pat
     config = tmp_path / "config.py"
     config.write_text("from jaxrl_llm.config import defaults\n\n\ndef get_config():\n    return defaults()\n")
     assert run_here(f"--config={config}", "--config.seed=5")[0] == 0
-    for arguments, message in [
-        ([f"--config={tmp_path}/none.py"], f"No such file or directory: '{tmp_path}/none.py'"),
-        ([f"--config={tmp_path}"], f"{tmp_path}/config.json"),
-        ([f"--config={config}", "--config.sead=5"], "unknown config key sead='5'; did you mean seed"),
-        (["--config.seed=5"], "--config.seed needs --config=FILE"),
+    for arguments, words in [
+        ([f"--config={tmp_path}/none.py"], [f"'{tmp_path}/none.py'"]),
+        ([f"--config={tmp_path}"], [f"{tmp_path}/config.json"]),
+        ([f"--config={config}", "--config.sead=5"], ["sead='5'", "seed"]),
+        (["--config.seed=5"], ["--config.seed", "--config=FILE"]),
     ]:
         status, out, err = run_here(*arguments)
         assert status == 2 and out == "", (status, out)
-        assert err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+        assert err.startswith("error: ") and err.count("\n") == 1, err
+        check_words(err, *words)
 
 
 def test_a_config_file_that_raises_is_one_line_however_it_is_named(tmp_path, run_here):
@@ -298,62 +300,48 @@ def test_a_text_stays_the_text_that_it_is(text, given):
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        (["rewards.weights=1.0"], "rewards.weights=1.0 must be a list such as (1.0,), not float"),
-        (["rewards.functions=task"], "rewards.functions='task' must be a list such as ('1',), not str"),
-        (["algorithm.reference_reset_iterations=50"], "iterations=50 must be a list such as (1,), not int"),
-        (["model.lora.targets=q"], "model.lora.targets='q' must be a list such as ('q',), not str"),
-        (["seed=true"], "seed=True must be of type int, not bool"),
-        (["update.bach_size=5"], "unknown config key update.bach_size='5'; did you mean update.batch_size"),
-        (["seed=x"], "seed='x' must be of type int, not str"),
-        (["seed"], "--config.seed must name a setting and its value"),
-        (["prompts.arguments=5"], "prompts.arguments=5 must be of type dict[str,"),
-        (["rewards.weights.x=5"], "rewards.weights"),
-        (["algorithm.surrogate=clip"], "algorithm.surrogate='clip' is not one of 'clipped', 'sequence_clipped', "),
-        (["algorithm.surrogate="], "algorithm.surrogate='' is not one of 'clipped'"),
-        (["algorithm.surrogate.dul=3"], "unknown setting algorithm.surrogate.dul='3' of 'clipped'; did you mean dual"),
-        (
-            ["algorithm.surrogate=cispo", "algorithm.surrogate.dual=3"],
-            "unknown setting algorithm.surrogate.dual='3' of 'cispo'; known: low,",
-        ),
-        (["algorithm.surrogate.low=abc"], "algorithm.surrogate.low='abc' must be of type float, not str"),
-        (["algorithm.surrogate.low=-1"], "algorithm.surrogate.low=-1.0 must be at least 0.0 and at most 1.0"),
-        (["algorithm.surrogate.low.x=1"], "algorithm.surrogate.low={'x': '1'} must be of type float"),
-        (
-            ["algorithm.reward_terms=length"],
-            "algorithm.reward_terms[0]='length' is not one of 'overlong_penalty', 'length_reward'",
-        ),
+        (["rewards.weights=1.0"], ("rewards.weights", 1.0)),
+        (["rewards.functions=task"], ("rewards.functions", "task")),
+        (["algorithm.reference_reset_iterations=50"], ("algorithm.reference_reset_iterations", 50)),
+        (["model.lora.targets=q"], ("model.lora.targets", "q")),
+        (["seed=true"], ("seed", True)),
+        (["update.bach_size=5"], ("update.bach_size", "5", "update.batch_size")),
+        (["seed=x"], ("seed", "x")),
+        (["seed"], ("--config.seed",)),
+        (["prompts.arguments=5"], ("prompts.arguments", 5)),
+        (["rewards.weights.x=5"], ("rewards.weights",)),
+        (["algorithm.surrogate=clip"], ("algorithm.surrogate", "clip")),
+        (["algorithm.surrogate="], ("algorithm.surrogate", "")),
+        (["algorithm.surrogate.dul=3"], ("algorithm.surrogate.dul", "3", "dual")),
+        (["algorithm.surrogate=cispo", "algorithm.surrogate.dual=3"], ("algorithm.surrogate.dual", "3", "'cispo'")),
+        (["algorithm.surrogate.low=abc"], ("algorithm.surrogate.low", "abc")),
+        (["algorithm.surrogate.low=-1"], ("algorithm.surrogate.low", -1.0)),
+        (["algorithm.surrogate.low.x=1"], ("algorithm.surrogate.low", {"x": "1"})),
+        (["algorithm.reward_terms=length"], ("algorithm.reward_terms[0]", "length")),
         (
             ["algorithm.reward_terms=length_reward,length_reward"],
-            "algorithm.reward_terms=('",
+            ("algorithm.reward_terms", ("length_reward", "length_reward")),
         ),
-        (
-            ["algorithm.reward_terms.length.weight=1"],
-            "algorithm.reward_terms[0]='length' is not one of 'overlong_penalty'",
-        ),
-        (["algorithm.reward_terms.length_reward.wight=1"], "wight='1' of 'length_reward'; did you mean weight"),
-        (["algorithm.reward_terms.short_answer.tokens=1.5"], "tokens=1.5 must be of type int, not float"),
+        (["algorithm.reward_terms.length.weight=1"], ("algorithm.reward_terms[0]", "length")),
+        (["algorithm.reward_terms.length_reward.wight=1"], ("algorithm.reward_terms[0].wight", "1", "mean weight")),
+        (["algorithm.reward_terms.short_answer.tokens=1.5"], ("algorithm.reward_terms[0].tokens", 1.5)),
         (
             ["algorithm.divergence=reference", "algorithm.divergence.estimator=k9"],
-            "estimator='k9' is not one of 'k1', 'k2', 'k3'",
+            ("algorithm.divergence.estimator", "k9"),
         ),
-        (["algorithm.divergence.coefficient=0.1"], "algorithm.divergence.coefficient='0.1'"),
-        (
-            ["algorithm.surrogate=none.py:f"],
-            "algorithm.surrogate='none.py:f' cannot be used: FileNotFoundError: no file ",
-        ),
-        (
-            ["algorithm.surogate=cispo"],
-            "unknown config key algorithm.surogate='cispo'; did you mean algorithm.surrogate",
-        ),
+        (["algorithm.divergence.coefficient=0.1"], ("algorithm.divergence.coefficient", "0.1")),
+        (["algorithm.surrogate=none.py:f"], ("algorithm.surrogate", "none.py:f", "FileNotFoundError")),
+        (["algorithm.surogate=cispo"], ("algorithm.surogate", "cispo", "algorithm.surrogate")),
     ],
 )
-def test_settings_and_functions_that_are_not_there_are_refused_with_what_is(settings, message, given, capsys):
+def test_settings_and_functions_that_are_not_there_are_refused_with_what_is(settings, named, given, capsys):
     with pytest.raises(SystemExit) as ended:
         given(PLAIN, *settings)
     err = capsys.readouterr().err
-    assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1 and message in err, err
+    assert ended.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    check_refusal(err, *named)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.building import EIGHT, ONE, mesh_of
+from support.refusal import refused
 
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.planning.compiled import Row, save_all
 from jaxrl_llm.runtime import executables, programs, sharding
 
@@ -50,12 +50,12 @@ def test_a_saved_program_computes_the_same_and_nothing_is_compiled(tmp_path, mon
 def test_another_program_other_devices_and_other_versions_are_refused(tmp_path, monkeypatch):
     mesh = mesh_of(EIGHT)
     save(tmp_path, mesh)
-    with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, jax .*' of these settings and code; run plan"):
+    with refused("executables", str(tmp_path), "'f'", "'8 x cpu, jax ", "plan --save"):
         executables.load_all({"f": program(mesh, factor=4.0)}, mesh, str(tmp_path))
-    with pytest.raises(ConfigError, match=r"has no 'f' for '1 x cpu, jax .*' but for \['8 x cpu, jax"):
+    with refused("executables", str(tmp_path), "'f'", "'1 x cpu, jax ", "['8 x cpu, jax "):
         executables.load_all({"f": program(mesh_of(ONE))}, mesh_of(ONE), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, jax .*' but for \[\]"):
+    with refused("executables", str(tmp_path / "elsewhere"), "'f'", "'8 x cpu, jax ", "[]"):
         executables.load_all({"f": program(mesh)}, mesh, str(tmp_path / "elsewhere"))
     monkeypatch.setattr(importlib.metadata, "distributions", list)
-    with pytest.raises(ConfigError, match=r"has no 'f' for '8 x cpu, ' but for"):
+    with refused("executables", str(tmp_path), "'f'", "'8 x cpu, '"):
         executables.load_all({"f": program(mesh)}, mesh, str(tmp_path))

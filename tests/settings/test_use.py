@@ -8,6 +8,8 @@ from typing import Literal
 
 import ml_collections
 import pytest
+from support import refusal
+from support.refusal import ANY
 
 from jaxrl_llm.settings.schema import (
     AtLeastOne,
@@ -27,8 +29,6 @@ from jaxrl_llm.settings.schema import (
     flatten,
 )
 from jaxrl_llm.settings.use import Chosen, Facts, Slot, declare, keywords, slot, use
-from tests.support import refusal
-from tests.support.refusal import ANY
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 from support import building
 from support.building import CUBE, EIGHT, ONE, mesh_of, settings_of
-from support.refusal import refused
+from support.refusal import ANY, raises_with, refused
 
 from jaxrl_llm.commands import evaluate, export, score, sft
 from jaxrl_llm.commands import train as train_module
@@ -273,7 +273,7 @@ def test_another_base_is_refused_in_one_line(base, trained, tmp_path):
         source.load_params(Model(PRESETS["debug"]), mesh_of(ONE), seed=0)
     with refused("model.lora.rank"):
         evaluate.evaluate(freeze(settings_of(CONFIG, {"model.path": str(base)})), "", str(workdir), 1)
-    with pytest.raises(ConfigError, match=r"model.lora=.*alpha=8.0.* must be as in '.*run': .*alpha=32.0"):
+    with refused("model.lora", ANY, "alpha=8.0", "alpha=32.0", str(workdir)):
         evaluate.evaluate(config_of(base, **{"model.lora.alpha": 8.0}), "", str(workdir), 1)
     # The same weights elsewhere are the same base.
     assert train_module.train(config_of(moved, num_iterations=4), workdir, allow_config_changes=True) == 0
@@ -284,9 +284,9 @@ def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trai
     workdir, *_ = trained
     measured = json.loads((workdir / "eval_after.json").read_text())
     assert evaluate.evaluate(config_of(base), "", str(workdir), 4) == measured | {"skipped_count": 0}
-    with pytest.raises(ConfigError, match=r"--adapter='x' goes with --model=BASE: a checkpoint has its own adapters"):
+    with refused("--adapter", "x", "--model"):
         evaluate.evaluate(config_of(base), "", str(workdir), 4, "x")
-    with pytest.raises(ConfigError, match=r"nowhere/adapter_config.json: no such file"):
+    with raises_with(ConfigError, "nowhere/adapter_config.json"):
         evaluate.evaluate(config_of(base), str(base), "", 4, "nowhere")
 
     export.export(str(workdir), "", str(tmp_path / "merged"), merge=True)
@@ -310,7 +310,7 @@ def test_commands_take_a_checkpoint_its_adapters_and_the_merged_model(base, trai
 
 @pytest.mark.parametrize("merge", [True, False])
 def test_a_folder_of_adapters_is_exported_like_its_base(merge, tmp_path):
-    """In float32 and without the base's generation_config.json; with --merge it "has no adapters"."""
+    """The export is in float32. A model without adapters cannot be exported with --merge."""
     plain, mesh, tokenizer = Model(PRESETS["debug"]), mesh_of(ONE), make_byte_tokenizer()
     base, adapters, out = (tmp_path / name for name in ("base", "adapters", "out"))
     hf.export(plain.init(jax.random.key(5), mesh), plain, tokenizer, base, dtype="bfloat16")
@@ -323,7 +323,7 @@ def test_a_folder_of_adapters_is_exported_like_its_base(merge, tmp_path):
     assert was.keys() == now.keys() and {str(x.dtype) for x in now.values()} == {"bfloat16"}
     for name, x in now.items():  # new adapters add nothing
         np.testing.assert_array_equal(x, was[name], err_msg=name)
-    with pytest.raises(ConfigError, match=r"--merge: .*base has no adapters"):
+    with refused("--merge", True, str(base)):
         export.export("", str(base), str(out), merge=True)
 
 

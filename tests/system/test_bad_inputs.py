@@ -9,11 +9,10 @@ import time
 
 import jax
 import pytest
-from support import command_line
+from support import command_line, refusal
 from support.command_line import DEBUG_CONFIG
 from support.refusal import check_refusal
 
-from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.runtime import row_files
 from jaxrl_llm.runtime.checkpoint import claim
@@ -411,7 +410,7 @@ def test_a_workdir_is_new_or_a_run_s_whenever_that_was_killed(files, named, tmp_
     check_workdir(tmp_path / "new")
     for name, text in files.items():
         write(tmp_path / name, text)
-    with pytest.raises(ConfigError, match=f" has {named}, which no run") if named else contextlib.nullcontext():
+    with refusal.refused("--workdir", str(tmp_path), named) if named else contextlib.nullcontext():
         check_workdir(tmp_path)
 
 

@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 from support import command_line, ghosts
+from support.refusal import ANY, raises_with, refused
 
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.commands import train as train_module
@@ -104,14 +105,13 @@ def test_the_best_evaluation_has_a_checkpoint_wherever_it_comes(train, tmp_path,
 
 
 def test_a_ring_in_other_parts_is_refused_before_compiling_with_what_to_set(train, tmp_path, monkeypatch):
-    """As on another number of devices."""
+    """Another number of devices has the same effect."""
     train(tmp_path, 1, replay={"shards": 2})
     again = dict(num_iterations=2, allow_config_changes=True)
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "compile_all", None)
-        with pytest.raises(ConfigError, match=r"does not fit: ring/\S+ is int32\[2, 8.* not int32\[1, 16") as error:
+        with refused("replay.shards", 2, "ring/", "int32[2, 8", "int32[1, 16", "--allow_config_changes"):
             train(tmp_path, **again)
-        assert "Its ring has replay.shards=2: with that and --allow_config_changes it fits" in str(error.value)
     assert train(tmp_path, replay={"shards": 2}, **again) == 0 and iterations(tmp_path) == [1, 2]
 
 
@@ -192,12 +192,12 @@ def test_a_resumed_run_says_that_its_curves_have_a_gap_and_mends_its_config(trai
         shutil.rmtree(tmp_path / "checkpoints" / "4", ignore_errors=True)
         capfd.readouterr()
         assert train(tmp_path, 4) == 0
-        said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
-        assert len(said) == 1 and f"{tmp_path / 'metrics.jsonl'} has lost " in said[0]
+        (warning,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning: ")]
+        assert str(tmp_path / "metrics.jsonl") in warning
         assert iterations(tmp_path) == ([1, 2, 4] if len(harm) > 10 else [4])
         assert json.loads((tmp_path / "config.json").read_text()) == config | {"num_iterations": 4}
         missing = 4 - len(iterations(tmp_path))
-        assert f"{missing} more are not in metrics.jsonl" in (tmp_path / "report.html").read_text()
+        assert f"{missing} more " in (tmp_path / "report.html").read_text()
 
 
 def test_without_a_whole_checkpoint_nothing_is_compiled(train, tmp_path, monkeypatch):
@@ -205,7 +205,7 @@ def test_without_a_whole_checkpoint_nothing_is_compiled(train, tmp_path, monkeyp
     for step in (1, 2):
         os.truncate(tmp_path / "checkpoints" / str(step) / "host" / "metadata", 5)
     monkeypatch.setattr(train_module, "compile_all", None)
-    with pytest.raises(ConfigError, match=r"checkpoints/1 is damaged: host/ or config/: "):
+    with raises_with(ConfigError, "checkpoints/1", "host/"):
         train(tmp_path, 3)
     assert steps(tmp_path) == [1, 2]
 
@@ -251,10 +251,10 @@ def elsewhere(tmp_path):
 
 def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(train, holder, tmp_path, monkeypatch):
     monkeypatch.setattr(train_module, "use_cache", None)  # what a run begins with
-    with pytest.raises(ConfigError) as error:
+    named = (f"process {holder.pid}", os.uname().nodename)
+    with refused(f"--workdir={tmp_path}", ANY, *named) as error:
         train(tmp_path, 1)
-    named = f"--workdir={tmp_path} is in use by process {holder.pid} on {os.uname().nodename} since 20"
-    assert str(error.value).startswith(named) and "\n" not in str(error.value)
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "checkpoints").exists()
     holder.send_signal(signal.SIGKILL)
     holder.wait()
@@ -279,20 +279,20 @@ def test_the_end_of_a_run_of_another_machine_is_waited_for(elsewhere, tmp_path, 
 def test_a_run_of_another_machine_that_goes_on_is_a_fault_that_may_pass(elsewhere, tmp_path, monkeypatch):
     monkeypatch.setattr(bucket, "WAIT_S", 3.0)
     monkeypatch.setattr(bucket, "STALE_LOCK_S", 1.5)
-    with pytest.raises(MachineError, match=f"is still in use by process {elsewhere.pid} on "), claim(tmp_path):
+    with raises_with(MachineError, str(tmp_path), f"process {elsewhere.pid}"), claim(tmp_path):
         pass
     assert elsewhere.poll() is None and str(elsewhere.pid) in (tmp_path / "lock").read_text()
 
 
 def test_a_lock_that_a_server_keeps_for_a_machine_that_is_gone_is_taken_over(tmp_path, monkeypatch):
-    """As NFS 3 does for ever where the machine was deleted. Nobody gives a sign of life by this one."""
+    """NFS 3 keeps the lock of a deleted machine for ever. No process renews this lock."""
     monkeypatch.setattr(bucket, "STALE_LOCK_S", 1.5)
     with open(tmp_path / "lock", "w") as kept:
         fcntl.flock(kept, fcntl.LOCK_EX)
         (tmp_path / "lock").write_text("process 1 on gone since 2026-11-20 10:00:00\nanother machine")
         with claim(tmp_path):
             assert f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
-            with pytest.raises(ConfigError, match="in use by"), claim(tmp_path):
+            with raises_with(ConfigError, str(tmp_path), f"process {os.getpid()}"), claim(tmp_path):
                 pass
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
@@ -308,9 +308,9 @@ def test_a_run_whose_folder_was_taken_over_ends(elsewhere, tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE])
 def test_a_disk_that_fails_at_the_start_is_a_fault_that_may_pass(code, tmp_path, monkeypatch):
-    """It was bad input, with the status that nothing starts again."""
+    """Bad input would end with the status after which a scheduler does not start the run again."""
     monkeypatch.setattr(pathlib.Path, "mkdir", mock.Mock(side_effect=OSError(code, os.strerror(code))))
-    with pytest.raises(MachineError, match=f"cannot be written: {os.strerror(code)}"), claim(tmp_path / "run"):
+    with raises_with(MachineError, str(tmp_path / "run"), os.strerror(code)), claim(tmp_path / "run"):
         pass
 
 
@@ -346,8 +346,8 @@ def test_where_files_cannot_be_locked_that_is_said_and_the_run_goes_on(train, tm
 
     monkeypatch.setattr(checkpoint.fcntl, "flock", flock)
     assert train(tmp_path, 1) == 0
-    expected = f"warning: {tmp_path / 'lock'}: Function not implemented; nothing keeps another run out\n"
-    assert capfd.readouterr().err == expected
+    (warning,) = capfd.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {tmp_path / 'lock'}: Function not implemented")
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -379,5 +379,5 @@ def test_every_command_takes_odd_names(name, train, tmp_path, monkeypatch, capfd
     if name == ODD[-1]:  # compiles
         few = ["--config.eval.num_prompts=8", "--config.eval.num_samples=1"]
         files = [f"--checkpoint={workdir}", f"--config={config}", f"--output={workdir / 'e.json'}"]
-        run("evaluate", *files, *few, warned=f"warning: {workdir} may have been trained on some of these")
+        run("evaluate", *files, *few, warned=f"warning: {workdir} ")
         assert json.loads((workdir / "e.json").read_text())["num_prompts"] == 8
