@@ -169,7 +169,7 @@ def _prompt_ids(
     try:
         ids = tokenizer.encode_prompt(prompt_of(row), **encoding)
     except (json_lines.BadRowError, ConfigError) as error:
-        # Name of this command in the errors, because its flags set these settings.
+        # The error names settings. This command has a flag for each of them.
         message = str(error).replace("prompts.", "--")
         raise ConfigError(f"{where}: without `prompt_ids`: {message}") from error
     if not ids:

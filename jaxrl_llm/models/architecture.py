@@ -65,7 +65,7 @@ class Delta:
 class MixerKind(NamedTuple):
     """Static properties of a mixer, the part of a block in which tokens read earlier tokens of their row."""
 
-    names: frozenset[str]  # first words of the names of its parameters, up to the first "_"
+    names: frozenset[str]  # its parameters' names begin with one of these words, followed by "_"
     is_recurrent: bool  # True: a row has states of fixed size. False: every token of a row has keys and values.
 
 
@@ -92,7 +92,7 @@ class Layer:
     def has(self, name: str) -> bool:
         """Return whether the layer has this parameter of a block.
 
-        A parameter of a mixer is in the layers with this mixer. Other parameters are in all layers.
+        The parameters of a mixer exist only in layers with this mixer. Other parameters exist in all layers.
         """
         first_word = name.partition("_")[0]
         owners = [mixer for mixer, kind in MIXER_KINDS.items() if first_word in kind.names]
@@ -127,7 +127,7 @@ class Architecture:
     score_width: float = 0.0  # attention scores are divided by the root of this number; 0 = the head size
     local_rope_theta: float = 10000.0
     rotary_size: int = 0  # number of dimensions of a head that rope rotates, from the first on; 0 = all
-    sinks: bool = False  # the softmax of each head has one more learned score, without a value
+    sinks: bool = False  # attention sinks: the softmax of each head has one more learned score, without a value
     output_gate: bool = False  # a head's output is multiplied by the sigmoid of a second projection of the input
     delta: Delta | None = None  # sizes of the gated delta rule, for layers with this mixer
     num_experts: int = 0  # 0 = one MLP for all tokens

@@ -32,15 +32,16 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.kernels import learner as kernels
 
-# Replaces minus infinity, because all keys of a piece may be hidden and inf - inf is nan.
+# This number replaces minus infinity: all keys of a piece may be masked, and inf - inf would be NaN.
 HIDDEN = -1e30
-# Arrays of one layer inside a block, and a tuple of such values by layer outside the blocks. No union can say which.
+# Inside a block the value is one layer's array, outside the blocks a tuple with one entry per layer. A union type would
+# not distinguish the two.
 ByLayer = Any
 BLOCK_PLACES = 64  # the smallest cache block for which the branch that skips it pays off on a CPU
 
 
 class Piece(NamedTuple):
-    """Attention of queries to some of their keys, as sums that ``_merge`` joins with those of other keys."""
+    """Attention of queries to some of their keys, as softmax sums. ``_merge`` adds the sums of all pieces."""
 
     weighted_sum: jax.Array  # [B,K,X,H] sum of e^(score - peak) * value
     total: jax.Array  # [B,K,X] f32 sum of e^(score - peak)
@@ -58,7 +59,8 @@ class Prompt:
     values: ByLayer  # [P,K,L,H]
     visible: jax.Array  # [P,L] bool
     member: jax.Array | None = None  # [M,P/M*G] i32 row in the shard of each prompt's g-th member; unused: any row
-    place: jax.Array | None = None  # [M,B/M] i32 inverse of ``member``: each row's place in its shard's groups
+    # [M,B/M] i32 inverse of ``member``: index of each row among the members of its shard's groups.
+    place: jax.Array | None = None
 
 
 @flax.struct.dataclass
@@ -276,7 +278,7 @@ def _merge(pieces: Sequence[Piece]) -> jax.Array:
 
 
 def _attend_keys(q_BKXH: jax.Array, keys_BKSH: jax.Array, values_BKSH: jax.Array, visible: jax.Array) -> Piece:
-    """Return the piece of the visible ones of S keys, computed by matmuls."""
+    """Return the piece of the visible keys among S keys, computed by matmuls."""
     scores = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys_BKSH, preferred_element_type=jnp.float32)
     scores = jnp.where(visible, scores, HIDDEN)
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
@@ -324,7 +326,7 @@ def _attend_new(
 
 def query_blocks(T: int) -> int:
     """Return the number of blocks for T queries. A block computes no scores for keys after its last query."""
-    return min(4, -(-T // 192))  # one block computes twice as many scores as causal attention needs
+    return min(4, -(-T // 192))  # a single block computes twice as many scores as causal attention needs
 
 
 def _attend_prompt(q_BKXH: jax.Array, prompt: Prompt, window: int, positions_BT: jax.Array | None) -> Piece:
@@ -345,7 +347,7 @@ def _attend_prompt(q_BKXH: jax.Array, prompt: Prompt, window: int, positions_BT:
         positions_BX = jnp.tile(positions_BT, (1, X // positions_BT.shape[1]))
         query_positions = to_prompts(positions_BX[:, None, :, None])
         visible = visible & (query_positions - jnp.arange(L)[None, None, None, :] < window)
-    values = jnp.where(prompt.visible[:, None, :, None], prompt.values, 0)  # 0 * nan is nan
+    values = jnp.where(prompt.visible[:, None, :, None], prompt.values, 0)  # zeros, because 0 * nan is nan
     piece = _attend_keys(to_prompts(q_BKXH), prompt.keys, values, visible)
 
     def to_rows(x: jax.Array) -> jax.Array:  # [P,K,G*X,...] -> [B,K,X,...]
@@ -420,5 +422,6 @@ def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], 2, -1)
     cos = cos[:, :, None, None, :]
     sin = jnp.stack([-sin, sin], axis=2)[:, :, None]
-    rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)  # no split: a TPU would pad each half
+    # Roll instead of splitting the halves, because a TPU would pad each half.
+    rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)
     return rotated.astype(x_BTNH.dtype)

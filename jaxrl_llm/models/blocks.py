@@ -80,7 +80,8 @@ class LayerParameters(Protocol):
         ...
 
 
-Visible = jax.Array | Groups | Units | Line | None  # rule that defines the tokens that a token reads; None = all before
+# Rule that defines which tokens a token reads; None = all earlier tokens of its row.
+Visible = jax.Array | Groups | Units | Line | None
 States = tuple[Any, Any]  # keys and values of the new tokens, the updated cache, or two recurrent states
 
 
@@ -116,7 +117,7 @@ class CacheSizes(NamedTuple):
     prompts: int
     prompt_width: int
     completion: int  # most tokens of a completion
-    implementation: str  # of attention
+    implementation: str  # implementation of attention, as in ``kernels.choose``
     dtype: Any
     spare: int = 0  # further cache positions per slot
 
@@ -169,7 +170,7 @@ class Mlp(Protocol):
     def apply(
         self, x_BTD: jax.Array, parameters: LayerParameters, routing: Routing
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Return the output [B,T,D], and further results by token.
+        """Return the output [B,T,D], and further results for each token.
 
         Args:
             routing: expert choices of this layer.
@@ -226,7 +227,7 @@ def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, 
     names = [_parameter_name(path) for path, _ in leaves]
 
     def run(x: jax.Array, inputs: list[Any], kinds: tuple[Layer, ...]) -> tuple[jax.Array, Any]:
-        """Run layers of these kinds. ``inputs`` are the leaves of ``stacked``, each for the layers that have it."""
+        """Run layers of these kinds. Each leaf of ``inputs`` is stacked over the layers that have it."""
         parts = [iter(()) if a is None else iter(_split(a, (1,) * len(a))) for a in inputs]
         outputs = []
         for kind in kinds:
@@ -270,6 +271,6 @@ def _parameter_name(path: tuple[Any, ...]) -> str:
 def _split(a: jax.Array, sizes: tuple[int, ...]) -> list[jax.Array]:
     """Split an array along the layer axis.
 
-    Slices would not do: their gradients cannot be added to the refs in which the learner sums gradients.
+    Do not use slices, because their gradients cannot be added to the refs in which the learner sums gradients.
     """
     return list(jax.lax.split(a, sizes, 0))

@@ -38,7 +38,8 @@ from jaxrl_llm.models.kernels.learner import Units
 from jaxrl_llm.ops.packing import Line
 from jaxrl_llm.runtime import sharding
 
-CHUNK = 64  # tokens: the smallest size that fills a matrix unit, and small enough to solve the system in float32
+# Tokens of a chunk: the smallest size that fills a matrix unit; larger systems would lose accuracy in float32.
+CHUNK = 64
 # All sums of the rule are float32 with the highest precision, because errors in a state persist.
 einsum = functools.partial(jnp.einsum, precision="highest")
 
@@ -93,7 +94,7 @@ def empty_states(d: Delta, rows: int, dtype: Any) -> tuple[jax.Array, jax.Array]
 
 
 def empty_cache(arch: Architecture, layer: Layer, sizes: CacheSizes) -> States:
-    """Return the states of all decode slots, each in a tuple of one, as a cache has blocks."""
+    """Return the states of all decode slots. Each is in a tuple of one, the form of a cache with one block."""
     state, inputs = empty_states(_sizes_of(arch), sizes.slots, sizes.dtype)
     return (state,), (inputs,)
 
@@ -170,7 +171,7 @@ def _inputs(x_BTD: jax.Array, parameters: LayerParameters, d: Delta) -> tuple[Ch
     bias = parameters.weight("delta_bias").astype(jnp.float32)
     g_BTN = rate[None, None] * jax.nn.softplus(a_BTN + bias[None, None])
     b_BTN = jax.nn.sigmoid(b_BTN)
-    if context.is_split():  # whole rows of fewer channels and heads, as in attention
+    if context.is_split():  # with split rows, each device gets whole rows of fewer channels and heads, as in attention
         mixed_BTC, g_BTN, b_BTN = (sharding.constrain(x, "batch", None, "attended") for x in (mixed_BTC, g_BTN, b_BTN))
     return (mixed_BTC, g_BTN, b_BTN), z_BTNV
 
@@ -348,7 +349,7 @@ def _earlier(
 
 
 class _CarriedState(NamedTuple):
-    """Where a state that passes from chunk to chunk is taken: after token ``place`` of a chunk, if ``exists``."""
+    """The token of a chunk after which a carried state is taken: ``place``, if ``exists``."""
 
     place: jax.Array | int  # [n,B] or the same for all chunks
     exists: jax.Array | None = None  # [n,B]; None = always
@@ -389,7 +390,8 @@ def chunked(
     else:
         row_chunks = None if row_BT is None else _chunks(row_BT, n, W)
         visible, starts, ends = _pasts(_chunks(unit_BT, n, W), row_chunks, lower)
-    # Sum g only over the tokens between two tokens. Differences of cumulative sums over a row would lose precision.
+    # For each pair of tokens, sum g over the tokens between them. Differences of cumulative sums over a row would lose
+    # precision.
     g_of_past = jnp.where(visible, jnp.swapaxes(g, -1, -2), 0.0)
     strictly_lower = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
     decay = jnp.where(visible, jnp.exp(einsum("nBNWS,nBNSX->nBNWX", g_of_past, strictly_lower)), 0.0)
@@ -450,7 +452,7 @@ def _shares(
     for reads_state in starts:
         is_used = exists[..., None] & take_at_place(reads_state)[..., 0]
         shares.append(jnp.where(is_used, take_at_place(decay_from_start)[..., 0], 0.0))
-    shares[-1] = jnp.where(exists[..., None], shares[-1], 1.0)  # no prompt token here: keep the state
+    shares[-1] = jnp.where(exists[..., None], shares[-1], 1.0)  # without a prompt token in this chunk, keep the state
     return shares, jnp.where(exists[..., None, None], take_at_place(decay), 0.0)
 
 
@@ -472,8 +474,8 @@ def _inverse(system: jax.Array) -> jax.Array:
     """Return (1 + L)^-1, L the part of ``system`` [...,W,W] below its diagonal. W must be a power of 2.
 
     The inverses of blocks double in size at each step: [[A,0],[C,B]]^-1 = [[A',0],[-B'CA',B']]. Only matmuls are used,
-    for two reasons. They can be split over heads and devices. And XLA's triangular solve on CPU hangs in a program with
-    few threads.
+    for two reasons. They can be split over heads and devices. In addition, XLA's triangular solve on CPU hangs in a
+    program with few threads.
     """
     *lead, W, _ = system.shape
     inverse = jnp.ones((*lead, W, 1, 1), system.dtype)
@@ -501,7 +503,7 @@ def _pasts(
         - [n,B,1,W,W]: whether a token of the chunk is in each token's past.
         - [n,B,1,W,1] for each carried state: whether the state is in each token's past.
         - For each carried state, the token after which it is taken: the chunk's last token, and the last token of the
-          prompt of the last token's unit. The second exists only if ``row_nBW`` is given.
+          prompt of the last token's unit. The second token exists only if ``row_nBW`` is given.
     """
     rows = jnp.zeros_like(unit_nBW) if row_nBW is None else row_nBW
     W = rows.shape[2]

@@ -1,12 +1,12 @@
-"""LoRA: a learned product of low rank beside a frozen matrix W [O,I], y = W x + s B A x.
+"""LoRA: a learned product of low rank is added to a frozen matrix W [O,I], y = W x + s B A x.
 
     A [r,I], B [O,r];   s = alpha / r,  rank-stabilised alpha / sqrt(r)
 
 DoRA also learns the length m [O] of each output's row:   y = m / |W + s B A| (W x + s B A x).
 
-Adapters are parameters of the blocks: ``q_lora_a`` and ``q_lora_b`` beside ``q``. Learner and sampler add them in the
-same forward pass (``transformer.Blocks``). Elsewhere, adapters and base are separate. ``params["policy"]`` holds only
-the adapters, which are trained and saved. The base is one read-only array tree.
+Adapters are parameters of the blocks: ``q_lora_a`` and ``q_lora_b`` in addition to ``q``. Learner and sampler add them
+in the same forward pass (``transformer.Blocks``). Elsewhere, adapters and base are separate. ``params["policy"]`` holds
+only the adapters, which are trained and saved. The base is one read-only array tree.
 
 Source: Hu et al. 2021, arXiv:2106.09685, eq. 3; the rank-stabilised scale, Kalajdzievski 2023, arXiv:2312.03732; DoRA,
 Liu et al. 2024, arXiv:2402.09353, eq. 5, with no gradient through its norm (section 4.3). Initial values: A is uniform
@@ -46,7 +46,7 @@ def matrices(config: LoraConfig, parameters: Iterable[Parameter]) -> Iterator[Pa
     """Yield the adapters of a block.
 
     Args:
-        parameters: the block's parameters. Only those that ``config.targets`` names have adapters.
+        parameters: the block's parameters. Only parameters that ``config.targets`` names have adapters.
     """
     if not config.rank:
         return
@@ -67,7 +67,8 @@ def matrices(config: LoraConfig, parameters: Iterable[Parameter]) -> Iterator[Pa
             yield Parameter(name + M, (*outer_shape, 1), (*outer_axes, "rank"))
 
 
-FoldedDims = tuple[tuple[int, ...], ...]  # for each stored dimension, our dimensions that are folded into it
+# For each dimension in files, the parameter's dimensions that are folded into it.
+FoldedDims = tuple[tuple[int, ...], ...]
 
 
 def layout(matrix_layout: Mapping[str, FoldedDims]) -> dict[str, FoldedDims]:
@@ -223,7 +224,7 @@ def identity(
 def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str, is_merged: bool = False) -> None:
     """Raise a ``ConfigError`` if the frozen weights differ from those of the checkpoint.
 
-    The base of adapters must be the same. The reference must be the same if the same setting names it.
+    The base of adapters must be the same. The reference must be the same if both runs name it by the same setting.
 
     Args:
         saved: the checkpoint's entries, with those of ``identity``.
@@ -362,7 +363,7 @@ def init(shapes: Any, config: LoraConfig, base: Any = None, *, seed: int) -> Any
 def common(configs: Iterable[LoraConfig]) -> LoraConfig:
     """Return a configuration that can represent adapters of all ``configs`` (see ``fit``).
 
-    It has the largest rank, all targets, and a scale of 1. It has DoRA if any of ``configs`` has it.
+    The result has the largest rank, all targets, and a scale of 1. It uses DoRA if any of ``configs`` uses DoRA.
     """
     configs = list(configs)
     rank = max(config.rank for config in configs)
@@ -375,8 +376,8 @@ def common(configs: Iterable[LoraConfig]) -> LoraConfig:
 def fit(learned: Any, config: LoraConfig, shapes: Any, new_config: LoraConfig, base: Any) -> Any:
     """Convert adapters of ``config`` to adapters of ``new_config`` that compute the same outputs.
 
-    Adapters that are missing, and additional ranks, are filled with zeros. A missing m is |W + B A|, so that DoRA does
-    not change the output.
+    Missing adapters and additional ranks are filled with zeros. A missing m is set to |W + B A|, so that DoRA does not
+    change the output.
 
     Args:
         learned: the adapters of ``config``; their blocks may be empty.

@@ -15,7 +15,7 @@ from jaxrl_llm.models import attention_mixer, delta_rule
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.blocks import CacheSizes, Mixer
 
-# By ``Layer.mixer``, a key of ``architecture.MIXER_KINDS``.
+# The module of each mixer. The key is ``Layer.mixer``, as in ``architecture.MIXER_KINDS``.
 MIXERS: dict[str, Mixer] = {"attention": attention_mixer, "delta_rule": delta_rule}
 
 
@@ -23,7 +23,7 @@ def empty_caches(arch: Architecture, sizes: CacheSizes) -> dict[str, tuple[Any, 
     """Return empty caches by layer: ``cache_k`` and ``cache_v`` of slots, ``prompt_k`` and ``prompt_v`` of prompts.
 
     Layers with attention have keys and values, as in ``attention.Cache`` and ``Prompt``. Layers with the gated delta
-    rule have its two states in their place (``delta_rule.empty_states``).
+    rule have two states instead (``delta_rule.empty_states``).
     """
     caches = [MIXERS[layer.mixer].empty_cache(arch, layer, sizes) for layer in arch.by_layer]
     prompts = [MIXERS[layer.mixer].empty_prompts(arch, layer, sizes) for layer in arch.by_layer]

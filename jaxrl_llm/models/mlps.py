@@ -5,5 +5,5 @@ from __future__ import annotations
 from jaxrl_llm.models import dense_mlp, moe
 from jaxrl_llm.models.blocks import Mlp
 
-# By ``Architecture.mlp``.
+# The module of each MLP. The key is ``Architecture.mlp``.
 MLPS: dict[str, Mlp] = {"dense": dense_mlp, "experts": moe}

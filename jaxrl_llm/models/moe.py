@@ -55,7 +55,8 @@ def check(config: Config, arch: Architecture, mesh: Mesh, who: str) -> None:
 
     Args:
         mesh: the learner's or the sampler's.
-        who: "model" or "reference", for error messages. Settings that need experts require them only in the model.
+        who: "model" or "reference", for error messages. Settings about experts require experts in the model, but not in
+            the reference.
 
     Raises:
         ConfigError: the mesh or a setting does not fit.
@@ -187,7 +188,7 @@ def by_token(hidden: jax.Array, results: tuple[Any, ...]) -> tuple[jax.Array, ..
 
 def _routed(results: tuple[Any, ...]) -> tuple[jax.Array, ...]:
     """Return the results of ``by_token`` without the hidden states."""
-    mlp_results = results[2:]  # after keys and values
+    mlp_results = results[2:]  # the routing results follow keys and values
     if not mlp_results:
         return ()
     chosen, *costs = (jnp.stack(x) if isinstance(x, tuple) else x for x in mlp_results)
@@ -232,9 +233,9 @@ def of_groups(
 
 
 def prompt_experts(results: tuple[Any, ...], length: jax.Array, row_width: int) -> jax.Array:
-    """Return the experts that prompts chose, [P,S,layers*k], shifted right by one token.
+    """Return the experts that the prompts' tokens chose, [P,S,layers*k], shifted right by one token.
 
-    Each position holds the choice of the previous token. Positions without a choice hold 0.
+    Position t holds the experts that token t - 1 chose. Positions without a choice hold 0.
 
     Args:
         results: the second result of ``Model.forward`` for the prompts [P,L].
@@ -252,7 +253,7 @@ def replay(experts: jax.Array | None, counts: jax.Array | None) -> Routing:
     """Return the routing that replays the sampler's choices.
 
     Args:
-        experts: [...,S,m] with each token, the choice of the previous token (``prompt_experts``); None = replay
+        experts: [...,S,m]; position t holds the experts that token t - 1 chose (``prompt_experts``); None = replay
             nothing.
         counts: ``counts`` of the batch; None = compute no balance cost.
     """
@@ -397,7 +398,7 @@ def mlp(
     if arch.norm_topk:
         share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
     y_BTD = _by_device(x_BTD, chosen_BTk, share_BTk, weight, arch, lora, rules, grouped, rounded)
-    if arch.experts_bias:  # added here: devices that share an expert's ffn would each add the output bias
+    if arch.experts_bias:  # add the output bias here, because devices that share an expert's ffn would each add it
         share_BTE = jnp.sum(jax.nn.one_hot(chosen_BTk, arch.num_experts) * share_BTk[..., None], axis=2)
         bias_ED = weight("experts_down_bias").astype(jnp.float32)
         y_BTD += jnp.einsum("BTE,ED->BTD", share_BTE, bias_ED, precision="highest").astype(y_BTD.dtype)
@@ -437,7 +438,7 @@ def _by_device(
             sharding.partition_spec(w.shape, axes, mesh, rules)
             for w, axes in zip(weights, axes_by_name.values(), strict=True)
         ]
-        # The constraint keeps the sharding. With it, gradients are values and not refs (see
+        # The constraint keeps the sharding. With the constraint, gradients are values and not refs (see
         # ``sharding.gather_copies``), and a reduce-scatter gives each device its part.
         weights = [jax.lax.with_sharding_constraint(w, spec) for w, spec in zip(weights, specs, strict=True)]
     token_axes = ("batch", "length")
@@ -530,7 +531,8 @@ def _by_experts(
     k = chosen_BTk.shape[-1]
     first_expert = jax.lax.axis_index(expert_axes) * E if expert_axes else 0
     expert_A = chosen_Xk.reshape(-1) - first_expert
-    expert_A = jnp.where((expert_A >= 0) & (expert_A < E), expert_A, E)  # E: an expert of another device, sorted last
+    # Number E marks an expert of another device, which is sorted last.
+    expert_A = jnp.where((expert_A >= 0) & (expert_A < E), expert_A, E)
     order_A = jnp.argsort(expert_A, stable=True)
     is_expert_AE = expert_A[order_A][:, None] == jnp.arange(E)[None]
     sizes_E = jnp.sum(is_expert_AE, axis=0, dtype=jnp.int32)

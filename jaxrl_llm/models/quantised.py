@@ -7,14 +7,15 @@ int8 and float8 have one scale per output:
 float4 has one scale s[o,i/16] per 16 inputs, as NVFP4, but in float32: the largest of 16 absolute values, divided by 6.
 
 Activations stay in the compute dtype, which holds q exactly. The only error is the rounding of w. Two kinds of matrices
-are multiplied by their scales before the matmul, so each layer writes the full matrix in the compute dtype:
+are multiplied by their scales before the matmul. For these matrices, each layer writes the full matrix in the compute
+dtype:
 
 - matrices of experts, because a grouped matmul has rows of many experts;
 - float4 matrices, because an output has several scales.
 
 Embedding, head, norms, routers, biases, and the delta rule's gates and decays are not rounded. A learner that rounds w
-in its forward pass computes the same y as the sampler. Its gradient goes to w as if w were not rounded (straight
-through).
+in its forward pass computes the same y as the sampler. The gradient reaches w as if w were not rounded
+(straight-through estimator).
 
 Source: the same rounded forward on both sides, Jet-RL, 2026, arXiv:2601.14243. Differs: only weights are rounded, and
 the backward pass also uses the rounded weights. Four bits only in the sampler: FP4-explore's first half, Sol-RL.
@@ -98,7 +99,7 @@ def multiply(
 ) -> jax.Array:
     """Return ``linear(x, w)`` for a weight that was published rounded, or that is rounded to ``kind`` here.
 
-    Other weights are used unchanged. ``name`` decides whether a weight can be rounded.
+    Other weights are used unchanged. The parameter's ``name`` decides whether it can be rounded.
     """
     if not _is_rounded(name, kind):
         kind = "compute"
@@ -169,7 +170,7 @@ def _round(w_OI: jax.Array, kind: str) -> Any:
 
 
 def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: str) -> Any:
-    """Return the shape and sharding of a published parameter: the result of ``rounded``, transposed.
+    """Return the shape and sharding of a published parameter: a parameter after ``rounded`` and a transposition.
 
     Args:
         w_IO: shape of the parameter [I,O] or [E,I,O] in the compute dtype.
@@ -208,7 +209,7 @@ def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.
         return w, None
     else:
         values, scale = _round_straight_through(w.reshape(-1, inputs).astype(jnp.float32), kind)
-    if scale.shape[-1] > 1:  # several scales per output cannot be applied after the sum over inputs
+    if scale.shape[-1] > 1:  # apply the scales before the matmul, because one output has several scales
         return values.astype(jnp.float32) * _scale_by_input(scale, inputs), None
     return values, scale.reshape(-1)
 
@@ -236,6 +237,6 @@ def _round_straight_through(w: jax.Array, kind: str) -> tuple[jax.Array, jax.Arr
     """Return rounded values and their scales. The gradient of their product goes straight through to w."""
     rounded_w = jax.lax.stop_gradient(_round(w, kind))
     unrounded = w / _scale_by_input(rounded_w.scale, w.shape[-1])
-    # The result is exactly q, because the added difference is zero. It only carries the gradient.
+    # The result is exactly q, because the added difference is zero. The difference only carries the gradient.
     values = rounded_w.qvalue.astype(jnp.float32) + (unrounded - jax.lax.stop_gradient(unrounded))
     return values, rounded_w.scale

@@ -29,7 +29,7 @@ def _linear(freq: np.ndarray, theta: float, *, factor: float) -> ScaledFrequenci
 def _dynamic(freq: np.ndarray, theta: float, *, factor: float) -> ScaledFrequencies:
     """Leave frequencies unchanged: this kind scales only rows longer than ``max_position_embeddings``.
 
-    Rows are never longer than that here.
+    This package has no longer rows.
     """
     return freq, 1.0
 
@@ -69,8 +69,8 @@ def _yarn(
 ) -> ScaledFrequencies:
     """Scale frequencies by "NTK by parts".
 
-    - Pairs that turn more than ``beta_fast`` times over the original context: frequencies are kept.
-    - Pairs that turn less than ``beta_slow`` times: frequencies are divided by ``factor``.
+    - Pairs of dimensions that rotate more than ``beta_fast`` times over the original context: frequencies are kept.
+    - Pairs that rotate less than ``beta_slow`` times: frequencies are divided by ``factor``.
     - Between them: linear interpolation in the pair's index.
 
     ``truncate`` rounds the two limits outward to whole indices, as transformers does.
@@ -80,7 +80,7 @@ def _yarn(
     size = 2 * len(freq)
 
     def pair(turns: float) -> float:
-        """Return the index of the pair that turns so many times over the original context."""
+        """Return the index of the pair of dimensions that makes this many rotations over the original context."""
         return size * math.log(original_max_position_embeddings / (turns * 2 * math.pi)) / 2 / math.log(theta)
 
     def temperature(scale: float) -> float:

@@ -72,7 +72,7 @@ def chunk_tokens(setting: int, device: Any, *, most: int, vocab: int, packed: bo
 
 
 class Part(NamedTuple):
-    """Hidden states that predict some tokens of rows, and the function that places results in the rows."""
+    """The hidden states that predict some of the rows' tokens, and the function that writes results at these tokens."""
 
     hidden: jax.Array  # [...,D]
     target: jax.Array  # [...] i32, the predicted tokens
@@ -205,7 +205,7 @@ def _part_logp(model: Model, head_VD: jax.Array, part: Part, sampling: SamplingC
         num_positions = part.hidden.shape[1]
         num_parts = sharding.parts(num_positions, "length")
         live = live - num_positions // num_parts * jnp.arange(num_parts)
-    # The head is gathered once for all chunks, in the dtype of the matmuls. Its gradient is scattered once.
+    # Gather the head once for all chunks, in the dtype of the matmuls. Scatter its gradient once.
     head = sharding.gather_copies(head_VD, model.table_spec)
     cast_head = sharding.gather_copies(head_VD.astype(part.hidden.dtype), model.table_spec)
     part_axes = ("batch", "length")
@@ -338,7 +338,8 @@ def _hidden_of_groups(
     C = completion_BC.shape[1]
     L = S - C
     P = B // group_size
-    # After a short prompt, the first L tokens include tokens of a completion. No used token attends to these tokens.
+    # If a prompt is shorter than L, the first L tokens include completion tokens. No token whose result is used attends
+    # to them.
     prompts_PL = tokens_BS.reshape(P, group_size, S)[:, 0, :L]
     group_prompt_length = prompt_length[::group_size]
     position_PL = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))

@@ -4,7 +4,8 @@
 
 Modules are flax nnx. Every parameter of a block has a leading layer axis, and the blocks run under one ``lax.scan``.
 The sampler is the exception: its layers are separate arrays and run one by one (see publish). Parameters are a nested
-dict of arrays (``params``) beside the static graph, so the optimizer, checkpoints and publish use a plain pytree.
+dict of arrays (``params``), separate from the static graph. The optimizer, checkpoints and publish therefore use a
+plain pytree.
 
 Letters: B rows, T tokens, D width, F ffn, N query heads, K key heads, H head size, S cached keys, V vocab.
 Owns: parameter shapes with their logical axes, the forward pass. Does not know: files, sampling, losses.
@@ -90,8 +91,8 @@ def linear(
         merged: merge rows and positions into one dimension before the matmul. The best value depends on the backend.
             On CPU, True is faster: a gradient that contracts two dimensions makes XLA transpose x first. The
             computation of x then has a strided innermost dimension, and a SwiGLU is 13 times slower (measured).
-            On TPU, False is faster: to merge the dimensions, XLA copies x and its gradient. The copies take a sixth
-            of a layer's cycles (XLA's estimate).
+            On TPU, False is faster: to merge the dimensions, XLA copies x and its gradient. By XLA's estimate these
+            copies take a sixth of a layer's cycles.
         axes: logical axes of w as [O, I]. If w has separate head dimensions, w is gathered once for the forward pass
             and its gradient. Leave empty if the backward pass keeps the gathered weight.
 
@@ -124,7 +125,8 @@ def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Ar
 def block_parameters(arch: Architecture) -> Iterator[Parameter]:
     """Yield all parameters of the blocks, without adapters.
 
-    The order decides the random initial values, because each parameter takes the next random numbers.
+    The order of the parameters determines their random initial values, because each parameter takes the next random
+    numbers.
     """
     first, *other_mixers = mixers.MIXERS.values()
     yield from first.parameters(arch)
@@ -135,7 +137,7 @@ def block_parameters(arch: Architecture) -> Iterator[Parameter]:
 
 
 class Blocks(nnx.Module):
-    """Parameters of all transformer blocks, stacked [layers, ...]. Each is stacked over the layers that have it."""
+    """Parameters of all blocks, stacked [layers, ...]. A parameter is stacked over the layers that have it."""
 
     def __init__(self, arch: Architecture, lora: LoraConfig, *, rngs: nnx.Rngs):
         self.arch = arch
@@ -200,8 +202,8 @@ def run_block(
     """Run one layer.
 
     Returns:
-        The activations, and a tuple: two entries of the mixer (keys and values of the new tokens [B,K,T,H], the
-        updated caches, or recurrent states), then the further results of the MLP.
+        The activations, and a tuple: first the mixer's two results, then the further results of the MLP. The mixer's
+        results are the keys and values of the new tokens [B,K,T,H], the updated caches, or recurrent states.
     """
     mixer = mixers.MIXERS[inputs.layer.mixer]
     mlp = mlps.MLPS[parameters.arch.mlp]
@@ -245,7 +247,7 @@ class Transformer(nnx.Module):
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run the model as ``Model.forward`` describes.
 
-        If ``layers`` is not None, these are the sampler's blocks (publish), and they replace this module's blocks.
+        If ``layers`` is not None, it has the sampler's blocks (publish), which replace this module's blocks.
         """
         x_BTD = self._embed(model, tokens_BT, is_published=layers is not None)
         rope_tables = ropes.tables(self.arch, positions_BT, rope)
@@ -357,7 +359,7 @@ class Transformer(nnx.Module):
         compiled = {layer: jax.jit(block) for layer, block in blocks.items()}  # one trace per kind of layer
         results = []
         for i, (layer, transposed_params) in enumerate(zip(self.arch.by_layer, layers, strict=True)):
-            # The transposition copies nothing: XLA's matmuls contract either dimension.
+            # This transposition does not copy, because XLA's matmuls can contract either dimension.
             params = jax.tree.map(transpose, transposed_params)
             params = dict.fromkeys(names) | params  # None: this layer has no such parameter
             layer_kv = {name: (keys[i], values[i]) for name, (keys, values) in kv.items()}
@@ -385,7 +387,7 @@ class Model:
     arch: Architecture
     compute_dtype: str = "float32"
     remat: str = "none"
-    attention: str = "xla"  # or a kernel of ``kernels.choose``
+    attention: str = "xla"  # implementation of attention: "xla", or a kernel of ``kernels.choose``
     rules: tuple[tuple[str, Any], ...] = ()  # sharding rules of weights that override ``sharding.RULES``
     param_dtype: str = "float32"
     weights: str = "compute"  # kind that the learner rounds matrices to in the forward pass (``quantised.KINDS``)
@@ -413,7 +415,8 @@ class Model:
                 variable.get_metadata()["logical_axes"],
             )
             own = "float32" if "rank" in axes else self.param_dtype
-            if {"embed", "rank"} & {*axes} and "activation" not in axes:  # others, such as routers, are read in float32
+            # Other parameters, such as routers, are computed in float32.
+            if {"embed", "rank"} & {*axes} and "activation" not in axes:
                 own = dtype or own
             return jax.ShapeDtypeStruct(shape, jnp.dtype(own), sharding=sharding.named(mesh, shape, axes, rules))
 

@@ -2,14 +2,14 @@
 
 The text of a row is not the concatenation of its tokens' texts. A token may be a part of a character, and a tokenizer
 may drop the space at the beginning of a text. The text is the concatenation only if the row is split at a *cut*: a
-position between two tokens that no character spans. The functions decode from a cut a few tokens back, and not the
-whole row.
+position between two tokens that is not inside a character. The functions decode from a cut a few tokens back, and not
+the whole row.
 
     decode      token ids -> text, ``Tokenizer.decode``
     byte_ids    tokens of one byte, <0x00> to <0xFF>, of SentencePiece's byte fallback. A run of byte tokens is decoded
                 as a whole. If one byte makes the run invalid, each byte becomes a replacement character.
 
-Owns: where a row can be cut, which part of its text is final, which tokens lie in a span of its text. Does not know:
+Owns: the positions of cuts, which part of a row's text is final, which tokens lie in a span of the text. Does not know:
 tokenizers, stop strings.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are not a character, or not yet a complete one
+REPLACEMENT = "\ufffd"  # replaces bytes that are not a character, or not yet a complete character
 CHARACTER_TOKENS = 4  # a UTF-8 character has at most 4 bytes, and so at most 4 tokens
 WINDOW = 32  # earlier tokens that are decoded again together with new tokens
 

@@ -107,7 +107,7 @@ class Family:
         fixed: fields of ``Architecture`` that every model of the family has.
         derived: (function that reads a number of config.json) -> further fields of ``Architecture``.
         names: names of tensors that differ from ``NAMES``.
-        is_windowed: (config, index of the layer) -> whether the layer has a window. Used if there are no
+        is_windowed: (config, index of the layer) -> whether the layer has a window. Used if the config has no
             ``layer_types``.
         local_rope: layers with a window have a separate rope.
         only: allowed values of a key.
@@ -463,7 +463,8 @@ def config_of(arch: Architecture) -> dict[str, Any]:
         "architectures": [family.class_name],
         "model_type": arch.family,
         "torch_dtype": "float32",
-        "pad_token_id": None,  # else some classes of transformers set a default and do not train its row
+        # Write the key, because some classes of transformers otherwise set a default and do not train its row.
+        "pad_token_id": None,
         "vocab_size": arch.vocab_size,
         "hidden_size": arch.width,
         "intermediate_size": arch.ffn,

@@ -44,7 +44,7 @@ class Cut(NamedTuple):
 # characters; ends of lines; spaces.
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{}| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _WORDS += r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-# By the names in llama.cpp.
+# The keys are the names in llama.cpp.
 PRE_TOKENIZERS = {
     "gpt-2": Cut(),
     "smollm": Cut(digits_alone=True),
@@ -202,7 +202,8 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
             set(tokens[:num]),
         )
         if wrong := [pair for pair in merges if "".join(pair) not in known]:
-            raise ValueError(f"merge {wrong[0]!r:.60} makes no token")  # else the library panics
+            # Check this first, because the library would panic.
+            raise ValueError(f"merge {wrong[0]!r:.60} makes no token")
         return make_bpe_tokenizer(merges=merges, pre_tokenizer=pre, **common)
     except ConfigError:
         raise
@@ -210,7 +211,7 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(f"{path}: its tokenizer cannot be read ({error})") from error
 
 
-# Limits memory: the reader creates an object for each item of a list.
+# Limit on the length of a list. The reader creates an object for each item, which takes memory.
 MOST_ITEMS = 2**22
 
 
@@ -261,14 +262,16 @@ def make_scored_tokenizer(
     Args:
         tokens: text of every id, with spaces written as U+2581 and single bytes as "<0x0A>".
         scores: score of every token.
-        unknown: the token for text without a token. None: there is none, for example if all 256 bytes are tokens.
+        unknown: the token for text without a token. None if the vocabulary has no such token, for example because all
+            256 bytes are tokens.
         space_first: encode a text as if a space came before it.
         common: arguments of ``_finished``.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     ids, merges = {token: i for i, token in enumerate(tokens)}, []
-    for token, _ in sorted(zip(tokens, scores, strict=True), key=lambda pair: -pair[1]):  # equal scores: by id
+    # In a tie of scores, the lower id comes first.
+    for token, _ in sorted(zip(tokens, scores, strict=True), key=lambda pair: -pair[1]):
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [pair for pair in halves if ids.keys() >= set(pair)]
         merges += sorted(known, key=lambda pair: [ids[half] for half in pair])
@@ -305,7 +308,7 @@ def _finished(
     chat_template: str | None = None,
     **roles: str | None,
 ) -> Tokenizer:
-    """Add the added tokens and the tokens at the beginning and end of texts, and wrap the tokenizer.
+    """Register added tokens, add the tokens at the beginning and end of texts, and wrap the tokenizer.
 
     Args:
         special: added tokens that decoding leaves out.
@@ -335,7 +338,7 @@ def make_byte_tokenizer() -> Tokenizer:
     """Return a tokenizer of UTF-8 bytes, ids 0..255, with 256 = beginning, 257 = end, 258 = padding. Needs no files."""
     from tokenizers.pre_tokenizers import ByteLevel
 
-    # GPT-2's alphabet: printable bytes are their own letters, the others are the letters from 256 on.
+    # GPT-2's alphabet: a printable byte is written as itself, any other byte as a letter from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     stand_in = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
@@ -383,7 +386,7 @@ class _Reader(gguf.GGUFReader):
 class _File:
     def __init__(self, path: str):
         try:
-            with np.errstate(over="raise"):  # overflow of offsets
+            with np.errstate(over="raise"):  # raise an error if an offset overflows
                 reader = _Reader(path)
             # Convert the reader's fields, which are many small arrays, to plain Python values.
             self.metadata: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}
@@ -410,7 +413,8 @@ class _File:
         module = name.split(".")[-2]
         if module not in heads:
             return part
-        # llama.cpp rotates neighbouring rows and stores each head's rows interleaved. Our rope rotates two halves.
+        # llama.cpp rotates neighbouring rows and stores each head's rows interleaved. The rope of this package rotates
+        # two halves.
         head_size = self.shapes[name][0] // self.metadata.get(heads[module], self.get(heads["attn_q"]))
         pairs = part.reshape(-1, head_size // 2, 2, part.shape[1])
         return pairs.swapaxes(1, 2).reshape(part.shape)

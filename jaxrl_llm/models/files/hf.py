@@ -39,10 +39,11 @@ DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F16": np.dtype(np.float16),
 }
-CODES = "U8"  # bytes of MXFP4 (mixtures)
-# In a model with images: the prefix of the text model's tensors, and the prefix of tensors that text does not use.
+CODES = "U8"  # dtype of the bytes of MXFP4 codes (``mixtures``)
+# Names in a model with images: the prefix of the text model's tensors, and the prefixes of the image model's tensors,
+# which are not read.
 OF_TEXT, OF_IMAGES = "model.language_model.", "model.visual."
-CONFIGS = ("config.json", "adapter_config.json")  # a folder without these is not read as a model
+CONFIGS = ("config.json", "adapter_config.json")  # a folder without one of these files is not read as a model
 # Subfolder of an unfinished export.
 PARTIAL = ".partial"
 # Files about tokenizer and sampling, which training does not change.
@@ -228,7 +229,8 @@ class Folder:
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
         for stored_name in file.keys():  # noqa: SIM118  (not a mapping)
-            # Not used here: a constant in old files, the small model that predicts further tokens, image tensors.
+            # Tensors that this package does not read: a constant in old files, the small model that predicts further
+            # tokens, image tensors.
             if stored_name.endswith("rotary_emb.inv_freq") or stored_name.startswith(("mtp.", OF_IMAGES)):
                 continue
             name = stored_name
@@ -251,8 +253,8 @@ class Folder:
         path = self._paths[name]
         rows = index[0]
         is_code = self.dtypes[name] == CODES
-        # Pages that were read stay in memory while a file is mapped. Close the file from time to time, so that not the
-        # whole model stays in memory.
+        # Pages that were read stay in memory while a file is mapped. Close the file from time to time, so that memory
+        # does not fill with the whole model.
         itemsize = 1 if is_code else DTYPES[self.dtypes[name]].itemsize
         self._mapped_bytes += (rows.stop - rows.start) * math.prod(self.shapes[name][1:]) * itemsize
         if path != self._open[1] or self._mapped_bytes > MOST_MAPPED_BYTES:
@@ -273,7 +275,7 @@ def _weight_files(folder: Path, name: str) -> list[Path]:
         raise ConfigError(f"{folder}: has neither {name} nor {name}.index.json")
     try:
         listed = sorted(set(read_json(index)["weight_map"].values()))
-        # Only the file names: an index must not refer to files in other folders.
+        # Use only the last part of each path, because an index must not refer to files in other folders.
         return [folder / Path(path).name for path in listed]
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{index}: has no weight_map from tensor names to files") from error
@@ -393,7 +395,8 @@ def _files(folder: Path, names: Iterable[str]) -> list[Path]:
 
 def _publish(partial: Path, folder: Path) -> None:
     """Move the files of a finished export to its folder, after removing all files of an earlier export."""
-    for old in _files(folder, (*CONFIGS, *WEIGHTS, *KEPT)):  # readers would mix files of two exports
+    # Remove earlier files, because readers would mix files of two exports.
+    for old in _files(folder, (*CONFIGS, *WEIGHTS, *KEPT)):
         (folder / old).unlink()
     paths = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
     for path in sorted(paths, key=lambda path: path.name == "config.json"):

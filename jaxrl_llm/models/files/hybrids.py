@@ -1,6 +1,7 @@
 """Keys of config.json and tensor names of hybrids: models that alternate attention and the gated delta rule.
 
-Owns: these keys, their allowed values, these names. Does not know: other families, any computation.
+Owns: the keys and tensor names of hybrids, the allowed values of the keys. Does not know: other families, any
+computation.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ RELEASED = {
 RELEASED |= {"attn_output_gate": True, "mlp_only_layers": None}
 ONLY_RELEASED = {"attn_output_gate": (True,), "mlp_only_layers": (None, [])}
 ONLY = {"hidden_act": ("swish", "silu")}  # the rule's convolution has the same activation
-WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")  # model_type of models with images; their text_config is of a family here
+# Model_type of models with images, whose text_config belongs to one of the families.
+WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
 # Keys of experts with their defaults, of Qwen3.5 and of Qwen3-Next.
 EXPERTS_5 = {
@@ -124,7 +126,7 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def ends_of(config: dict[str, Any]) -> Any:
-    """Return ``eos_token_id`` of a config.json, or else of its text model; None if neither has one."""
+    """Return ``eos_token_id`` of a config.json, or else of its text model; None if both lack the key."""
     ids = config.get("eos_token_id")
     text = config.get("text_config")
     if ids is None and isinstance(text, dict):

@@ -1,8 +1,8 @@
 """Layout of parameters in files, and their transfer between files and shards.
 
-Files store one matrix per layer, [out, in], with heads and head size folded into one dimension. Our parameters are
-stacked: [layers, out, ..., in]. Each shard is built from the slices of the stored tensors that it needs. Therefore the
-host holds at most one shard of one parameter in addition to the arrays themselves.
+Files store one matrix per layer, [out, in], with heads and head size folded into one dimension. The parameters of this
+package are stacked: [layers, out, ..., in]. Each shard is built from the slices of the stored tensors that it needs.
+Therefore the host holds at most one shard of one parameter in addition to the arrays themselves.
 
 Owns: the correspondence of dimensions. Does not know: file formats, names of tensors.
 """
@@ -28,8 +28,8 @@ _VECTOR = ((0,),)
 _MATRIX = ((0,), (1,))
 _STACKED_AXES = ("layer", "expert")
 _EXPERTS = ("experts_gate", "experts_up", "experts_down")
-# For each dimension of a stored tensor, our dimensions that are folded into it.
-# Our dimensions are counted without the stacked axes of layers and experts.
+# For each dimension of a stored tensor, the parameter's dimensions that are folded into it. The parameter's dimensions
+# are counted without the stacked axes of layers and experts.
 LAYOUT: dict[str, FoldedDims] = {
     **{name: _MATRIX for name in ("embedding", "head", "blocks.gate", "blocks.up", "blocks.down")},
     **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
@@ -176,7 +176,7 @@ def stored_dims(path: str, ndim: int) -> tuple[tuple[int, ...], ...]:
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of a parameter in files. ``shape`` is our shape of one layer."""
+    """Return the shape of a parameter in files. ``shape`` is the parameter's shape of one layer."""
     return tuple(math.prod(shape[dim] for dim in group) for group in stored_dims(path, len(shape)))
 
 
@@ -228,8 +228,8 @@ def _read(
     """Read a part of one tensor in float32. Check that its values are finite.
 
     Args:
-        index: the part, in our dimensions of one layer.
-        shape: our shape of one layer.
+        index: the part, in the parameter's dimensions of one layer.
+        shape: the parameter's shape of one layer.
     """
     stored_index = []
     for first, *folded in LAYOUT[path]:

@@ -70,7 +70,7 @@ GPT_OSS_KEYS = {
         swiglu_alpha=GLU_ALPHA,
         swiglu_limit=7.0,
     ),
-    **dict(initial_context_length=None, experts_per_token=None),  # transformers reads neither
+    **dict(initial_context_length=None, experts_per_token=None),  # transformers does not read these keys
     "quantization_config": None,
 }
 GPT_OSS_ONLY = {"swiglu_alpha": (GLU_ALPHA,), "hidden_act": ("silu",)}

@@ -29,7 +29,7 @@ from jaxrl_llm.settings.schema import build
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-# Keys that do not change the outputs of a loaded adapter. Keys in neither INERT nor READ must be absent or empty.
+# Keys that do not change the outputs of a loaded adapter. All keys outside INERT and READ must be absent or empty.
 INERT = {
     *("auto_mapping", "base_model_name_or_path", "revision", "task_type", "peft_version", "inference_mode"),
     *("lora_dropout", "qalora_group_size", "target_modules", "exclude_modules", "eva_config", "loftq_config"),
@@ -252,7 +252,7 @@ def names_of(model: Model) -> dict[str, str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise a ``ConfigError`` if the folder holds a model: readers would take the adapters for this model."""
+    """Raise a ``ConfigError`` if the folder holds a model, because readers would then ignore the adapters."""
     if (folder / "config.json").exists():
         raise ConfigError(f"{folder} has a model (config.json). Choose another folder for the adapters")
 

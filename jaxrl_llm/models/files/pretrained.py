@@ -52,7 +52,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
         return _random(path, setting)
     path = _find_smollm2(setting) if path == SMOLLM2 else os.path.expanduser(path)
     if path.endswith(".gguf"):
-        if not os.path.isfile(path):  # also False for invalid file names
+        if not os.path.isfile(path):  # the result is False also for an invalid file name
             raise ConfigError(f"{setting}={path!r}: no such file")
         return _files(path, gguf, gguf.read_tokenizer)
     if is_run(path):

@@ -78,7 +78,8 @@ def keys_of(arch: Architecture, keys: dict[str, Any]) -> dict[str, Any]:
         top_level[rope.ORIGINAL] = numbers[rope.ORIGINAL]
         max_positions = round(numbers["factor"] * numbers[rope.ORIGINAL])
     if scaling.kind == "yarn" and numbers[rope.ORIGINAL] == max_positions:
-        del numbers[rope.ORIGINAL]  # this is the default; if stated, it would mean that the factor is 1
+        # Do not write the key at its default, because transformers would then take the factor 1.
+        del numbers[rope.ORIGINAL]
     return {
         "max_position_embeddings": max_positions,
         "rope_theta": arch.rope_theta,

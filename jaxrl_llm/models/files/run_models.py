@@ -30,8 +30,8 @@ def check(config: Config, workdir: Path) -> None:
     run is resumed.
 
     Raises:
-        ConfigError: a path names a run and not one checkpoint, or a checkpoint of the new run; or the workdir has files
-            that are not of a run.
+        ConfigError: a path names a run instead of one checkpoint, or names a checkpoint of the new run; or the workdir
+        has files that do not belong to a run.
     """
     weights.check_workdir(workdir)
     for name in ("path", "reference_path"):
@@ -97,7 +97,7 @@ def source(path: str, resolve: Resolve, setting: str) -> Source:
     adapters = config.model.lora
 
     def trained(model: Model) -> Model:
-        """Return the model as the run trained it: with its adapters and its dtype."""
+        """Return the model as the run trained it, with the run's adapters and dtype."""
         return dataclasses.replace(model, lora=adapters, param_dtype=config.model.param_dtype)
 
     def learned_shapes(model: Model, mesh: Mesh) -> Params:

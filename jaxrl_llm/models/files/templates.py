@@ -3,7 +3,8 @@
 A chat template is a program from the model's authors. Some templates print today's date by ``strftime_now`` (Llama 3.2,
 SmolLM3, GPT-OSS). In a run, this date is always the day on which the run began.
 
-Owns: arguments from the settings, the time limit, the date. Does not know: token ids, which texts stay plain text.
+Owns: the template's arguments from the settings, the time limit, the date. Does not know: token ids, which texts stay
+plain text.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def checked_kwargs(kwargs: Mapping[str, Any], template: Any, hide: Callable[[str
 def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
     """Return the config of a run with the day on which the run began, if its chat template prints a date.
 
-    With another day, the prompts of a resumed run would differ from the prompts that it saved.
+    If the date changed, the prompts of a resumed run would differ from the saved prompts.
     """
     kwargs = config.prompts.chat_template_kwargs
     day = hosts.exchange(hosts.is_first() and _day(config, workdir))[0]
@@ -100,7 +101,7 @@ def between_turns(
     """Return the text between two assistant turns: from the end of one turn to the beginning of the next.
 
     The ``messages`` are between the two turns. Templates may change the first turn, for example leave out its
-    thoughts. Such changes are ignored: the sampled turn is not changed.
+    thoughts. Changes of the first turn by the template are ignored: the sampled turn stays unchanged.
 
     Args:
         ends: texts of the tokens that end a turn. The policy has sampled one of these tokens, unless ``other`` is set.
@@ -179,7 +180,7 @@ def _with_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     renders tool results without the earlier turns.
     """
     result = []
-    new_ids: dict[Any, str] = {}  # by the ids of the last calls
+    new_ids: dict[Any, str] = {}  # the new id of each call of the last turn, by its old id
     place = 0  # number of the tool message after its calls
     for message in messages:
         place = place + 1 if message["role"] == "tool" else -1

@@ -27,8 +27,8 @@ Messages = list[dict[str, str]]
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 IMAGE = "<image_soft_token>"  # a token of Gemma; Gemma's models for text only have no embedding for it
 
-# Valid text has no halves of surrogate pairs. While a template is rendered, they replace the characters of special
-# tokens in a user's text, so that these stay plain text.
+# Valid text has no halves of surrogate pairs. While a template is rendered, such halves replace the characters of
+# special tokens in a user's text, so that this text stays plain text.
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 
@@ -76,8 +76,8 @@ class Tokenizer:
         self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
         self.end_id: int | None = next(iter([*turn_ends, *self.eos_ids]), None)
         added = fast.added_tokens_decoder.items()
-        # Plain end tokens from a generation config stay text. An export lists stop tokens there, and they are text in
-        # the run.
+        # If an end token in a generation config is not a special token, its text stays plain text. An export lists stop
+        # tokens there, and a run treats them as text.
         self._special = special = {i: token for i, token in added if token.special or i in (*own, *turn_ends)}
         # Besides end_id, end tokens in the template end a turn: Llama 3.1's <|eom_id|> does, Qwen's <|endoftext|> does
         # not.
@@ -146,7 +146,8 @@ class Tokenizer:
                     raise ConfigError(f"prompts.{name}={given!r:.200} needs prompts.chat_template=True; it is False")
             texts = [hide(prompt) for prompt in prompts if isinstance(prompt, str)]
             encoded = self._encode(texts, at_start=True)
-            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in encoded]  # keep one BOS if the text has its own
+            # Keep one BOS token if the text already has one.
+            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in encoded]
         if not self._fast.chat_template:
             raise ConfigError("the tokenizer has no chat template: prompts.chat_template=False, or --nochat_template")
         kwargs = templates.checked_kwargs(chat_template_kwargs or {}, self._fast.chat_template, hide)
@@ -260,7 +261,7 @@ class Tokenizer:
     def _spells_bytes(self) -> bool:
         """Return whether the tokenizer writes each byte of a text as one letter (GPT-2's alphabet)."""
         decoder = json.loads(self._fast.backend_tokenizer.to_str())["decoder"]
-        return "ByteLevel" in str(decoder)  # as the only decoder, or in a sequence
+        return "ByteLevel" in str(decoder)  # it can be the only decoder, or one decoder of a sequence
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer's files; ``load_tokenizer`` and transformers read them."""

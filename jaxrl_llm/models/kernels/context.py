@@ -9,7 +9,8 @@ Inside attention, visibility rules, kernels and windows are therefore the same a
 the same number of query-key pairs, and no sum over keys is split. A gated delta rule needs a row from its beginning. It
 is split in the same way: whole rows of fewer value heads.
 
-Letters as in attention. Owns: the split of heads and tokens over devices. Does not know: kernels, parameters.
+Shape letters: as in ``attention``. Owns: the split of heads and tokens over devices. Does not know: kernels,
+parameters.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def to_heads(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array) -> tuple[j
     num_repeats = num_parts // math.gcd(num_parts, k_BKTH.shape[1])
 
     def whole_rows(x_BKTH: jax.Array) -> jax.Array:
-        # First keep the split by tokens. Otherwise XLA would gather the activations and compute keys from them.
+        # Compute keys while they are split by tokens. Otherwise XLA would gather the activations and compute all keys
+        # on every device.
         x_BKTH = sharding.constrain(x_BKTH, "batch", "kv_heads", "length", "head_size")
         x_BKTH = jnp.repeat(x_BKTH, num_repeats, axis=1)
         return sharding.constrain(x_BKTH, "batch", "attended", None, "head_size")

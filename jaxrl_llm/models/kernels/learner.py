@@ -1,6 +1,7 @@
 """Attention kernels for the learner and the prefill, most of them from libraries.
 
-The kernels are Splash on TPU and cuDNN on NVIDIA GPUs. They hold no scores in memory. They serve three cases:
+The kernels are Splash on TPU and cuDNN on NVIDIA GPUs. These kernels never store attention scores in memory. They
+support three cases:
 
     new tokens alone
     new tokens after their group's prompt    the prompt's keys are copied before each row's keys, and the gradients are
@@ -8,14 +9,14 @@ The kernels are Splash on TPU and cuDNN on NVIDIA GPUs. They hold no scores in m
     packed lines                             by a mask [B,T,T]. Splash skips blocks in which nothing is visible. For
                                              cuDNN the mask is a bias, which has a gradient.
 
-The reference path merges pieces by their softmax sums. Here this would need the gradient of the log-sum-exp, which
-Splash refuses and cuDNN drops.
+The reference path merges pieces by their softmax sums. With these kernels a merge would need the gradient of the
+log-sum-exp, which Splash does not support and cuDNN ignores.
 
-Decode steps on TPU use our own kernel (tpu_decode), which reads only the live part of each row's cache. Decode steps on
-GPUs use plain matmuls, which read the whole cache. There are two reasons: Pallas' lowering by Triton is deprecated, and
-to read only the longest row's part, XLA would ask the host in every layer.
+Decode steps on TPU use this package's kernel (tpu_decode), which reads only the live part of each row's cache. Decode
+steps on GPUs use plain matmuls, which read the whole cache. There are two reasons. Pallas' lowering by Triton is
+deprecated. To read only the longest row's part, XLA would synchronise with the host in every layer.
 
-Letters as in attention; S = L + T keys a row.
+Shape letters: as in ``attention``; S = L + T keys of a row.
 Owns: which kernel serves which device, and how rows are laid out for it. Does not know: parameters, slots.
 """
 
@@ -32,7 +33,8 @@ from jaxrl_llm.ops import packing
 from jaxrl_llm.runtime import sharding
 
 LANES = 128
-# The largest size that divides a row is used, for fewer passes over the keys. Compiled for TPUs, not timed on one.
+# The largest size that divides a row is used, because it needs the fewest passes over the keys. The sizes were compiled
+# for TPUs, but not timed on one.
 BLOCKS = (512, 256, 128)
 
 
@@ -177,8 +179,8 @@ def attend(
 
 
 def _after_prompt(x_PKLH: jax.Array, x_BKTH: jax.Array, is_prompt_token: jax.Array, group_size: int) -> jax.Array:
-    """Return keys or values [B,K,L+T,H]: those of each row's prompt, then those of its new tokens."""
-    x_BKLH = jnp.repeat(jnp.where(is_prompt_token, x_PKLH, 0), group_size, axis=0)  # 0 * nan is nan
+    """Return keys or values [B,K,L+T,H]: first of each row's prompt, then of the row's new tokens."""
+    x_BKLH = jnp.repeat(jnp.where(is_prompt_token, x_PKLH, 0), group_size, axis=0)  # zeros, because 0 * nan is nan
     return jnp.concatenate([x_BKLH, x_BKTH], axis=2)
 
 
@@ -199,7 +201,8 @@ def decode(
     Returns:
         [B,K,R,H] in the dtype of the queries, and the caches' keys and values with the token at ``cache.end``.
     """
-    from jaxrl_llm.models.kernels import tpu_decode  # imported here for the same reason as splash below
+    # Imported here because the import takes half a second on CPUs, as for Splash below.
+    from jaxrl_llm.models.kernels import tpu_decode
 
     out, total, peak = prompt_piece
     args = (
@@ -217,8 +220,9 @@ def decode(
 
 
 def _splash_of(mask: Any) -> Any:
-    """Return the Splash kernel of one row for a mask of its heads: [1,Q,S] bool in whole lanes, or a rule."""
-    from jax.experimental.pallas.ops.tpu import splash_attention as splash  # saves half a second on CPUs
+    """Return the Splash kernel of one row. The mask of its heads is [1,Q,S] bool, padded to whole lanes, or a rule."""
+    # Imported here because the import takes half a second on CPUs.
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     block_q, block_kv = (next(size for size in BLOCKS if n % size == 0) for n in mask.shape[1:])
     block_sizes = splash.BlockSizes(
@@ -290,7 +294,8 @@ def _splash(
         unit_BS = jnp.pad(units.unit, ((0, 0), (0, num_keys - S)))
         segments = splash.SegmentIds(unit_BS, unit_BS)
     elif lines is not None:
-        lines, q = jax.lax.optimization_barrier((lines, q))  # delays the 4-byte words until they are needed
+        # Makes XLA convert to 4-byte words only when they are needed.
+        lines, q = jax.lax.optimization_barrier((lines, q))
     out = jax.vmap(attend_row)(q, fill(k_BKSH, num_keys), fill(v_BKSH, num_keys), segments, lines)
     return out[:, :, :T].swapaxes(1, 2)
 
@@ -311,7 +316,7 @@ def _skip_other_units(kernel: Any, unit_S: jax.Array) -> Any:
         info = getattr(kernel, name)
         if info.data_next is None:
             continue
-        # For each query block and step, the index of the key block; in dkv, the reverse.
+        # For each query block and step, compute the index of the key block. The dkv kernel needs the reverse.
         steps = info.data_next.astype(jnp.int32)
         rows = jax.lax.broadcasted_iota(jnp.int32, steps.shape, 1)
         columns = jax.lax.broadcasted_iota(jnp.int32, steps.shape, 2)

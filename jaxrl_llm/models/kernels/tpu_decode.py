@@ -7,11 +7,11 @@
 
 After the last live block of a block of rows, nothing more is fetched.
 
-Library kernels do not fit, for two reasons. The prompt is attended once for all rows of its group, and they do not
-return the softmax sums that merge it. They also need the caches copied to another layout. This kernel reads and writes
-the caches in place, in their own layout.
+Library kernels do not fit, for two reasons. The attention to a prompt is computed once for all rows of its group, but
+library kernels do not return the softmax sums that are needed to add it. They also need the caches copied to another
+layout. This kernel reads and writes the caches in place, in their own layout.
 
-Letters as in attention. Owns: one Pallas kernel. Does not know: prompts, meshes.
+Shape letters: as in ``attention``. Owns: one Pallas kernel. Does not know: prompts, meshes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def step_of(rows: int, tokens: int, token_bytes: int) -> tuple[int, int]:
     """Return the number of rows, and of cache tokens per row, that one step reads.
 
     If eight rows with blocks of 256 tokens fit in a step and fill more than half of it, blocks of 128 tokens are
-    preferred. Smaller blocks read fewer tokens that are not live.
+    preferred. Smaller blocks read fewer dead cache positions.
 
     Args:
         rows, tokens: rows of a chip and cache positions per row.
@@ -130,7 +130,7 @@ def attend(
                 out = jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)
                 return out.reshape(rows, K, R, -1)
 
-            visible_values = jnp.where(is_visible(token_axis), values[...], 0)  # 0 * nan is nan
+            visible_values = jnp.where(is_visible(token_axis), values[...], 0)  # zeros, because 0 * nan is nan
             scores = jnp.where(is_visible(3), dot(q[...], keys[...], 5 - token_axis), -jnp.inf)
             add(
                 scores,
