@@ -27,13 +27,11 @@ def empty_caches(arch: Architecture, sizes: CacheSizes) -> dict[str, tuple[Any, 
     """
     caches = [MIXERS[layer.mixer].empty_cache(arch, layer, sizes) for layer in arch.by_layer]
     prompts = [MIXERS[layer.mixer].empty_prompts(arch, layer, sizes) for layer in arch.by_layer]
-    cache_k, cache_v = zip(*caches, strict=True)
-    prompt_k, prompt_v = zip(*prompts, strict=True)
     return {
-        "cache_k": cache_k,
-        "cache_v": cache_v,
-        "prompt_k": prompt_k,
-        "prompt_v": prompt_v,
+        "cache_k": tuple(keys for keys, _ in caches),
+        "cache_v": tuple(values for _, values in caches),
+        "prompt_k": tuple(keys for keys, _ in prompts),
+        "prompt_v": tuple(values for _, values in prompts),
     }
 
 

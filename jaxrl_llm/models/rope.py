@@ -231,8 +231,9 @@ def tables(arch: Architecture, positions: jax.Array, all_tables: Tables | None =
     """
     if all_tables is not None:
         return jax.tree.map(lambda x: x[positions], all_tables)
-    last_rope = max(0, *(layer.rope for layer in arch.by_layer))
-    return tuple(_table(arch, rope, positions) for rope in range(1 + last_rope))
+    indices = [layer.rope for layer in arch.by_layer]
+    num_ropes = 1 + max([0, *indices])
+    return tuple(_table(arch, rope, positions) for rope in range(num_ropes))
 
 
 def _table(arch: Architecture, rope: int, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -219,6 +219,73 @@ def run_block(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Shared:
+    """Inputs and settings of a forward pass that all layers share.
+
+    Attributes:
+        visible_by_window: ``visible`` in the form that attention's implementation expects, by the layers' windows.
+        rules: sharding rules of the weights.
+        is_published: the weights have the sampler's layout and sharding.
+        is_rematted: the backward pass computes the blocks again.
+        drops_states: return no keys, values and states, because a scan cannot stack those of several kinds of mixers.
+    """
+
+    model: Model
+    positions: jax.Array
+    rope: ropes.Tables
+    visible: Visible
+    visible_by_window: dict[int, Any]
+    length: jax.Array | None
+    prompt: Prompt | None
+    cache: Cache | None
+    routing: Routing
+    rules: dict[str, Any]
+    is_published: bool
+    is_rematted: bool
+    drops_states: bool
+
+
+def _make_block(layer: Layer, graph: nnx.GraphDef, shared: _Shared) -> Block:
+    """Return the function that runs one layer of this kind.
+
+    Args:
+        graph: the static graph of ``Blocks``.
+    """
+    model = shared.model
+
+    def block(x: jax.Array, layer_inputs: Any) -> tuple[jax.Array, Any]:
+        layer_params, layer_kv, chosen = layer_inputs
+        parameters = _LayerParameters(
+            nnx.merge(graph, layer_params),
+            implementation=model.attention,
+            rounding=model.weights,
+            rules=shared.rules,
+            is_published=shared.is_published,
+            is_rematted=shared.is_rematted,
+        )
+        inputs = MixerInputs(
+            layer,
+            shared.positions,
+            rope=None if layer.rope < 0 else shared.rope[layer.rope],
+            visible=shared.visible,
+            visible_in_window=shared.visible_by_window[layer.window],
+            length=shared.length,
+            prompt=_of_layer(shared.prompt, layer_kv.get("prompt")),
+            cache=_of_layer(shared.cache, layer_kv.get("cache")),
+        )
+        x, results = run_block(x, parameters, inputs, Routing(chosen, shared.routing.counts))
+        if shared.drops_states:
+            results = (None, None, *results[2:])
+        return x, results
+
+    if not shared.is_rematted:
+        return block
+    kept_names = {"dots": ("mlp",), "full": ()}[model.remat]
+    policy = jax.checkpoint_policies.save_only_these_names(*kept_names)
+    return jax.checkpoint(block, policy=policy, prevent_cse=False)
+
+
 class Transformer(nnx.Module):
     """Embedding, blocks, final norm and head. With tied embeddings, the head is the embedding."""
 
@@ -250,67 +317,76 @@ class Transformer(nnx.Module):
         If ``layers`` is not None, it has the sampler's blocks (publish), which replace this module's blocks.
         """
         x_BTD = self._embed(model, tokens_BT, is_published=layers is not None)
-        rope_tables = ropes.tables(self.arch, positions_BT, rope)
-        graph, stacked = nnx.split(self.blocks)
-        windows = {layer.window for layer in self.arch.by_layer}
-        visible_by_window = kernels.by_window(visible, windows, positions_BT, model.attention)
-        routing = Routing() if routing is None else routing
-        is_rematted = remat and model.remat != "none"
-        # A scan cannot stack the results of mixers of several kinds.
-        drops_states = layers is None and len({layer.mixer for layer in self.arch.by_layer}) > 1
-        rules = sharding.RULES | dict(model.rules)
-        if layers is not None:
-            rules = rules | sharding.OF_SAMPLER
-
-        def make_block(layer: Layer) -> Block:
-            def block(x: jax.Array, layer_inputs: Any) -> tuple[jax.Array, Any]:
-                layer_params, layer_kv, chosen = layer_inputs
-                parameters = _LayerParameters(
-                    nnx.merge(graph, layer_params),
-                    implementation=model.attention,
-                    rounding=model.weights,
-                    rules=rules,
-                    is_published=layers is not None,
-                    is_rematted=is_rematted,
-                )
-                inputs = MixerInputs(
-                    layer,
-                    positions_BT,
-                    rope=None if layer.rope < 0 else rope_tables[layer.rope],
-                    visible=visible,
-                    visible_in_window=visible_by_window[layer.window],
-                    length=length,
-                    prompt=_of_layer(prompt, layer_kv.get("prompt")),
-                    cache=_of_layer(cache, layer_kv.get("cache")),
-                )
-                x, results = run_block(x, parameters, inputs, Routing(chosen, routing.counts))
-                if drops_states:
-                    results = (None, None, *results[2:])
-                return x, results
-
-            if not is_rematted:
-                return block
-            kept_names = {"dots": ("mlp",), "full": ()}[model.remat]
-            policy = jax.checkpoint_policies.save_only_these_names(*kept_names)
-            return jax.checkpoint(block, policy=policy, prevent_cse=False)
-
-        blocks = {layer: make_block(layer) for layer in dict.fromkeys(self.arch.by_layer)}
-        kv: dict[str, tuple[Any, Any]] = {}
-        if prompt is not None:
-            kv["prompt"] = (prompt.keys, prompt.values)
-        if cache is not None:
-            kv["cache"] = (cache.keys, cache.values)
-        chosen = moe.by_layer(routing, self.arch.num_layers)
-        if layers is None:
-            x_BTD, results = scan(
-                blocks,
-                self.arch.by_layer,
-                x_BTD,
-                (nnx.to_pure_dict(stacked), kv, chosen),
+        results: tuple[Any, ...] = ((), ())  # keys and values of a model without layers
+        if self.arch.by_layer:
+            shared = self._shared(
+                model,
+                positions_BT,
+                prompt=prompt,
+                cache=cache,
+                visible=visible,
+                length=length,
+                is_published=layers is not None,
+                is_rematted=remat and model.remat != "none",
+                rope=rope,
+                routing=Routing() if routing is None else routing,
             )
-        else:
-            x_BTD, results = self._run_separately(blocks, x_BTD, layers, tuple(stacked), kv, chosen)
+            x_BTD, results = self._run_layers(x_BTD, layers, shared)
         return rms_norm(x_BTD, self.final_norm[...], self.arch), results
+
+    def _shared(
+        self,
+        model: Model,
+        positions_BT: jax.Array,
+        *,
+        prompt: Prompt | None,
+        cache: Cache | None,
+        visible: Visible,
+        length: jax.Array | None,
+        is_published: bool,
+        is_rematted: bool,
+        rope: ropes.Tables | None,
+        routing: Routing,
+    ) -> _Shared:
+        """Return the inputs that all layers share. Rope tables and masks are computed once, for all layers."""
+        rules = sharding.RULES | dict(model.rules)
+        if is_published:
+            rules = rules | sharding.OF_SAMPLER
+        windows = {layer.window for layer in self.arch.by_layer}
+        mixer_kinds = {layer.mixer for layer in self.arch.by_layer}
+        return _Shared(
+            model,
+            positions_BT,
+            rope=ropes.tables(self.arch, positions_BT, rope),
+            visible=visible,
+            visible_by_window=kernels.by_window(visible, windows, positions_BT, model.attention),
+            length=length,
+            prompt=prompt,
+            cache=cache,
+            routing=routing,
+            rules=rules,
+            is_published=is_published,
+            is_rematted=is_rematted,
+            drops_states=len(mixer_kinds) > 1 and not is_published,
+        )
+
+    def _run_layers(
+        self, x_BTD: jax.Array, layers: tuple[Any, ...] | None, shared: _Shared
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Run all layers: ``layers`` one by one, or under a scan if ``layers`` is None."""
+        graph, stacked = nnx.split(self.blocks)
+        kinds = dict.fromkeys(self.arch.by_layer)
+        blocks = {layer: _make_block(layer, graph, shared) for layer in kinds}
+        kv: dict[str, tuple[Any, Any]] = {}
+        if shared.prompt is not None:
+            kv["prompt"] = (shared.prompt.keys, shared.prompt.values)
+        if shared.cache is not None:
+            kv["cache"] = (shared.cache.keys, shared.cache.values)
+        chosen = moe.by_layer(shared.routing, self.arch.num_layers)
+        if layers is None:
+            inputs = (nnx.to_pure_dict(stacked), kv, chosen)
+            return scan(blocks, self.arch.by_layer, x_BTD, inputs)
+        return self._run_separately(blocks, x_BTD, layers, tuple(stacked), kv, chosen)
 
     def _embed(self, model: Model, tokens_BT: jax.Array, *, is_published: bool) -> jax.Array:
         """Return the embeddings of the tokens, [B,T,D] in the compute dtype."""
@@ -420,7 +496,7 @@ class Model:
                 own = dtype or own
             return jax.ShapeDtypeStruct(shape, jnp.dtype(own), sharding=sharding.named(mesh, shape, axes, rules))
 
-        return nnx.to_pure_dict(jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+        return _pure_dict(jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def init(self, key: jax.Array, mesh: Mesh) -> Params:
         """Return random parameters without adapters. Each device creates its own shards (adapters: ``lora.init``)."""
@@ -499,6 +575,11 @@ class Model:
         return params["embedding" if self.arch.tied else "head"]
 
 
+def _pure_dict(state: nnx.State) -> Params:
+    """Return the state as a nested dict. It always has "blocks", which are empty if the model has no layers."""
+    return {"blocks": {}} | nnx.to_pure_dict(state)
+
+
 @functools.lru_cache
 def _abstract(arch: Architecture, lora: LoraConfig):
     """Return the static graph and the shapes of the parameters."""
@@ -510,7 +591,7 @@ def _init_program(model: Model, mesh: Mesh) -> Callable[[jax.Array], Params]:
     """Return the compiled initialiser. It is cached because each new closure would be compiled again."""
 
     def make(key):
-        params = nnx.to_pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
+        params = _pure_dict(nnx.state(Transformer(model.arch, rngs=nnx.Rngs(params=key))))
         return jax.tree.map(lambda x: x.astype(model.param_dtype), params)
 
     return jax.jit(make, out_shardings=sharding.of(model.abstract_params(mesh)))

@@ -1,15 +1,19 @@
 """Pieces of the model: projections, logits, the table of rotations."""
 
+import dataclasses
 import functools
 
 import jax
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import transformer
+from support.building import Sampling, host_params, make_prompts, make_sampler
 
-from jaxrl_llm.models import rope
+from jaxrl_llm.models import lora, rope
 from jaxrl_llm.models.architecture import PRESETS
-from jaxrl_llm.models.transformer import linear
+from jaxrl_llm.models.row_logp import plain_logp
+from jaxrl_llm.models.transformer import Model, linear
 from jaxrl_llm.ops.logp import project
 
 
@@ -49,3 +53,17 @@ def test_angles_of_a_table_are_those_of_each_position():
         rope.tables(PRESETS["debug"], np.arange(12))[0], rope.tables(PRESETS["debug"], positions)[0], strict=True
     ):
         np.testing.assert_array_equal(table[positions], angles)
+
+
+def test_a_model_without_layers_runs_in_learner_and_sampler():
+    """It is the cheapest model: tests of rewards, credit and losses need no more."""
+    arch = dataclasses.replace(PRESETS["debug"], num_layers=0, width=8)
+    model = Model(arch)
+    params = host_params(model)
+    assert lora.split(params) == (params,)
+    sampling = Sampling(make_sampler(arch=arch))
+    rollout, _ = sampling(make_prompts(range(8), arch=arch))
+    logp = plain_logp(model, params, rollout.tokens, rollout.prompt_length, rollout.length)
+    np.testing.assert_allclose(rollout.behaviour_logp, logp, rtol=1e-5, atol=1e-5)
+    row = (rollout.tokens[0], int(rollout.prompt_length[0]), int(rollout.length[0]))
+    np.testing.assert_allclose(logp[0], transformer.completion_logp(params, arch, *row), rtol=1e-4, atol=1e-4)
