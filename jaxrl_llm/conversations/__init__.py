@@ -1,1 +1,1 @@
-"""Who answers the policy: environments and their workers, agents, tools, tool calls, the OpenAI format."""
+"""Conversation partners of the policy: environments and their workers, agents, tools, tool calls, the OpenAI format."""

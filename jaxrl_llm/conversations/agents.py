@@ -39,7 +39,8 @@ ROLES = ("user", "tool")  # roles of the messages between two turns of the polic
 FIXED_BY_RUN = "cannot be set by an agent: the run's sampling settings hold for its turns"
 # Further fields that a request may have and that have no effect: allowed values by name, () = any value.
 CHAT: dict[str, tuple[Any, ...]] = {"model": (), "tool_choice": ("auto",)}
-TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}  # the run's settings decide where a turn ends
+# No effect, because the run's settings decide where a turn ends.
+TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}
 ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # True = requests in token ids
 SPARE_THREADS = 8  # server threads for requests of ended episodes and for lists of models
 
@@ -151,7 +152,7 @@ class Episode:
     def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
         try:
             self._events.put((awaited(play(base_url=address, **columns)), None))
-        except BaseException as error:  # SystemExit too: the episode must receive every exception
+        except BaseException as error:  # also catch SystemExit, because the episode must receive every exception
             self._events.put((None, error))
 
     def answer(self, turn: str) -> list[dict[str, str]] | list[int] | None:
@@ -202,7 +203,7 @@ class Episode:
         return new
 
     def _end(self, event: tuple[Any, BaseException | None]) -> None:
-        """Set the reward from the value that the agent returned, or raise the exception that it raised."""
+        """Set the reward from the agent's return value, or raise the agent's exception."""
         reward, error = event
         if error is not None:
             raise error
@@ -255,7 +256,7 @@ class _Server(Server):
         self.activate()
 
     def open(self, name: str, events: queue.SimpleQueue) -> None:
-        """Accept the requests of an episode. A request holds a thread until the policy's turn has been sampled."""
+        """Accept the requests of an episode. A request occupies a thread until the policy's turn is sampled."""
         self.episodes[name] = events
         self.add_threads(len(self.episodes) + SPARE_THREADS)
 

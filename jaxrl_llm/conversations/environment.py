@@ -146,7 +146,7 @@ class Environment(contextlib.AbstractContextManager):
         index = episode % len(self._workers)
 
         def append() -> None:
-            self._over[index].append(str(episode))  # in the worker's thread, because `_ask` replaces the list
+            self._over[index].append(str(episode))  # call it in the worker's thread, because `_ask` replaces the list
 
         self._threads[index].submit(append)
 
@@ -222,7 +222,7 @@ class _Request(NamedTuple):
 
         Args:
             over: ended episodes that the process may drop.
-            is_kept: the process holds the episode, and so the tokens of its earlier turns.
+            is_kept: the process still holds the episode and the tokens of its earlier turns.
         """
         keywords = dict(self.keywords)
         if is_kept and "drawn" in keywords:
@@ -252,8 +252,8 @@ def opened(config: Config, examples: Sequence[Example], tokenizer: Any) -> Itera
     """Open the environment of a config as a context manager, which yields None if the config has no environment.
 
     Raises:
-        ConfigError: see ``Environment``. Or the chat template cannot encode messages of the environment's role, or the
-            tokens that the template puts around an answer exceed ``environments.max_answer_tokens``.
+        ConfigError: see ``Environment``. Also raised if the chat template cannot encode messages of the environment's
+            role, or if the tokens that the template puts around an answer exceed ``environments.max_answer_tokens``.
     """
     if not config.environments.factory:
         yield None
@@ -293,7 +293,7 @@ def shown(
         (section ``prompts``, the sets, one message per question whose episode failed to begin).
 
     Raises:
-        ConfigError: a tool's parameter has no type or no docstring. Or an episode failed to begin and
+        ConfigError: a tool's parameter has no type or no docstring. Also raised if an episode failed to begin and
             ``prompts.bad_row`` is "error".
     """
     prompts = config.prompts
@@ -337,7 +337,7 @@ def _begin_all(
         bad: receives a message for each of the other questions.
     """
     begun = []
-    # In batches, because every open episode holds an instance or a thread.
+    # Begin the episodes in batches, because every open episode holds an instance or a thread.
     for first in range(0, len(questions), BEGUN_AT_ONCE):
         batch = []
         for example in questions[first : first + BEGUN_AT_ONCE]:
@@ -418,12 +418,12 @@ def _with_tools(config: Config, environment: type, tokenizer: Any) -> dict[str, 
     The schemas come from the methods' type hints and docstrings. If the chat template does not support tools, the
     arguments are returned unchanged.
     """
-    from transformers.utils import get_json_schema  # here, because the import is slow
+    from transformers.utils import get_json_schema  # imported here because the import is slow
 
     arguments = config.prompts.chat_template_kwargs
     if not has_place_for_tools(tokenizer, config.prompts.encoding):
         return arguments
-    instance = object.__new__(environment)  # bound methods, because a schema must not have the parameter `self`
+    instance = object.__new__(environment)  # use bound methods, because a schema must not have the parameter `self`
     try:
         schemas = [get_json_schema(getattr(instance, name)) for name in environment_worker.tools_of(environment)]
     except Exception as error:

@@ -4,7 +4,7 @@ An environment has one of three forms:
 
     class      Interface of TRL: a constructor without arguments, ``reset(**columns)``, and tools, which are the public
                methods with a docstring. ``get_reward()`` is optional and returns the episode's reward so far. The
-               tools' results answer a turn. A turn without a tool call ends the episode.
+               results of the called tools are the answer to a turn. A turn without a tool call ends the episode.
     function   ``(prompt, turns, **columns) -> str | None``. It receives the texts of all turns so far, and returns the
                answer to the newest turn. None ends the episode.
     agent      A program that requests the policy's turns (``agents``).
@@ -40,7 +40,7 @@ from jaxrl_llm.scoring.worker_program import message
 from jaxrl_llm.settings.functions import awaited
 
 NO_TOOLS = ("reset", "get_reward")  # public methods that the policy must not call
-SAVING = ("state", "restore")  # the policy must not call these either, if the class has both
+SAVING = ("state", "restore")  # if a class has both methods, the policy must not call these two either
 MAX_ANSWER_CHARS = 2**20
 
 _episodes: dict[str, Episode | agents.Episode] = {}
@@ -72,7 +72,7 @@ def _kinds_of(environment: type) -> dict[str, tool_calls.Kinds]:
     """Return which parameters of each tool accept a string or null, according to their type hints."""
     kinds: dict[str, tool_calls.Kinds] = {}
     for name in tools_of(environment):
-        with contextlib.suppress(Exception):  # a hint may be a name that is not defined
+        with contextlib.suppress(Exception):  # a type hint may be a name that is not defined
             hints = typing.get_type_hints(getattr(environment, name))
             kinds[name] = {parameter: _kinds(hint) for parameter, hint in hints.items()}
     return kinds
@@ -154,7 +154,7 @@ class Episode:
             result = awaited(self.tools[name](**keywords))
         except Exception as error:
             is_inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
-            if is_inside and name not in _failed:  # raised inside the tool, not by wrong arguments
+            if is_inside and name not in _failed:  # the tool itself raised the error; the arguments were right
                 _failed.add(name)
                 print(
                     f"warning: the tool {name} raised {message(error)}; the policy receives the error every time, and "
@@ -223,7 +223,7 @@ def act(
 
         The answer is messages, an agent's token ids, or None at the end of the episode. When the episode begins, it is
         the text that ``reset`` returned, or an agent's first request. If ``is_over``, it is the attributes by name.
-        The tools are those of an agent's first request.
+        The tools are the tools of an agent's first request.
     """
     for ended in over:
         _forget(ended)
@@ -256,7 +256,7 @@ def act(
         answer = episode.answer(turns[-1]) if turns else episode.opening
         agent_tools = episode.tools if is_agent and not turns else None
         return [answer, episode.reward(), None, episode.state(), agent_tools]
-    except BaseException as error:  # SystemExit too: an environment must not end this process
+    except BaseException as error:  # also catch SystemExit, because an environment must not end this process
         _forget(key)
         return [None, None, message(error), None, None]
 
@@ -298,7 +298,7 @@ def _forget(key: str) -> None:
 
 def _error_text(error: Exception) -> str:
     text = f"error: {type(error).__name__}: {error}"
-    return _text(text[:300], "an error") or ""  # an error may quote the policy's text
+    return _text(text[:300], "an error") or ""  # clean the message, because an error may quote the policy's text
 
 
 def _text_or_none(value: Any, source: str) -> str | None:

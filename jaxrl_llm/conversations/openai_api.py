@@ -47,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "cache_salt": (),
     "priority": (),
 }
-# The same for requests for token ids: the answer always has all ids and log-probs, and no text.
+# Fields without effect in requests for token ids: the answer always has all ids and log-probs, and no text.
 OF_TOKENS: dict[str, tuple[Any, ...]] = {
     "logprobs": (),
     "skip_special_tokens": (),

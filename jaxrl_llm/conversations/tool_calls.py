@@ -25,7 +25,7 @@ from jaxrl_llm.runtime import json_lines
 BEGIN = "<tool_call>"
 END = "</tool_call>"
 MISTRAL = "[TOOL_CALLS]"
-THINK = "<think>"  # the chat template may put it in the prompt
+THINK = "<think>"  # the chat template may put this mark in the prompt
 THOUGHT = "</think>"
 MARKS = (BEGIN, END, MISTRAL, THOUGHT)
 FUNCTION = "<function="
@@ -42,7 +42,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
-_NO_CALL = re.compile(r"\s*(?:[^\s<{\[]|<[^f])")  # if it matches after a mark, no call begins there
+_NO_CALL = re.compile(r"\s*(?:[^\s<{\[]|<[^f])")  # if this pattern matches after a mark, the mark does not begin a call
 _LATER_CALL = re.compile(rf"{BEGIN}\s*(?:{FUNCTION}|[\[{{])")
 
 Kinds = Mapping[str, Collection[str]]  # JSON schema types that each parameter of a tool accepts
@@ -76,10 +76,10 @@ class Reader:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self._is_broken = False  # any of `calls` is broken
+        self._is_broken = False  # whether any of `calls` is broken
         self._text = ""
         self._is_whole = False
-        self._settled = 0  # text before this position stays text, whatever follows
+        self._settled = 0  # text before this position stays plain text, whatever follows
         self._solid = 0  # end of the last word before `_settled`
         self._shown = 0
         self._closes: dict[bool, tuple[int, float]] = {}  # cache of `_close`, by form of the value: (start, close)
@@ -205,7 +205,7 @@ class Reader:
             yield
 
     def _call_without_mark(self, begin: int) -> Step:
-        """Parse Llama's form of a call: JSON that is the whole answer. Return the position to search for marks from."""
+        """Parse Llama's form of a call: JSON that is the whole answer. Return where the search for marks begins."""
         end = yield from self._json_after(begin)
         if end is None:
             return begin
@@ -289,7 +289,8 @@ class Reader:
     def _is_closed(self, begin: int, on_lines: bool) -> Step:
         """Return whether the ``</parameter>`` that ends at ``begin`` closes its value.
 
-        It does if another parameter follows, or the end of the function and then another function or the call's end.
+        It closes the value if another parameter follows, or if the end of the function follows and then another
+        function or the call's end.
         """
         place = yield from self._after_space(begin)
         if (yield from self._starts(place, FUNCTION_END)):
@@ -306,8 +307,8 @@ class Reader:
     def _ends_thought(self, begin: int, close: int) -> bool:
         """Return whether the value contains the end of a thought and then another call.
 
-        The call of this value is then unfinished and only mentioned in the thought. ``_thought_in_value`` is set to the
-        end of the thought.
+        The call of this value is then unfinished and only mentioned in the thought. The method then sets
+        ``_thought_in_value`` to the end of the thought.
         """
         end = self._text.find(THOUGHT, begin, close)
         if end < 0 or self._text.find(THINK, begin, end) >= 0:
@@ -433,7 +434,7 @@ def _end_of(pattern: re.Pattern, text: str, place: int) -> int:
 
 
 def _begun_mark(text: str) -> str:
-    """Return the end of the text that may be the beginning of a mark, "" if there is none."""
+    """Return the part at the end of the text that may be the beginning of a mark, or ""."""
     tail = text[1 - max(map(len, MARKS)) :]
     begun = tail[max(tail.rfind("<"), tail.rfind("[")) :]
     return begun if begun and any(mark.startswith(begun) for mark in MARKS) else ""

@@ -35,7 +35,7 @@ def _is_tool(tool: Any) -> bool:
 
 
 def _json(value: Any) -> str:
-    """Return JSON as models write it. Characters outside ASCII are not escaped, except lone surrogates."""
+    """Return JSON in the form that models write: of the characters outside ASCII, only lone surrogates are escaped."""
     return json_lines.written(value, ensure_ascii=False)
 
 
@@ -146,7 +146,7 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
 
 
 class Message:
-    """Assistant message of a turn whose text comes in pieces. Any split gives the same content and calls.
+    """Assistant message of a turn whose text comes in pieces. The split does not change the result.
 
     Args:
         tools: tools of the request, as ``functions_of`` returns them. Without tools, calls are text.
