@@ -28,7 +28,7 @@ class Chip:
         hbm_gb: memory bandwidth, 1e9 bytes per second.
         link_gb: 1e9 bytes per second that a chip sends over all its links together: the links of a torus, or NVLink in
             one direction.
-        host_gb: 1e9 bytes per second to the host's memory, and the same from it at once.
+        host_gb: 1e9 bytes per second to the host's memory, and the same rate from the host's memory at the same time.
         options: compiler options.
     """
 
@@ -99,7 +99,7 @@ GPUS = {
     "h200": _nvidia(140.4, 9, 132, 228, 50, 4800, tflops=989, link_gb=450, host_gb=64),
 }
 
-GPUS_OF_HOST = 8  # one NVLink domain: DGX and HGX boards
+GPUS_OF_HOST = 8  # GPUs of one NVLink domain, on DGX and HGX boards
 
 # Slices with Cloud's names ("Configurations" on the same pages): number of chips -> shape. Names of v4 and v5p count
 # cores, two per chip. Names of v5e (also "v5litepod") and v6e count chips.

@@ -55,7 +55,8 @@ class Row:
     """Compilation result of one program.
 
     Attributes:
-        refused: the compiler's message if the program does not fit, else "". If it is set, memory is None.
+        refused: the compiler's message if the program does not fit, else "". If the program does not fit, ``memory`` is
+            None.
         buffers: the contents of the temporary memory, the largest first.
     """
 
@@ -94,7 +95,7 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
                 re.DOTALL,
             )
             if message is None:
-                raise  # our own error: the compiler does not accept the program
+                raise  # an error of this package: the compiler does not accept the program
             refused = message.group()
         text = _newest(folder, "*after_optimizations.txt")
         report = _newest(folder, "*after_optimizations-memory-usage-report.txt")
@@ -141,7 +142,7 @@ def save_all(rows: Iterable[Row], mesh: Mesh, folder: str) -> None:
 def micro_batches(run: Run) -> int:
     """Return the micro-batches of an update whose rows all have full length.
 
-    The packed program's text does not contain it.
+    The text of a packed program does not contain this number.
     """
     config, update = run.config, run.learner.update
     if not update.num_lines:
@@ -157,8 +158,8 @@ def _draws(run: Run) -> int:
 def attended_share(run: Run, program: str, queries: int, keys: int, block: int) -> float:
     """Return the least share of [queries, keys] that a Splash kernel computes, averaged over the model's layers.
 
-    The text of packed lines does not contain their mask. For them it is the share that tokens of full-length draws see
-    in their own rows.
+    The text of packed lines does not contain their mask. For packed lines, the result is the share that tokens of
+    full-length draws see in their own rows.
     """
     config, update = run.config, run.learner.update
     prompt_tokens = config.prompts.max_tokens
@@ -194,7 +195,7 @@ def head_share(run: Run, program: str) -> float:
         return 1.0
     draws_per_line = _draws(run) / (micro_batches(run) * update.num_lines)
     targets = config.rows_per_draw * config.sampling.max_completion_tokens
-    if reads_prompts(config):  # prompts have their own chunks
+    if reads_prompts(config):  # leave prompts out, because they have chunks of their own
         targets = min(targets, config.prompts.max_tokens - 1)
     return min(1.0, draws_per_line * targets / config.line_tokens)
 

@@ -4,12 +4,12 @@
 
 The result is a lower bound, not a forecast. It assumes:
 
-- The resources overlap fully within a loop's turn and not at all between loops.
+- The resources overlap fully within one iteration of a loop, and not at all between loops.
 - A collective can use all links of its chips.
 - All completions have full length, and every question is asked once.
 - The device never waits for the host.
 
-If the text does not contain a kernel's operations, the model's algebra also bounds the iteration.
+If the text does not contain a kernel's operations, they are computed from the model's shapes, as a further lower bound.
 
 Owns: rooflines, how often an iteration calls each program. Does not know: HLO text, compilers.
 """
@@ -89,7 +89,7 @@ def decode_steps(config: Config) -> int:
 
 
 def calls(run: Run, names: Mapping[str, object]) -> dict[str, int]:
-    """Return how often an iteration calls each program. Programs that run only at start or end, or never, have 0."""
+    """Return how often an iteration calls each program. Programs that run only at start or end are called 0 times."""
     config = run.config
     counts = {
         **dict.fromkeys(ONCE, 1),
@@ -131,11 +131,11 @@ def reads_prompts(config: Config) -> bool:
 
 
 def model_flops(config: Config, arch: Architecture) -> float:
-    """Return the operations of an iteration by the model's algebra.
+    """Return the operations of an iteration, computed from the model's shapes.
 
-    Per weight and token: 2 for a forward pass, 6 for training, 4 for training adapters, because frozen weights need no
-    gradient. The head is computed for completions only. If a cross-entropy reads the prompts, the head also covers
-    prompts from their second token on.
+    A weight costs, per token, 2 operations in a forward pass, 6 in training and 4 in the training of adapters, because
+    frozen weights need no gradient. The head is computed for completions only. If a cross-entropy reads the prompts,
+    the head also covers prompts from their second token on.
     """
     head = arch.vocab_size * arch.width
     body = active_params(arch) - (head if arch.tied else 2 * head)

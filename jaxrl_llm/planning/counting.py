@@ -1,7 +1,7 @@
 """Operation counts: FLOPs, memory bytes and link bytes of one device, from the text of a compiled program.
 
 A compiled program is a tree of loops. A region is the code inside one loop, or outside all loops, with the number of
-times that it runs. Counts are summed per region, because the turns of a loop run one after another.
+times that it runs. Counts are summed per region, because the iterations of a loop run one after another.
 
     operations    matrix multiplications, including those that a TPU's compiler writes as convolutions and a GPU's as
                   calls of cuBLAS, and a TPU's kernels of attention and experts, which are custom calls
@@ -9,7 +9,8 @@ times that it runs. Counts are summed per region, because the turns of a loop ru
                   slices and in-place updates only the part that changes. Tiles of a layout count in full.
     links         for each collective: bytes that a device sends in a ring, for arrays without tile padding
 
-Owns: trip counts, these sums. Does not know: how the text is read (hlo), chips, seconds, the program's purpose.
+Owns: trip counts, the sums of operations and bytes. Does not know: the reader of the text (hlo), chips, seconds, the
+program's purpose.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Sent:
 
 @dataclasses.dataclass
 class Region:
-    """Counts of one turn of a loop, per device, and the number of turns in the whole program."""
+    """Counts of one iteration of a loop, per device, and the number of iterations in the whole program."""
 
-    path: str  # the loops around it
+    path: str  # the loops around this region
     turns: float
     flops: float = 0.0
     read_bytes: float = 0.0  # from the device's memory
@@ -101,7 +102,7 @@ class Counts:
         return sum(region.turns * getattr(region, name) for region in self.regions)
 
     def by_collective(self, name: str = "link_bytes") -> dict[str, float]:
-        """Return the sum of a region's property by kind of collective, over all regions and turns."""
+        """Return the sum of a region's property by kind of collective, over all regions and iterations."""
         total: dict[str, float] = {}
         for region in self.regions:
             for kind, count_of_kind in getattr(region, name).items():
@@ -184,7 +185,8 @@ def causal_share(queries: int, keys: int, block: int, window: int = 0) -> float:
 
 def _kernel(x: Instruction, operands: list[Shape], attended: Callable[[int, int, int], float]) -> float | None:
     """Return the operations of a TPU kernel for attention or experts, or None for another kernel."""
-    if x.name.startswith(("gmm", "tgmm")):  # each row meets one expert's matrix; even loads are assumed
+    # Each row is multiplied by one expert's matrix; the experts' loads are assumed to be equal.
+    if x.name.startswith(("gmm", "tgmm")):
         matrices = [s.dims for s in operands if len(s.dims) == 2 and s.dtype in ("bf16", "f32")]
         num_parts = re.search(r"experts_in_(\d+)_parts", x.attributes)
         return 2.0 * math.prod(matrices[0]) * x.shapes[0].dims[-1] / (int(num_parts[1]) if num_parts else 1)
@@ -253,7 +255,7 @@ class _Program:
         begin = inside.instructions[loop.operands[0]]
         root = condition.instructions[condition.root]
         if root.op == "get-tuple-element":
-            return 1  # a loop of one turn or none: runtime.programs.run_if
+            return 1  # a loop of at most one iteration, from ``runtime.programs.run_if``
         for x in (
             root,
             *(condition.instructions[n] for n in root.operands if root.op == "and"),
@@ -277,7 +279,7 @@ class _Program:
     def _step(self, loop: Instruction, index: int) -> int:
         """Return the amount that a loop's body adds to its counter.
 
-        It is above 1 if the compiler has unrolled the loop.
+        The amount is above 1 if the compiler has unrolled the loop.
         """
         body = self.computations[loop.called("body")[0]]
         root = body.instructions[body.root]
@@ -296,7 +298,7 @@ class _Program:
     def _read(self, inside: Computation, name: str, whole: float) -> float:
         """Return the bytes read of a fusion's parameter with ``whole`` bytes.
 
-        The result is inf if the parameter may pass unchanged to the root.
+        The result is inf if the fusion may return the parameter unchanged.
         """
         total = math.inf if name == inside.root else 0.0
         for user in inside.users.get(name, ()):
@@ -338,7 +340,7 @@ class _Program:
         return whole
 
     def _moved(self, inside: Computation, x: Instruction) -> Iterator[tuple[int, float, bool]]:
-        """Yield (memory space, bytes, is written) for each array that an instruction reads or writes."""
+        """Yield (memory space, bytes, whether it is written) for each array that an instruction reads or writes."""
         inputs = [inside.instructions[n].shapes for n in x.operands if n in inside.instructions]
         if x.op.endswith("-done") or x.op in _FREE:
             return
@@ -382,7 +384,7 @@ class _Program:
                 yield from ((s.space, s.num_bytes * (share if i in aliased else 1.0), False) for s in shapes)
             written = x.shapes
             if _LIBRARY.search(x.attributes) and len(written) > 1 and written[-1].dtype in ("s8", "u8"):
-                written = written[:-1]  # workspace; the text does not contain how much of it is used
+                written = written[:-1]  # ignore workspace, because the text does not show how much of it is used
             yield from ((s.space, s.num_bytes, True) for i, s in enumerate(written) if i not in places)
 
     def _collectives(self, x: Instruction) -> set[tuple[str, ...]]:
@@ -454,7 +456,7 @@ class _Program:
                     region.turns * (share := self.taken(x.op_name)),
                 )
                 for callee in x.called("branch_computations", "true_computation", "false_computation"):
-                    self.regions = [Region(region.path, turns)]  # loops inside it append theirs
+                    self.regions = [Region(region.path, turns)]  # inner loops append their own regions
                     self._count(self.regions[0], self.computations[callee], fused=False)
                     branches.append(self.regions)
                 whole = lambda its: [sum(r.turns * getattr(r, name) for r in its) for name in ("flops", "hbm_bytes")]
@@ -502,7 +504,8 @@ def _group_size(attributes: str, num_devices: int) -> int:
         return int(found[2])
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
-        of_axis = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])  # a whole axis or a part
+        # The group is a whole mesh axis or a part of one.
+        of_axis = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
         return math.prod(int(part or sizes[axis]) for axis, part in of_axis)
     if found := re.search(r"source_target_pairs=\{(\{.*?\})\}", attributes):
         return found[1].count("{")

@@ -1,6 +1,6 @@
 """HLO reader: the text of a compiled program as computations, instructions and shapes with their memory layout.
 
-Owns: reading that text. Does not know: the meaning of instructions.
+Owns: the parser of the text. Does not know: the meaning of instructions.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class Shape:
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     name: str
-    shapes: tuple[Shape, ...]  # the shapes of the elements, if it is a tuple
+    shapes: tuple[Shape, ...]  # the shapes of the elements, if the result is a tuple
     op: str
     operands: tuple[str, ...]
     attributes: str
-    literal: str  # the text inside the brackets
+    literal: str  # arguments: the text inside the brackets
 
     def called(self, *names: str) -> list[str]:
         found = re.findall(rf"(?:{'|'.join(names)})=(?:%([\w.-]+)|\{{([^}}]*)\}})", self.attributes)

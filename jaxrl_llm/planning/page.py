@@ -1,6 +1,6 @@
 """Plan page: memory of each program and the time of an iteration as pictures, then all numbers as tables.
 
-Owns: the content of the page. Does not know: its style (reports.page), where the numbers come from.
+Owns: the content of the page. Does not know: the style of the page (reports.page), the source of the numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layout search: find the layouts of a run (mesh, micro-batch, remat) that fit a slice, the fastest first.
 
 Layouts whose arrays alone do not fit are removed before anything is compiled. The other layouts are sorted by an
-estimate from the model's algebra. The main programs of the first layouts are compiled.
+estimate from the model's shapes. The main programs of the first layouts are compiled.
 
 Owns: which layouts exist, the estimate. Does not know: how a program is compiled or timed.
 """
@@ -67,10 +67,10 @@ def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator
 
 
 def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
-    """Yield all layouts of a mesh. Many do not divide the run's numbers."""
+    """Yield all layouts of a mesh. Many of them do not divide the run's sizes."""
     batch = config.update.batch_size
     sizes = [n for n in range(1, batch + 1) if batch % n == 0]
-    if config.update.micro_batch_tokens > 0:  # packed: the number of rows is not used
+    if config.update.micro_batch_tokens > 0:  # with packing, the number of rows is not used
         sizes = [config.update.micro_batch_size]
     for size in sizes:
         for remat in REMATS:
@@ -78,7 +78,7 @@ def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
 
 
 def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
-    """Return estimated seconds of an iteration, by the algebra of weights and activations. It only ranks layouts."""
+    """Return estimated seconds of an iteration, from the sizes of its arrays. Use them only to rank layouts."""
     update = config.update
     mesh = config.mesh
     num_chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
@@ -149,7 +149,7 @@ def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> 
             else:
                 found.append((estimate(of, model.arch, chip), learning, layout))
     if refused and not found and not too_large:
-        raise refused  # every mesh was refused
+        raise refused  # no mesh is possible
     # Among equal estimates, the layout that needs less memory comes first.
     return [layout for *_, layout in sorted(found, key=lambda each: each[:2])], too_large
 
