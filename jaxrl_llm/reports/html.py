@@ -110,7 +110,7 @@ def _cards(
         "held-out, first and last": of("eval/pass_rate"),
         "training rollouts, first and last": of("rollout/pass_rate"),
     }
-    best = max(rates, key=lambda name: min(len(rates[name]), 2))  # the first entry that has two values
+    best = max(rates, key=lambda name: min(len(rates[name]), 2))  # entries below the first one need at least two values
     cards = []
     for title, values, form, note in (
         ("Pass rate", rates[best], ".0%", best),
@@ -230,7 +230,7 @@ def _draw_stack(axes: Any, series: list) -> None:
     for colour, values in series:
         known = dict(values)
         top = floor + [known.get(x, 0.0) for x in iterations.tolist()]
-        # One shape for all iterations, because one bar per iteration takes seconds from a thousand iterations on.
+        # Draw all iterations as one shape, because one bar per iteration takes seconds from a thousand iterations on.
         axes.stairs(
             top,
             np.append(iterations - 0.5, iterations[-1] + 0.5),
@@ -251,7 +251,7 @@ def _text(value: Any) -> str:
 
 
 def _reward(value: float | None) -> str:
-    """Return a reward as HTML, "failed" without a finite reward."""
+    """Return a reward as HTML, or "failed" if the reward is not finite."""
     if value is None or not math.isfinite(value):
         return '<span class="reward none">failed</span>'
     kind = "good" if value > 0 else "none"

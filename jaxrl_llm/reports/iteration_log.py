@@ -164,7 +164,7 @@ class IterationLog:
             iteration: iteration of the checkpoint.
 
         Returns:
-            Warnings about files that are not as the checkpoint expects them.
+            Warnings about files whose content differs from the checkpoint.
         """
         self.iteration = iteration
         self.compute = state["compute"]
@@ -180,7 +180,7 @@ class IterationLog:
         return warnings
 
     def _has_final_line(self) -> bool:
-        """Return whether metrics.jsonl of the first host has the line of the end. It is empty on a new machine."""
+        """Return whether metrics.jsonl of the first host has a run's last line. The file is empty on a new machine."""
         if not self.is_final:
             return False
         sizes = hosts.exchange(self._writer.state())[0]

@@ -108,7 +108,7 @@ def draw_warning(values: dict[str, float]) -> str | None:
 
     The test compares the entropy of the sampled tokens with the entropy of the distributions. The limit is six standard
     errors, because a normal deviate exceeds six about once in 5e8 times. Differences up to 1e-3 nats count as rounding.
-    NaN also gives the warning.
+    The function also returns the warning if a value is NaN.
     """
     names = ("sampled_entropy_nats", "model_entropy_nats", "sampled_entropy_error_nats")
     numbers = [values.get(f"rollout/{name}", 0.0) for name in names]
@@ -158,7 +158,7 @@ def _effective_share(total: float, square: float, count: float) -> float:
 
 
 def _values_by_age(by_age: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of the trained tokens by age bucket. Buckets without tokens have none."""
+    """Return the metrics of the trained tokens by age bucket. A bucket without tokens has no metrics."""
     values = {}
     for i, label in enumerate(AGE_LABELS):
         tokens = float(by_age["token_count"][i])
@@ -176,7 +176,7 @@ def _explained_variance(sums: Mapping[str, Any]) -> float:
     count = float(sums["token_count"])
     return_moment = count * float(sums["return_square_sum"]) - float(sums["return_sum"]) ** 2
     error_moment = count * float(sums["value_error_square_sum"]) - float(sums["value_error_sum"]) ** 2
-    rounding = 1e-5 * count * float(sums["return_square_sum"])  # above the error of the sums
+    rounding = 1e-5 * count * float(sums["return_square_sum"])  # a variance above the rounding error of the sums
     return 1 - error_moment / return_moment if return_moment > rounding else math.nan
 
 
@@ -277,7 +277,8 @@ class MetricsWriter:
                 kept = b"".join(line for line in whole if json.loads(line).get("iteration", 0) <= last)
                 file.truncate(same := len(kept) if data.startswith(kept) else 0)
                 file.write(kept[same:])
-            elif not said:  # after a warning the sizes may be of another machine's files; its lines have no iteration
+            # After a warning the sizes may belong to another machine's files; lines of this file have no iteration.
+            elif not said:
                 file.truncate(min(size, file.tell()))
             if (now := file.seek(0, os.SEEK_END)) != size:
                 said.append(f"warning: {path} has lost lines: it has {now} bytes, but the checkpoint expects {size}")
@@ -314,7 +315,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
         ConfigError: there is no such file, or a row is damaged (``records.read_metric_rows``).
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
-    if not os.path.isfile(path):  # also False for an invalid file name
+    if not os.path.isfile(path):  # the result is False also for an invalid file name
         raise ConfigError(f"no metrics.jsonl in {workdir}")
     return records.read_metric_rows(path)
 
@@ -336,7 +337,7 @@ class Progress:
     ):
         self._total = num_iterations
         self._console = rich.console.Console(highlight=False) if console is None else console
-        self._times = [time.monotonic()]  # at the start, and after each iteration of this process
+        self._times = [time.monotonic()]  # times at the start and after each iteration of this process
         self._bar: rich.progress.Progress | None = None
         if self._console.is_terminal:
             self._bar = rich.progress.Progress(

@@ -18,7 +18,7 @@ from typing import Any
 from jaxrl_llm.runtime import bucket
 from jaxrl_llm.settings.schema import visible
 
-PAGE = pathlib.Path(__file__).with_name("page.html")  # the frame and its style sheet
+PAGE = pathlib.Path(__file__).with_name("page.html")  # text of the page's frame and its style sheet
 
 # Drawn colour -> style-sheet variable. Matplotlib writes colours in lower case.
 INK, FAINT = "#010101", "#020202"
@@ -108,7 +108,7 @@ def picture(
         label: the text alternative of the picture (``aria-label``), for screen readers.
         salt: makes the SVG ids of this picture differ from the ids of the other pictures of the page.
         whole_x: put ticks only at whole numbers.
-        second_x: maps the number of a tick to a second label below it: another measure of the same axis.
+        second_x: maps the number of a tick to a second label below it, which shows the same point in another unit.
     """
     import matplotlib
 
@@ -116,7 +116,7 @@ def picture(
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    # Text stays text, in the page's font.
+    # Write text as text, not as outlines, so that it has the page's font.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
         drawn = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = drawn.add_subplot()
@@ -140,7 +140,7 @@ def picture(
             metadata={"Date": None, "Creator": None},
         )
     svg = out.getvalue()
-    # The ids of groups would be the same in several pictures of a page. Nothing refers to them, so drop them.
+    # SVG groups would have the same ids in several pictures of a page. Nothing refers to these ids, so remove them.
     svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
     for placeholder, shown in COLOURS.items():
         svg = svg.replace(placeholder, shown)

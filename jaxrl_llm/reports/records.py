@@ -77,7 +77,8 @@ def read_metric_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, one per iteration: ``iteration`` and a number or None for each metric.
 
     Raises:
-        ConfigError: a line is not a JSON object, or a value has another type. It names file, line, field and value.
+        ConfigError: a line is not a JSON object, or a value has another type. The error names file, line, field and
+            value.
     """
     rows = read_log(path)
     for number, row in enumerate(rows, start=1):
