@@ -67,10 +67,11 @@ def place(where: str | os.PathLike, setting: str = "") -> Any:
     missing = [name for name in ("gcsfs", "google.cloud.storage") if not _is_installed(name)]
     if missing:
         raise ConfigError(f"{text} needs the package {missing[0]}: pip install 'jaxrl_llm[gcs]'")
-    import fsspec.config  # comes with gcsfs
+    import fsspec.config  # the package is installed with gcsfs
     from etils import epath
 
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs every failed attempt and raises the last error
+    # Silence the logger, because it logs every failed attempt and the last error is also raised.
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
     # A host must see objects that another host has written, so gcsfs must not cache its list of names.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(text.rstrip("/"))
@@ -157,12 +158,13 @@ def held(setting: str, who: str) -> Iterator[None]:
         writer.take(f"checkpoint.bucket={setting!r}")
     except ConfigError:
         raise
-    except Exception as error:  # network errors have no common class
+    except Exception as error:  # catch every exception, because network errors have no common class
         from google.api_core.exceptions import ClientError
         from google.auth.exceptions import DefaultCredentialsError
 
         is_refused = isinstance(error, ClientError | DefaultCredentialsError)
-        passes = not is_refused or getattr(error, "code", None) in (408, 429)  # timeout, too many requests
+        # The HTTP status is that of a timeout or of too many requests.
+        passes = not is_refused or getattr(error, "code", None) in (408, 429)
         said = f"checkpoint.bucket={setting!r} cannot be written: {type(error).__name__}: {error}"
         raise (MachineError if passes else ConfigError)(said) from error
     ended = threading.Event()
@@ -171,7 +173,7 @@ def held(setting: str, who: str) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        with contextlib.suppress(Exception):  # without a heartbeat the folder becomes free anyway
+        with contextlib.suppress(Exception):  # ignore the error, because the folder becomes free without heartbeats
             writer.release()
 
 
@@ -216,10 +218,11 @@ class _Writer:
     def keep(self, ended: threading.Event) -> None:
         """Write a heartbeat every few seconds until ``ended`` is set.
 
-        End this process if another process has taken the folder over, because this one sent no heartbeat for too long.
+        If this process sent no heartbeat for too long, another process may take the folder over. Then end this process.
         """
         while not ended.wait(BEAT_S):
-            with contextlib.suppress(Exception), self._writing:  # network error: try again at the next heartbeat
+            # After a network error, try again at the next heartbeat.
+            with contextlib.suppress(Exception), self._writing:
                 if ended.is_set() or self._write():
                     continue
                 self._generation, text = self._read()
@@ -236,7 +239,7 @@ class _Writer:
         from google.api_core.exceptions import NotFound
 
         while (blob := self._bucket.get_blob(self._name, timeout=BEAT_S)) is not None:
-            with contextlib.suppress(NotFound):  # removed or replaced since the lookup
+            with contextlib.suppress(NotFound):  # the object was removed or replaced since the lookup
                 return blob.generation, blob.download_as_text(timeout=BEAT_S)
         return 0, ""
 
@@ -278,7 +281,7 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
         lock = open(path, "a+")  # noqa: SIM115, reopened each time: a network disk then shows its current content
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # the file was not replaced
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # the locked file is still the file of this name
                 return lock
             lock.close()
             continue
@@ -290,7 +293,7 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
             )
             lock.close()
         now = time.monotonic()
-        if where in ("", machine()):  # "": a version without heartbeats wrote it
+        if where in ("", machine()):  # an empty text was written by a version without heartbeats
             raise ConfigError(f"{what} is in use by {who}")
         if now - started > WAIT_S:
             raise MachineError(f"{what} is still in use by {who}")
@@ -321,7 +324,7 @@ def alive(path: pathlib.Path, text: str) -> Iterator[None]:
 
     def keep() -> None:
         while not ended.wait(BEAT_S):
-            with contextlib.suppress(OSError):  # network error: try again at the next heartbeat
+            with contextlib.suppress(OSError):  # after a network error, try again at the next heartbeat
                 found = path.read_text()
                 if found == text:
                     os.utime(path)

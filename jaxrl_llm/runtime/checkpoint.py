@@ -122,8 +122,8 @@ class Checkpointer:
             config: the resolved config.
             pass_rate: pass rate in [0, 1] of the last evaluation, None if there was none. A checkpoint without a pass
                 rate is never among the best.
-            is_inside: the state is that of an unfinished iteration, or of one that was saved unfinished and has
-                finished. Such a state is always saved.
+            is_inside: the iteration is unfinished, or was saved unfinished before and has finished since then. Such a
+                state is always saved.
             checksums: ``checksums(name, part)`` returns the checksums of the leaves of a part of the state, in order.
 
         Host/device: copies the arrays to the host. On CPU it keeps the buffers instead, and XLA copies a donated buffer
@@ -241,7 +241,7 @@ class Checkpointer:
 
     def check(self) -> dict[str, float]:
         """Return metrics of the last checkpoint once, after its write has ended. Raise the error of a failed write."""
-        if not self._is_new or self._manager.is_saving_in_progress():  # do not list the bucket without need
+        if not self._is_new or self._manager.is_saving_in_progress():  # return early, because listing a bucket is slow
             return {}
         self.wait()
         self._is_new = False
@@ -265,8 +265,9 @@ class Checkpointer:
 
     def _last_write_s(self) -> float | None:
         """Return the seconds that orbax took to write the newest checkpoint, or None if unknown."""
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, hosts.MachineError):  # no need to fail
-            file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # orbax's
+        # An unknown time is not an error.
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, hosts.MachineError):
+            file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # a file of orbax
             said = json.loads(file.read_bytes())
             return (said["commit_timestamp_nsecs"] - said["init_timestamp_nsecs"]) / 1e9
         return None

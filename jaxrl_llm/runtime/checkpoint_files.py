@@ -173,7 +173,7 @@ def read_whole(
             for different checkpoints.
         check: receives the result of ``read`` after every host has read its part. It may run programs on devices.
         say: print a warning for a damaged checkpoint that is skipped.
-        is_alone: read without asking the other hosts.
+        is_alone: read without communication with the other hosts.
 
     Returns:
         The result of ``check``, or None if there is no finished checkpoint.
@@ -189,7 +189,7 @@ def read_whole(
     damaged = None
     for step in steps if iteration is None else [iteration]:
         path = root / str(step)
-        result: Any = path  # also frees the arrays of the checkpoint that was tried before
+        result: Any = path  # this also frees the arrays of the checkpoint that was tried before
         for stage in (read, check):
             message = None
             try:
@@ -335,7 +335,7 @@ def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
             read_part = _part_reader(stored, leaf)
 
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
-                assert index is not None  # None is only for arrays without a shape
+                assert index is not None  # only arrays without a shape have None here
                 return read_part(index).astype(leaf.dtype, copy=False)
 
             return jax.make_array_from_callback(leaf.shape, sharding, part)
@@ -388,11 +388,12 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     """Return ``{setting: (saved, new)}`` of the settings that differ and that a resumed run may not change freely."""
     free = FREE_SETTINGS
     if config.optimizer.schedule != "constant":
-        free = tuple(name for name in free if name != "num_iterations")  # a decay ends at the last iteration
+        # With a decay the number of iterations changes the schedule, which ends at the last iteration.
+        free = tuple(name for name in free if name != "num_iterations")
     # The saved config went through JSON, which turns a tuple in a dictionary of arguments into a list. Do so here too.
     config = from_json(to_json(config))
     day = saved.prompts.chat_template_kwargs.get(DATE)
-    if day is not None:  # a run sets its date itself
+    if day is not None:  # ignore the date, because a run sets it by itself
         told = {DATE: day, **config.prompts.chat_template_kwargs}
         config = dataclasses.replace(
             config,
@@ -439,7 +440,8 @@ def check_settings(
     saved = config_of(text, path)
     fixed = {*FIXED_SETTINGS, *(OF_ROUNDS if host.get("rounds") else ())}
     if RING_PAGES in text["arrays"] and config.sampling.max_completion_tokens < saved.sampling.max_completion_tokens:
-        fixed.add("sampling.max_completion_tokens")  # pages fit rows of any length: a longer row would be cut
+        # Check the length, because pages fit rows of any length and a longer row would be cut.
+        fixed.add("sampling.max_completion_tokens")
     changed = changed_settings(saved, config) | changed_files(text.get("files", {}), config)
     changed = {name: pair for name, pair in changed.items() if name in fixed or not allow_changes}
     if changed:

@@ -116,7 +116,8 @@ def writing(folder: str | os.PathLike) -> Iterator[None]:
         raise
     except Exception as error:
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            if os.strerror(code) in str(error):  # by its message: tensorstore and safetensors raise other types
+            # Recognise the error by its message, because tensorstore and safetensors raise other types.
+            if os.strerror(code) in str(error):
                 raise DiskError(f"{getattr(error, 'filename', None) or folder}: {os.strerror(code)}") from error
         raise
 
@@ -129,7 +130,9 @@ def _parse(argv: list[str]) -> list[str]:
     argv = _with_config_files(argv)
     argv, made_with = _take_record(argv)
     try:
-        sys.argv = argv  # config_flags reads overrides from here, and cannot read all of ours
+        # The parser ml_collections.config_flags reads overrides from sys.argv, and cannot parse all overrides of this
+        # package.
+        sys.argv = argv
         rest = flags.FLAGS(argv)
         for name in flags.FLAGS:
             value = flags.FLAGS[name].value
@@ -137,7 +140,7 @@ def _parse(argv: list[str]) -> list[str]:
             is_path = name in ("workdir", "out") and value is not None
             if is_path and (not value.isprintable() or value == "" or "://" in value):
                 raise ConfigError(f"--{name}={value!r} must name a folder, in printable text, and no URL")
-    except (Exception, SystemExit) as error:  # a config file may leave the process
+    except (Exception, SystemExit) as error:  # also catch SystemExit, because a config file may call sys.exit
         _check_config_files(argv)  # ml_collections does not report the error inside the file
         if isinstance(error, OSError):
             raise ConfigError(error) from error
@@ -193,7 +196,7 @@ def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
             continue
         path = path if equals else next(iter(argv[i + 1 :]), "")
         file = pathlib.Path(os.path.expanduser(path))
-        if path and os.path.isdir(file):  # also False for a name that is not valid
+        if path and os.path.isdir(file):  # the result is False also for a name that is not valid
             file = file / "config.json"
         if file.suffix != ".json":
             continue
@@ -308,7 +311,7 @@ def _override(overrides: list[tuple[str, str]], argv: list[str]) -> None:
     settings = flag.value.to_dict() if hasattr(flag.value, "to_dict") else flag.value
     if not isinstance(settings, Mapping):
         return _check_config_files(argv)
-    for path, text in sorted(overrides, key=_depth):  # a function before its settings
+    for path, text in sorted(overrides, key=_depth):  # override a function before its settings
         settings = override(settings, path, Text(text))
     build(Config, settings)
     flag.value = settings
@@ -323,6 +326,7 @@ def _choose_platform() -> None:
     """Select the CPU if there is no accelerator. An installed libtpu would otherwise print errors about chips."""
     if "JAX_PLATFORMS" in os.environ or any(glob.glob(pattern) for pattern in ACCELERATORS):
         return
-    os.environ["JAX_PLATFORMS"] = "cpu"  # for every later import of jax, also in child processes
+    # An environment variable reaches every later import of jax, also in child processes.
+    os.environ["JAX_PLATFORMS"] = "cpu"
     if "jax" in sys.modules:
         sys.modules["jax"].config.update("jax_platforms", "cpu")

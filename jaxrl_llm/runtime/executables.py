@@ -67,7 +67,7 @@ def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[s
 
 def keeping_update(run: Any) -> Program:
     """Return the run's update program that keeps the MLP activations for the backward pass."""
-    # Not remat="none": writing and reading its other activations takes longer than recomputing them (BENCHMARKS).
+    # Not remat="none": storing and reading all activations takes longer than recomputing most of them (BENCHMARKS.md).
     update = dataclasses.replace(run.learner.update, model=dataclasses.replace(run.model, remat="dots"))
     return dataclasses.replace(run.learner, update=update).programs()["update"]
 

@@ -55,7 +55,7 @@ JOIN_S = 1200
 FIND_S = 60.0
 # Seconds of silence of one host after which the others end. Later the service would abort them and name no host.
 SILENT_S = 25
-LONGEST_WAIT_MS = 24 * 3600 * 1000  # of a barrier: ``_watch`` finds a missing host much earlier
+LONGEST_WAIT_MS = 24 * 3600 * 1000  # timeout of a barrier; ``_watch`` finds a missing host much earlier
 LIMIT_FILES = "memory.max", "memory.limit_in_bytes"  # memory limits of a Linux control group, as in a container
 HANGING_S = 1800  # a process that stays in one activity prints the tracebacks of its threads every so many seconds
 
@@ -119,7 +119,7 @@ def initialize(*, alone: bool = False) -> None:
             heartbeat_timeout_seconds=TIMEOUT_S,
             shutdown_timeout_seconds=TIMEOUT_S,
         )
-    except (RuntimeError, ValueError) as error:  # ValueError: jax finds no job
+    except (RuntimeError, ValueError) as error:  # a ValueError means that jax finds no job
         kind = MachineError if isinstance(error, RuntimeError) else ConfigError
         raise kind(f"this process cannot join its job: {error}") from error
     _joined.set()
@@ -184,7 +184,7 @@ def ending_at_once() -> Iterator[None]:
 
     Python would otherwise free its objects first. This takes seconds, and a preempted host has only a few seconds.
     """
-    atexit.register(_leave_at_once, _ended)  # registered first, so it runs last
+    atexit.register(_leave_at_once, _ended)  # atexit runs this function last, because it is registered first
     try:
         yield
     except SystemExit as end:
@@ -195,7 +195,7 @@ def ending_at_once() -> Iterator[None]:
 def _leave_at_once(status: list[int]) -> None:
     """Flush the output and exit with ``status[0]``. If the list is empty, do nothing."""
     if status:
-        with contextlib.suppress(Exception):  # if the reader is gone, Python reports it during its normal exit
+        with contextlib.suppress(Exception):  # if the reader of a pipe has gone, let Python's normal exit report it
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status[0])
@@ -337,7 +337,7 @@ def _missing(path: pathlib.Path, text: str | None, seconds: float) -> int | None
     until = time.monotonic() + seconds
     found = False
     while text is not None and not found and time.monotonic() < until:
-        with contextlib.suppress(OSError):  # not there yet, or a network disk is replacing the file
+        with contextlib.suppress(OSError):  # the file does not exist yet, or a network disk is replacing it
             found = path.read_text() == text
         time.sleep(0 if found else 0.2)
     return next((host for host, finds in enumerate(exchange(found)) if not finds), None)
@@ -346,11 +346,11 @@ def _missing(path: pathlib.Path, text: str | None, seconds: float) -> int | None
 def is_shared(folder: str) -> bool:
     """Return whether all hosts share the folder: whether they see a file that the first host creates in the folder.
 
-    An empty ``folder`` means that there is none, and the result is False.
+    The result is False for an empty ``folder``.
     """
     (place, name), *others = exchange((folder, uuid.uuid4().hex))
     is_same = bool(place) and all(other == place for other, _ in others)
-    if not is_same or "://" in place:  # every host reaches the same bucket
+    if not is_same or "://" in place:  # a bucket is always shared
         return is_same
     path = pathlib.Path(place, f"seen-by-all-{name}")
     with contextlib.suppress(OSError):
@@ -442,7 +442,7 @@ def together(status_of: Callable[[BaseException], int]) -> Iterator[None]:
         yield
         exchange("done")
     except BaseException as error:
-        if isinstance(error, SystemExit):  # every host raises it
+        if isinstance(error, SystemExit):  # every host raises this error
             exchange("done")
         else:
             _end(error, status_of(error))
@@ -465,11 +465,11 @@ def meet(*, key: str, timeout_ms: int) -> None:
 def _end(error: BaseException, status: int) -> str:
     """Publish to the other hosts the message of the error that ends this host, and return the message."""
     if "JaxRuntimeError" in (type(error).__name__, type(error.__cause__).__name__) or "Gloo" in str(error):
-        time.sleep(SILENT_S + 5)  # another host may be gone: ``_watch`` then names it and ends this one
+        time.sleep(SILENT_S + 5)  # if another host is gone, ``_watch`` names it and ends this host
     service = _service()
     index = jax.process_index()
     words = f"{type(error).__name__}: {error}"
-    with contextlib.suppress(Exception):  # the service may be gone
+    with contextlib.suppress(Exception):  # ignore the error, because the service may have ended
         service.key_value_set(f"failed/{index}", f"{status} {_doing}\n{words}", allow_overwrite=True)
     if index == 0:
         time.sleep(4)  # the service of this host must live until the others have read the message
@@ -481,13 +481,13 @@ def _part() -> None:
     service = _service()
     index = jax.process_index()
     _parting.set()
-    with contextlib.suppress(Exception):  # the service may be gone
+    with contextlib.suppress(Exception):  # ignore the error, because the service may have ended
         service.key_value_set(f"left/{index}", "")
         if index > 0:
             jax.distributed.shutdown()
         for _ in range(100 if index == 0 else 0):
             if len(service.key_value_dir_get("left/")) == count():
-                service.get_live_nodes(list(range(count())))  # returns when all others have shut down
+                service.get_live_nodes(list(range(count())))  # this call returns when all other hosts have shut down
                 break
             time.sleep(0.1)
 
@@ -541,7 +541,7 @@ def _aborted(_: int) -> None:
         )
         os._exit(1)
     coordinator = distributed.global_state.coordinator_address
-    assert coordinator is not None  # this process has joined a job
+    assert coordinator is not None  # holds, because this process has joined a job
     host, port = coordinator.rsplit(":", 1)
     time.sleep(1)  # a host that dies closes its connections one after the other
     try:
@@ -557,14 +557,14 @@ def _aborted(_: int) -> None:
 def _leave(words: str, status: int = 1) -> None:
     """Print an error and end this process, even while its other threads wait.
 
-    Two threads may call this. Only the first one prints its error.
+    Two threads may call this function. Only the first one prints its error.
     """
     _leaving.acquire()
     # If this host is about to fail by itself, its own error is more useful, so wait for that error. The first host
     # waits longer, because the others need its service to find out which host has failed.
     time.sleep(6 if is_first() else 1)
     if _ended:
-        os._exit(_ended[0])  # this host has finished, so another host may have left before it
+        os._exit(_ended[0])  # this host has finished, and another host may leave before it
     sys.stderr.write(f"error: {' '.join(words.split())[:2000]}; this host was in: {_doing}\n")
     sys.stderr.flush()
     os._exit(status)

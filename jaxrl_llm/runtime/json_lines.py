@@ -19,8 +19,9 @@ from typing import Any, BinaryIO
 
 from jaxrl_llm.settings.schema import ConfigError
 
-MAX_LINE_BYTES = 2**26  # a file without line ends must not be read into memory
-MAX_DEPTH = 100  # nesting of lists and objects in a row, because recursive functions send columns to other processes
+MAX_LINE_BYTES = 2**26  # limit on the length of a line: a file without line ends must not be read into memory
+# Limit on the nesting of lists and objects in a row, because recursive functions send columns to other processes.
+MAX_DEPTH = 100
 
 
 class BadRowError(Exception):
@@ -164,7 +165,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         OSError: the file cannot be read.
         ConfigError: a line is too long.
     """
-    with opened(path) as file:  # as bytes, so that text in another encoding is only one bad row
+    with opened(path) as file:  # read bytes, so that text in another encoding is only one bad row
         for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
             if len(line) > MAX_LINE_BYTES:
                 raise ConfigError(f"{path}:{number}: a line may have {MAX_LINE_BYTES >> 20} MiB, and this has more")
@@ -201,7 +202,7 @@ def parse(line: bytes) -> Any:
         raise BadRowError(f"not UTF-8: {where}; a line must be JSON in UTF-8, not compressed") from error
     except RecursionError as error:
         raise BadRowError("not JSON: nested too deeply") from error
-    except ValueError as error:  # a number with more digits than Python accepts
+    except ValueError as error:  # the number has more digits than Python accepts
         raise BadRowError(f"not JSON: {error}") from error
 
 

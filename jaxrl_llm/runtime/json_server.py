@@ -7,7 +7,7 @@ waitress reads the requests and enforces limits and timeouts. This module adds t
                   user's browser or from DNS rebinding
     answers       as JSON, errors included, or as server-sent events if the application returns an iterator
 
-Owns: connections, their limits, how an answer is written. Does not know: routes, tokens of users, models.
+Owns: connections, their limits, how an answer is written. Does not know: routes, users' bearer tokens, models.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from jaxrl_llm.runtime import json_lines
 
 MAX_BODY = 2**24  # bytes
 MAX_HEADERS = 2**16  # bytes
-MAX_CONNECTIONS = 1000  # more are accepted when others have closed
-IDLE_S = 60  # after which a connection without a request in progress is closed
-CLEANUP_S = 5  # between two looks for idle connections
+MAX_CONNECTIONS = 1000  # largest number of connections; others wait until one closes
+IDLE_S = 60  # seconds after which a connection without a request in progress is closed
+CLEANUP_S = 5  # seconds between two searches for idle connections
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 # Headers that a request may have only once. If two readers took different copies, they would see different requests.
 SINGLE = ("content-length", "host", "transfer-encoding")
@@ -49,7 +49,7 @@ class Refused(Exception):
     """An answer other than 200.
 
     Attributes:
-        status: its HTTP status.
+        status: HTTP status of the answer.
     """
 
     def __init__(self, status: int, message: str):
@@ -105,7 +105,7 @@ class Server:
         any_site: whether to answer requests with another Host or Origin. Only safe if every request bears a token.
 
     Raises:
-        OSError: the address is in use, or is not this machine's.
+        OSError: the address is in use, or does not belong to this machine.
     """
 
     def __init__(
@@ -141,11 +141,11 @@ class Server:
             cleanup_interval=CLEANUP_S,
             max_request_header_size=MAX_HEADERS,
             max_request_body_size=MAX_BODY,
-            channel_request_lookahead=1,  # reads on while a request is answered, and so sees its client leave
-            asyncore_use_poll=True,  # `select` takes no descriptor above 1023
+            channel_request_lookahead=1,  # read on while a request is answered, to notice that its client leaves
+            asyncore_use_poll=True,  # use poll, because `select` does not accept descriptors above 1023
             clear_untrusted_proxy_headers=True,
         )
-        assert isinstance(server, TcpWSGIServer)  # it has one socket
+        assert isinstance(server, TcpWSGIServer)  # the server has one socket
         server.channel_class = _Channel
         self._server = server
 
@@ -167,7 +167,7 @@ class Server:
         """End ``serve_forever``. May be called from any thread."""
         self._is_stopping.set()
         if self._server is not None:
-            with contextlib.suppress(OSError):  # the server has ended already
+            with contextlib.suppress(OSError):  # the server has already ended
                 self._server.pull_trigger()
 
     def server_close(self) -> None:

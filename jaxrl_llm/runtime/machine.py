@@ -1,6 +1,6 @@
 """The processor of the machine that this process runs on, by name and number.
 
-Owns: what is asked of the operating system. Does not know: accelerators, jax.
+Owns: queries to the operating system. Does not know: accelerators, jax.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def processor() -> str:
 
 
 def cpu_model() -> str:
-    """Return the name of the CPU, as Linux says it, or else Python."""
+    """Return the name of the CPU from Linux, or from Python on other systems."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

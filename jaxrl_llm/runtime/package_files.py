@@ -1,4 +1,4 @@
-"""Files that the package brings along: its recipes, which ``--config=recipe:NAME`` names, and the data of recipes.
+"""Data files in the package: recipes, which ``--config=recipe:NAME`` names, and the data of recipes.
 
 Owns: where these files are, and their names before they moved into the package. Does not know: their content.
 """
@@ -14,7 +14,7 @@ from jaxrl_llm.settings.schema import ConfigError, near
 
 PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 RECIPES = PACKAGE / "recipes"
-RECIPE = "recipe:"  # begins the name of a recipe on the command line
+RECIPE = "recipe:"  # prefix of a recipe's name on the command line
 
 
 def recipe_names() -> list[str]:
@@ -37,8 +37,9 @@ def recipe_file(name: str) -> pathlib.Path:
 def config_file(text: str) -> str:
     """Return the path of the file that ``--config=text`` names.
 
-    ``recipe:NAME`` is a file of the package. ``configs/recipes/NAME.py``, the place of a recipe in earlier versions, is
-    too, unless the user has a file of this name. Any other text is returned unchanged.
+    ``recipe:NAME`` is a file of the package. ``configs/recipes/NAME.py`` was the place of a recipe in earlier versions.
+    It is also replaced by the file of the package, unless the user has a file of this name. Any other text is returned
+    unchanged.
 
     Raises:
         ConfigError: there is no recipe of this name.

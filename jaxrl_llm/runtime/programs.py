@@ -30,7 +30,7 @@ MEMORY_SETTINGS = (
     ", set model.remat='full', optimizer.offload=True or replay.memory='host', or raise mesh.fsdp or mesh.tensor"
 )
 
-# Bytes of freed memory from which a return to the system is worth its time, once per iteration.
+# If at least so many bytes were freed, returning them to the system is worth the time, once per iteration.
 WORTH_RELEASING = 64 * 2**20
 
 # Programs that run while the published weights are in memory.
@@ -156,7 +156,7 @@ def release_freed(freed: int | None = None) -> None:
     """
     if freed is not None and freed < WORTH_RELEASING:
         return
-    with contextlib.suppress(OSError, AttributeError):  # another libc
+    with contextlib.suppress(OSError, AttributeError):  # the C library is not glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

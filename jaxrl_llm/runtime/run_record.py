@@ -3,7 +3,7 @@
 The record has every setting of the run, and under "made_with" the environment: versions, commit, devices, processor
 and the digests of the files with the user's own functions.
 
-Owns: the content of "made_with", the check of its types. Does not know: who reads the record.
+Owns: the content of "made_with", the check of its types. Does not know: the readers of the record.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _commit() -> str:
     """Return the commit of the checkout of this module, with "+" if files differ from it; "" without a checkout."""
     module = pathlib.Path(__file__)
     try:
-        _git("ls-files", "--error-unmatch", module.name)  # fails if git does not track this file
+        _git("ls-files", "--error-unmatch", module.name)  # this command fails if git does not track this file
         commit = _git("rev-parse", "HEAD")
         changes = _git("status", "--porcelain", "-uno")
     except (OSError, subprocess.SubprocessError):
@@ -125,7 +125,7 @@ def _commit() -> str:
 def _git(*arguments: str) -> str:
     """Return the output of a git command in the folder of this module."""
     folder = pathlib.Path(__file__).parent
-    # Without optional locks: a command that is killed with the run would leave its lock behind.
+    # Use no optional locks, because a command that is killed with the run would leave its lock behind.
     command = ["git", "--no-optional-locks", *arguments]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()

@@ -42,7 +42,7 @@ RULES = {
     "activation": None,
     "rank": None,
 }
-OF_SAMPLER = {"embed": None}  # the only rule that differs for the sampler's weights
+OF_SAMPLER = {"embed": None}  # only this rule is different for the sampler's weights
 # Logical axes of weights, for which mesh.rules may set other mesh axes.
 OF_WEIGHTS = ("vocab", "embed", "heads", "kv_heads", "mlp", "expert")
 # JAX's name for the host memory that a device can read and write directly.
@@ -147,7 +147,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
     parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)
     parts |= dict.fromkeys(("update.batch_size", "replay.capacity"), shards * draw)
-    parts["rollouts of an iteration"] = shards * draw if config.replay.shards else 1  # as the prompts divide
+    # With one ring shard for each data shard, the rollouts divide evenly if the prompts do.
+    parts["rollouts of an iteration"] = shards * draw if config.replay.shards else 1
     parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.facts.siblings else 1)
     parts["update.micro_batch_tokens"] = shards * max(config.line_tokens, 1)
     parts |= dict.fromkeys(
@@ -160,7 +161,8 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
         value = values[path]
         rest = value % n
         if rest:
-            batch = config.update.batch_size if path == "update.micro_batch_size" else 0  # it must also divide this
+            # A suggested size must also divide the batch.
+            batch = config.update.batch_size if path == "update.micro_batch_size" else 0
             near = " or ".join(str(x) for x in (value - rest, value - rest + n) if x and batch % x == 0)
             wrong.append(f"{path}={value} must be a multiple of {n}" + f" ({near})" * bool(near))
     if wrong:
@@ -250,7 +252,7 @@ def by_device(
         axes: sharding of each argument (an array or a tree of arrays): logical axes of its first dimensions, or a
             ``PartitionSpec``. Its gradients are summed over the mesh axes that do not shard it.
         shared: number of leading dimensions of the results that have the sharding of the first argument.
-        over: the mesh axes that ``function`` handles itself. XLA partitions ``function`` along the other axes.
+        over: the mesh axes that are manual in the ``shard_map``. XLA partitions ``function`` along the other axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or math.prod(mesh.shape[axis] for axis in over) == 1:
@@ -316,7 +318,7 @@ def put(tree: Any, layout: Any) -> Any:
 
 
 def own_rows(x: jax.Array) -> dict[int, np.ndarray]:
-    """Return the rows of an array on this host, by row number. Of several copies of a row only one host returns it."""
+    """Return the rows of an array on this host, by row number. Only one host returns a copied row."""
     found = {}
     for shard in x.addressable_shards:
         if shard.replica_id == 0:
