@@ -350,7 +350,7 @@ def model_of(config: Config, preset: str = "") -> Model:
 
     Raises:
         ConfigError: the preset or model does not exist, or a preset is combined with settings that need a model's
-        files.
+            files.
     """
     if not preset:
         source = pretrained.resolve(config.model.path)

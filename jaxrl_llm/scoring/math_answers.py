@@ -91,7 +91,7 @@ def reward(prompts: list, completions: list[str], *, answer: list, **columns) ->
 
     Raises:
         ValueError: an ``answer`` is not mathematics but null, true or plain words. The data is wrong, not the
-        completion.
+            completion.
     """
     labels = {repr(right): _label(right) for right in answer}
     return [float(_equals(text, labels[repr(right)])) for text, right in zip(completions, answer, strict=True)]

@@ -31,7 +31,7 @@ def check(config: Config, workdir: Path) -> None:
 
     Raises:
         ConfigError: a path names a run instead of one checkpoint, or names a checkpoint of the new run; or the workdir
-        has files that do not belong to a run.
+            has files that do not belong to a run.
     """
     weights.check_workdir(workdir)
     for name in ("path", "reference_path"):
