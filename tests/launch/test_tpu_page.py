@@ -277,4 +277,4 @@ def test_the_model_of_a_run_without_a_share_comes_from_its_bucket():
     given = dict(word.removeprefix("--").split("=") for word in command.split())
     assert given["checkpoint"] == re.findall(r"--config\.checkpoint\.bucket=([^`]*)`", section)[0]
     source = (REPOSITORY / "jaxrl_llm/commands/export.py").read_text()
-    assert set(given) <= set(re.findall(r'flags\.DEFINE_\w+\("(\w+)"', source))
+    assert set(given) <= set(re.findall(r'flags\.DEFINE_\w+\(\s*"(\w+)"', source))
