@@ -1,1 +1,1 @@
-"""Strangers' programs: processes that run untrusted code, their limits, and tests of programs."""
+"""Sandbox for untrusted programs: processes that run the code, their limits, and tests of programs."""

@@ -4,7 +4,7 @@ The filter refuses every call that
 
     - signals, inspects, schedules or limits another process;
     - reaches a socket, a queue or a shared segment that the program did not make itself;
-    - holds memory that no limit counts;
+    - occupies memory that no limit counts;
     - changes namespaces, mounts or the kernel.
 
 Some calls are allowed with some arguments only: clone, fcntl, ioctl, mmap, prctl, prlimit64, socketpair, and the calls
@@ -22,7 +22,7 @@ import platform
 import struct
 import sys
 
-# The machine's number in a filter, and the column of the machine in the tables below.
+# Number of each machine type in a filter, and its column in the tables below.
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 
 # name: (number on x86_64, number on aarch64); None if the machine does not have the call.
@@ -169,7 +169,7 @@ NEW_WITH_NAMESPACES = {"pidfd_send_signal": 424, "fchmodat2": 452}
 X32 = 0x40000000  # numbers with this bit are the same calls for 32-bit pointers
 
 CLONE_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
-CLONE_PARENT = 0x8000  # the child's parent would be the worker
+CLONE_PARENT = 0x8000  # refused, because the child's parent would be the worker
 O_ASYNC = 0x2000
 F_SETFL = 4
 # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW,
@@ -182,13 +182,14 @@ IOCTL_REQUESTS = (0x5401, 0x802C542A, 0x5413, 0x541B, 0x5421, 0x5451, 0x5450, 0x
 # MAP_SHARED and MAP_ANONYMOUS. If a program fills such a mapping and unmaps all of it but a page, the kernel keeps all
 # the pages and counts them in no process. MAP_SHARED_VALIDATE contains the bit of MAP_SHARED.
 SHARED_ANONYMOUS = 0x21
-MAP_HUGETLB = 0x40000  # pages that the machine reserves for others, and that no limit of memory counts
+MAP_HUGETLB = 0x40000  # refused, because the machine reserves huge pages for others, and no memory limit counts them
 # PR_SET_PDEATHSIG: a program ends with its worker. PR_SET_DUMPABLE: its memory must be readable from outside.
 # PR_SET_CHILD_SUBREAPER: a process whose parent ends must become the worker's. PR_SET_THP_DISABLE: the sandbox has
 # disabled huge pages. PR_SCHED_CORE: acts on other processes.
 PRCTL_REFUSED = (1, 4, 36, 41, 62)
 AF_UNIX = 1
-SOCK_STREAM = 1  # other types send to any address; a connected stream reaches its other end only
+# Only streams are allowed: other types send to any address, but a connected stream reaches only its other end.
+SOCK_STREAM = 1
 SOCK_TYPE_MASK = 0xF
 
 # Instructions of classic BPF.

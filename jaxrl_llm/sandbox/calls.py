@@ -93,10 +93,11 @@ ARITHMETIC |= {
 }
 CONTAINS = {"__contains__": operator.contains}
 OPERATIONS = UNARY | COMPARISONS | ARITHMETIC | CONTAINS
-# Methods of plain values that take an argument. An object in place of a plain value could give the answer of the test.
+# Methods of plain values that take an argument. An object with such a method, in place of a plain value, could return
+# the answer that a test expects.
 PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float) for name in dir(kind)}
 NUMBERS = (int, float, complex, decimal.Decimal, fractions.Fraction)
-# Built-ins that are sent by name. None of them reads the inside of an object or runs text.
+# Built-ins that are sent by name. None of these built-ins reads the inside of an object or runs text.
 BUILTINS = {
     name: getattr(builtins, name)
     for name in (
@@ -143,7 +144,7 @@ class Remote:
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
         suppresses = _peer(self).ask("__exit__", self, kind, error, None)
         if kind is not None and issubclass(kind, AssertionError) and _peer(self).guarded:
-            return False  # a context of the program does not end a test that has failed
+            return False  # a context manager of the program must not suppress the failure of a test
         return bool(suppresses)
 
     def __contains__(self, value: Any) -> bool:
@@ -178,7 +179,8 @@ def _add_operators() -> None:
     def comparison(name: str) -> Callable:
         def compare(self: Remote, other: Any) -> Any:
             if not _may_see(self, other):
-                return NotImplemented  # then Python compares identities, or raises if the comparison is an order
+                # With NotImplemented, Python compares identities for equality, and raises for an order.
+                return NotImplemented
             return _peer(self).holds(name, self, other)
 
         return compare
@@ -266,9 +268,9 @@ class Peer:
                         self._break("an answer is not a valid message")
 
     def holds(self, name: str, left: Remote, right: Any) -> Any:
-        """Request a comparison. Equality with a plain value holds if it holds for the value and for no decoy.
+        """Request a comparison. Equality with a plain value counts only if it holds for the value and for no decoy.
 
-        The program's process cannot tell the value from the decoys.
+        The program's process cannot distinguish the value from the decoys.
         """
         decoys = _decoys(right, self._random) if self.guarded and name == "__eq__" else []
         if not decoys:
@@ -441,8 +443,8 @@ class Peer:
     def stays(self, value: Any) -> bool:
         """Return whether the value stays in the program's process.
 
-        This is so if the question asks for classes and the program defines the class of the value. The class may derive
-        from a built-in type, for example ``class Stack(list)``.
+        The value stays if the question asks for classes and the program defines the class of the value. The class may
+        derive from a built-in type, for example ``class Stack(list)``.
         """
         kind = type(value)
         if self.guarded or not self.has_classes or hasattr(kind, "_fields"):
@@ -537,7 +539,7 @@ def _other_letter(letter: str, step: int) -> str:
 class _Encoding:
     """Encoder of the values of one message as JSON.
 
-    Each mutable container gets a number at its first place; at others the number stands for it.
+    Each mutable container gets a number where it first occurs. Later occurrences are encoded as this number.
     """
 
     def __init__(self, peer: Peer, decoding: _Decoding | None = None):
@@ -625,7 +627,7 @@ def _container_name(value: Any) -> str:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    """Return whether a container still holds the very objects of its shallow copy."""
+    """Return whether a container still holds the same objects as its shallow copy."""
     if isinstance(value, bytearray):
         return value == before
     if isinstance(value, dict):
@@ -721,7 +723,7 @@ class _Decoding:
         args = self.sequence(codes)
         try:
             return kind(*args)
-        except Exception:  # the class requires other arguments
+        except Exception:  # the class requires other arguments: do not call its __init__
             return kind.__new__(kind, *args)
 
     def coroutine(self, number: int) -> Any:

@@ -57,7 +57,7 @@ NOT_ENFORCED = {
         "processes and memory over all processes together, except by 20 checks a second",
     ),
 }
-# Protection that a worker reports as missing -> protection of the user that is then not enforced.
+# Maps a protection that a worker reports as missing to a description of it, for the warning.
 LACKING = {
     "files": "the protection of files outside the program's folder, and memory_mb for memory in /dev/zero and /dev/shm",
     "calls": "the filter of system calls, so that programs can open sockets and signal other processes",
@@ -284,7 +284,7 @@ class Sandbox(contextlib.AbstractContextManager):
             self._free.put(worker)
 
     def _is_open(self, lacks: list[str], *, is_chosen: bool) -> bool:
-        """Return whether a program could reach other processes or files although the caller did not accept that.
+        """Return whether a program could reach other processes or files, although the caller did not allow this.
 
         Without namespaces only the filter of system calls separates processes, so that the filter is always needed. A
         caller that chooses "rlimits" accepts that files can be read and written.
@@ -377,7 +377,7 @@ class _Worker:
                 texts.append(json.dumps(dataclasses.asdict(tests) | max_value).encode())
             files = [stack.enter_context(_file(text)) for text in texts]
             if tests:
-                files.append(stack.enter_context(_file(None)))  # for the report of the tests
+                files.append(stack.enter_context(_file(None)))  # file for the report of the tests
             reply = self._ask(limits, [file.fileno() for file in files])
             if not tests:
                 return Result(**reply)
@@ -440,11 +440,11 @@ class _Worker:
         if num_threads > limits.processes:
             return "processes"
         max_memory = limits.memory_mb * 2**20
-        # These numbers are cheap to read, but count a shared page once per process.
+        # Read these numbers first: they are cheap, but count a shared page once per process.
         if sum(map(_resident, statuses.values())) <= max_memory:
             return ""
         # Sharing changes while the processes are read one after the other, so that the share of each process shrinks or
-        # grows. The smaller of two readings is at most the memory that the process had between the two rounds.
+        # grows. The smaller of two readings never exceeds the memory that the process had between the two readings.
         first_round = {pid: _proportional(pid, status) for pid, status in statuses.items()}
         memory = 0
         for pid, first_reading in first_round.items():
@@ -468,7 +468,7 @@ class _Worker:
         processes = self.processes()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        for process in processes:  # without namespaces, a process can leave the group
+        for process in processes:  # also kill descendants, because without namespaces a process can leave the group
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait()

@@ -156,7 +156,8 @@ def enclose() -> None:
     """
     identity = (os.geteuid(), os.getegid())
     is_root = identity[0] == 0
-    with contextlib.suppress(OSError):  # only root may do this, and not in every user namespace
+    # Ignore the error, because only root may do this, and not in every user namespace.
+    with contextlib.suppress(OSError):
         os.setgroups([])
     helper, start_pipe = _map_from_outside([(NOBODY, NOBODY), identity] if is_root else [identity])
     try:
@@ -169,11 +170,11 @@ def enclose() -> None:
         raise OSError(status, f"uid_map: {os.strerror(status)}")
     child = os.fork()
     if child:
-        os.closerange(3, 64)  # only the child keeps the connection
+        os.closerange(3, 64)  # close the connection, which only the child keeps
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     libc("mount", None, "/", None, RECURSIVE | PRIVATE, None)
-    # Open the paths before the change of user, because nobody cannot traverse every parent folder.
+    # Open the paths before the change of user, because the user "nobody" cannot traverse every parent folder.
     sources = {path: os.open(path, os.O_PATH | os.O_NOFOLLOW) for path in bound_paths()}
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
@@ -222,7 +223,7 @@ def _write_maps(process: int, uid: int, gid: int) -> None:
 
 
 def _change_root(sources: dict[str, int]) -> None:
-    root = "/tmp"  # the new mount hides its content, only in this namespace
+    root = "/tmp"  # the new mount hides the old content of the folder, only in this namespace
     libc(
         "mount",
         "tmpfs",
@@ -312,10 +313,10 @@ def limit(limits: dict[str, float], *, is_alone: bool) -> None:
         hard = int(size)
         if present_hard != resource.RLIM_INFINITY:
             hard = min(hard, present_hard)
-        soft = hard - 1 if name == "CPU" else hard  # one second from SIGXCPU to SIGKILL
+        soft = hard - 1 if name == "CPU" else hard  # the kernel sends SIGXCPU, and SIGKILL one second later
         resource.setrlimit(number, (soft, hard))
-    # Without this, the kernel keeps a whole huge page while a small part is mapped, and counts only that part.
-    with contextlib.suppress(OSError):  # a kernel without huge pages
+    # Disable huge pages. The kernel keeps a whole huge page while a small part is mapped, and counts only that part.
+    with contextlib.suppress(OSError):  # this kernel has no huge pages
         libc("prctl", NO_HUGE_PAGES, 1, 0, 0, 0)
     if not is_alone and os.getuid():
         _limit_processes_of_user(int(limits["processes"]))
@@ -339,7 +340,7 @@ def _limit_processes_of_user(num_processes: int) -> None:
 def _threads_of_this_user() -> int:
     count = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             if os.stat(f"/proc/{name}").st_uid == os.getuid():
                 count += len(os.listdir(f"/proc/{name}/task"))
     return count

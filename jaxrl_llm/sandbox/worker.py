@@ -69,10 +69,11 @@ def main(descriptor: int, isolation: str) -> None:
         isolation: "namespaces"; "jail", if another program has put this process into namespaces as process 1; or
             "rlimits".
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent handles signals to the whole group
+    # Ignore these signals, because the parent handles signals to the whole group.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory runs out, the kernel kills this process and not the run
+        file.write("1000")  # if the machine's memory runs out, the kernel kills this process and not the run
     try:
         _isolate(isolation)
     except Exception as error:
@@ -81,14 +82,15 @@ def main(descriptor: int, isolation: str) -> None:
             json.dumps({"error": str(error) or type(error).__name__}).encode() + b"\n",
         )
         os._exit(1)
-    sys.executable = os.path.realpath(sys.executable)  # the virtual environment is not visible here
+    # Leave out the virtual environment, because it is not visible inside the isolation.
+    sys.executable = os.path.realpath(sys.executable)
     sys.path[:] = [path for path in sys.path if path.startswith(os.path.dirname(os.__file__))]
     for name in MODULES:
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.split(".")[0] == "jaxrl_llm"]:
         del sys.modules[name]  # hide these modules from programs; this module keeps its own references
     with contextlib.suppress(OSError):
-        call_filter.filter_program(0)  # cached for every program
+        call_filter.filter_program(0)  # build the filter once, so that it is cached for every program
     gc.collect()
     gc.freeze()
     messages = _Messages(descriptor)
@@ -161,7 +163,8 @@ def _run(limits: dict[str, Any], isolation: str, lacks: list[str], messages: _Me
     folder = _open_folder(isolation, limits)
     os.environ.update(HOME=folder, TMPDIR=folder)
     pipes = [os.pipe() for _ in range(3)]  # stdout, stderr, report
-    mark = os.urandom(16).hex()  # prefix of our own reports, so that no program writes one by chance or by guessing
+    # Secret prefix of the reports, so that no program can write a report by chance or by guessing.
+    mark = os.urandom(16).hex()
     program, stdin, *test_files = messages.take_descriptors()
     start_time = time.monotonic()
     isolate = functools.partial(_wall_in, limits, isolation, lacks, folder)
@@ -169,7 +172,7 @@ def _run(limits: dict[str, Any], isolation: str, lacks: list[str], messages: _Me
     tester_pid = 0
     try:
         tester_pid, connection = _fork_tests(test_files, isolate, [messages.descriptor, program, stdin, *pipe_ends])
-        _close(test_files)  # before the program's process begins as a copy of this one
+        _close(test_files)  # close these descriptors before the program's process begins as a copy of this process
         test_files = []
         pid = _fork_program(program, stdin, connection, isolate, pipes, mark, [messages.descriptor])
     except OSError as error:
@@ -187,10 +190,10 @@ def _run(limits: dict[str, Any], isolation: str, lacks: list[str], messages: _Me
         os.close(read)
     _clear_folder(isolation, folder)
     if reached_limit is None:
-        os._exit(0)  # the parent is gone
+        os._exit(0)  # the parent has ended
     stdout, stderr, report_text = outputs.values()
     if not reached_limit and max(len(stdout), len(stderr)) > max_bytes:
-        reached_limit = "output"  # the rest was in the pipe when it ended
+        reached_limit = "output"  # the rest of the output was in the pipe when the program ended
     report = _read_report(bytes(report_text), mark, is_judged=bool(tester_pid))
     if report["failed"]:
         return {"error": report["failed"]}
@@ -298,7 +301,7 @@ def _clear_folder(isolation: str, folder: str) -> None:
         walls.unmount_tmp()
     elif isolation == "jail":  # programs can write only to /tmp
         with contextlib.suppress(OSError):
-            os.chmod("/tmp", 0o700)  # the program may have changed the mode
+            os.chmod("/tmp", 0o700)  # reset the mode, because the program may have changed it
         for name in os.listdir("/tmp"):
             _remove(f"/tmp/{name}")
     else:
@@ -370,10 +373,10 @@ def _end(pid: int, isolation: str) -> int:
     deadline = time.monotonic() + END_S
     if isolation == "rlimits":
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # one call for all: a fork bomb outruns a loop
-        _wait(pid, 0.05)  # cheaper than a search through all processes of the machine
+            os.killpg(pid, signal.SIGKILL)  # kill all processes by one call, because a fork bomb is faster than a loop
+        _wait(pid, 0.05)  # this wait is cheaper than a search through all processes of the machine
     while time.monotonic() < deadline:
-        try:  # orphans become children of this process, so that no children means that everything has ended
+        try:  # orphans become children of this process, so everything has ended if it has no children
             ended_pid, wait_status = os.waitpid(-1, os.WNOHANG)
             while ended_pid:
                 if ended_pid == pid:
@@ -385,9 +388,9 @@ def _end(pid: int, isolation: str) -> int:
             _kill_descendants(deadline)
         else:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # every process of the namespace except this one
+                os.kill(-1, signal.SIGKILL)  # -1 means every process of the namespace except this one
         time.sleep(1e-4)
-    os._exit(1)  # the parent starts a new worker
+    os._exit(1)  # exit; the parent then starts a new worker
 
 
 def _kill_descendants(deadline: float) -> None:
@@ -472,9 +475,9 @@ def _missing(isolation: str) -> list[str]:
 
 
 def _read_report(text: bytes, mark: str, *, is_judged: bool) -> dict[str, Any]:
-    """Return the report of the program's process. If tests judge the program (``is_judged``), only its start counts.
+    """Return the report of the program's process. If tests judge the program, only its start is read.
 
-    Our code reports ``began`` before the program's text runs. Later lines may come from the program itself. Therefore
+    The worker reports ``began`` before the program's text runs. Later lines may come from the program itself. Therefore
     lines that are not JSON objects are skipped, and a field of a wrong type keeps its default. Only a line before
     ``began`` can report that the sandbox has ``failed``.
     """
@@ -553,7 +556,7 @@ def _be_the_tests(
     fields: dict[str, Any] = {}
     try:
         _close(inherited)
-        os.dup2(1, 2)  # stdout is /dev/null, and tests may print
+        os.dup2(1, 2)  # send stderr to stdout, which is /dev/null, because tests may print
         walls.hide()
         isolate()
         job = json.loads(_content(file))
@@ -626,7 +629,8 @@ def _become_module(code: str, name: str) -> dict[str, Any]:
         setattr(sys, f"__{stream_name}__", text)
     sys.argv = [NAME]
     module = types.ModuleType(name)
-    vars(builtins).update(exit=sys.exit, quit=sys.exit)  # `site` is not imported and would define these
+    # Define these names, because the module `site`, which is not imported, would define them.
+    vars(builtins).update(exit=sys.exit, quit=sys.exit)
     sys.modules[name] = module
     sys.modules["__main__"] = module
     linecache.cache[NAME] = (len(code), None, code.splitlines(keepends=True), NAME)
