@@ -9,9 +9,9 @@ Rewards, votes, evaluation and judges all use this module, so that they agree ab
     text      --vote-->                one key; texts with equal keys give the same answer
     two texts --is_answer-->           whether a text gives the answer of a label
 
-Where the answer stands, first match wins:
+Position of the answer; the first rule that matches wins:
 
-1. Everything up to the last ``</think>`` is thought and holds no answer. Neither does a thought that never closes.
+1. Everything up to the last ``</think>`` is reasoning, and so is the text after an unclosed ``<think>``.
 2. The last closed ``<answer>..</answer>``. A box inside it is the answer.
 3. The last closed ``\boxed{..}`` or ``\fbox{..}``, by where it opens. An empty mark is an empty answer.
 4. The last line that begins with ``####`` and a number.
@@ -80,7 +80,7 @@ def _is_quoted(text: str, start: int, end: int) -> bool:
 
 
 def marked(text: str) -> str | None:
-    """Return the inside of the mark that decides (the module's docstring has the rule), stripped; None without one."""
+    """Return the content of the mark that holds the answer (rules in the module's docstring); None without a mark."""
     text = without_thought(text)
     for searched in (_blank_code(text), text):
         tags = _tag_span(searched)
@@ -119,7 +119,7 @@ def _blank_code(text: str) -> str:
         elif not fence and fence_match and "`" not in line[fence_match.end() :]:
             fence = fence_match[1]
             opened = len(lines) - 1
-    # A fence that never closes quotes nothing.
+    # A fence that never closes does not begin code.
     return _INLINE.sub(lambda code: _blank(code[0]), "".join(lines))
 
 
@@ -128,7 +128,7 @@ def _blank(code: str) -> str:
 
 
 def _tag_span(text: str) -> tuple[int, int] | None:
-    """Return where the inside of the last closed <answer></answer> begins and ends."""
+    """Return the positions where the content of the last closed <answer></answer> begins and ends."""
     opened = None
     span = None
     for tag in _TAG.finditer(text):
@@ -141,7 +141,7 @@ def _tag_span(text: str) -> tuple[int, int] | None:
 
 
 def _box_span(text: str) -> tuple[int, int] | None:
-    """Return where the inside of the closed box that opens last begins and ends. Braces are matched in one pass."""
+    """Return where the content of the last opened closed box begins and ends. Braces are matched in one pass."""
     if "box" not in text:
         return None
     opened: list[re.Match] = []
@@ -178,7 +178,7 @@ _ITEM = re.compile("^[ \t]{0,9}[-\u2013\u2212\u2022][ \t]+")
 
 
 def number_of(text: str) -> Quantity | None:
-    """Read the number that a text answers: the marked one, else the last number of the text."""
+    """Read the number that a text gives as its answer: the marked number, else the last number of the text."""
     marked_text = marked(text)
     if marked_text is not None:
         return quantity(marked_text) or number_beside_words(marked_text)
@@ -212,7 +212,7 @@ def _number_of_line(lines: list[str], i: int) -> tuple[bool, Quantity | None]:
 
 
 def integer_of(text: str) -> str | None:
-    """Return the integer that a text answers, with its digits as written ("-1000", "007"); None without an integer."""
+    """Return the integer that a text gives as its answer, with the digits as written ("-1000", "007"), or None."""
     number = number_of(text)
     if number is None or number.value.denominator != 1:
         return None
@@ -273,7 +273,7 @@ def choice(answer: str) -> str | None:
 def words(text: str) -> list[str]:
     """Return words in one case, without punctuation and English articles. Numbers keep their signs and decimals.
 
-    A text of articles alone is its articles; a text of punctuation alone is its punctuation.
+    If a text has only articles, the result is the articles. If it has only punctuation, the result is the punctuation.
     """
     with_articles = all_words(text)
     return [word for word in with_articles if word not in ARTICLES] or with_articles or text.split()
@@ -306,7 +306,7 @@ def _caseless(text: str) -> str:
 
 
 def _short(number: str) -> str:
-    """Return a decimal without groups and without the zeros at its end."""
+    """Return a decimal number without group separators and without zeros at its end."""
     number = re.sub(r"^(-?)\.", r"\g<1>0.", number.replace(",", "").replace("'", ""))
     return number.rstrip("0").rstrip(".") if "." in number else number
 
@@ -348,7 +348,8 @@ def in_base(answer: str) -> tuple[str, int] | None:
     name = match[2] or match[3]
     base = _BASE_NAMES.get(name) or int(name)
     digits = re.sub("[-.]", "", numeral)
-    is_numeral = re.search("[0-9]", digits) and all(int(digit, 36) < base for digit in digits)  # x_1 is an unknown
+    # The text x_1 is the name of an unknown, not a numeral.
+    is_numeral = re.search("[0-9]", digits) and all(int(digit, 36) < base for digit in digits)
     return (numeral, base) if is_numeral and 2 <= base <= 36 else None
 
 
@@ -370,7 +371,7 @@ def brackets(answer: str) -> str:
 
 
 def key(answer: str) -> str:
-    """Return a text that equal answers have in common: a number, a letter, words or a formula."""
+    """Return a key that is the same for equal answers: a number, a letter, words or a formula."""
     number = quantity(answer) or number_said(answer)
     if number is not None:
         return number_text(number.value)
@@ -387,7 +388,7 @@ def key(answer: str) -> str:
 def vote(text: str) -> str:
     """Return the key of the answer of a text; "" without an answer.
 
-    Without a mark it is the last number of the last line, else the words of the last line.
+    Without a mark the answer is the last number of the last line, else the words of the last line.
     """
     marked_text = marked(text)
     if marked_text is not None:
@@ -418,7 +419,8 @@ def accepted(label: Any) -> list[str]:
 def is_answer(text: str, label: Any) -> bool:
     """Return whether a text gives the answer of a label: the same number, choice, formula or words.
 
-    A label is a number only if it is nothing else ("#### 72", "5 km"); its box decides if it has one.
+    A label is read as a number only if it contains nothing else ("#### 72", "5 km"). If the label has a box, only the
+    box counts.
     """
     return any(_meets(text, answer_of(one)) for one in accepted(label))
 

@@ -50,11 +50,12 @@ CLOSING = re.compile(
     re.MULTILINE,
 )
 MARKER = re.compile(r"[ \t]*(?:[-*+]|\d+[.)])[ \t]+")  # marker of a list item; its width is the item's indentation
-THOUGHT = "</think>"  # ends the model's thought; the thought may begin in the prompt
+THOUGHT = "</think>"  # mark at the end of the model's reasoning, which may begin in the prompt
 MAX_CLOSINGS = 32  # maximum closing fences that are tried per block
 MAX_TRIES = 64  # maximum candidate blocks that are parsed per completion
 MAX_PARSED = 50_000  # maximum characters of a candidate block
-BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")  # lines of a function begin like this, sentences do not
+# Pattern of an indented first line, such as the body of a function. Sentences are not indented.
+BODY = re.compile(r"(?:[ \t]*\r?\n)*(?:[ ]{2}|\t)")
 DEFINITION = re.compile(r"^(?:async[ ]+def|def|class)[ ]+(\w+)|^(\w+)[ ]*=", re.MULTILINE)
 FUTURE = re.compile(r"^from __future__ import .*\n?", re.MULTILINE)
 NEW_LINE = re.compile(r"\r\n|\r|\n")
@@ -92,8 +93,8 @@ def graded(prompts: list, completions: list[str], *, tests: list, sandbox: list,
     """Return 1.0 if all tests pass; else -1.0 without valid Python, -0.3 if an assertion failed first, or else -0.6.
 
     Source: the rewards of StepCoder, Dou et al. 2024, arXiv:2402.01391, for compile errors, runtime errors and failed
-        tests. Differs: reaching a limit of the sandbox, or exiting early, counts as a runtime error; that is our
-        choice.
+        tests. Differs: reaching a limit of the sandbox, or exiting early, counts as a runtime error, because the source
+        does not define it.
     """
     return [score for score, _ in _graded(prompts, completions, tests=tests, sandbox=sandbox, **columns)]
 
@@ -181,7 +182,7 @@ def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], column
         *(start + end.end() for end in NEW_LINE.finditer(completion[start:])),
         len(completion),
     ]
-    ranges = set()  # first line, and the line after the last, counted from the completion's first
+    ranges = set()  # the first line, and the line after the last, counted from the first line of the completion
     for first, last in json.loads(value):
         if last >= line:
             ranges.add((max(first, line) - line, last - line + 1))
@@ -313,7 +314,7 @@ def feedback(completion: str, *, shown_tests: Sequence[str], sandbox: dict[str, 
 def answer(prompt: Any, turns: Sequence[str], **columns) -> str | None:
     """Return ``feedback`` on the newest turn's program, or None if no test fails.
 
-    It is an environment (``environments.factory``).
+    This function is an environment (``environments.factory``).
     """
     failures = feedback(turns[-1], **columns)
     return f"{failures}\n\nTry again." if failures else None
@@ -436,7 +437,7 @@ class _Fences:
         self._tries = MAX_TRIES
 
     def blocks(self) -> list[_Block]:
-        """Return each fenced block, in order. A fence at the very end of the text opens no block."""
+        """Return each fenced block, in order. A fence at the end of the text does not open a block."""
         blocks: list[_Block] = []
         place = 0
         while True:
@@ -456,8 +457,8 @@ class _Fences:
 
         The first closing fence by CommonMark's rules ends the block: a line of the same character, at least as many,
         indented by at most three columns more than the opening fence. If the code up to there is not valid Python, the
-        block ends at the first candidate that makes it valid. A fence in a docstring therefore closes nothing, and a
-        fence at the end of a line of code can close the block.
+        block ends at the first candidate that makes it valid. A fence in a docstring therefore does not close the
+        block, and a fence at the end of a line of code can close it.
 
         Args:
             fence: the opening fence.
@@ -526,7 +527,7 @@ def _future_first(code: str) -> tuple[str, str]:
 def _is_whole(code: str) -> bool:
     errors = (SyntaxError, ValueError, RecursionError, MemoryError)
     with contextlib.suppress(*errors), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escape sequences warn
+        warnings.simplefilter("ignore")  # suppress the warnings about invalid escape sequences
         return bool(ast.parse(code))
     return False
 
@@ -549,7 +550,7 @@ def _limits(settings: dict[str, Any]) -> Limits:
     return Limits(**{name: value for name, value in settings.items() if name not in OF_SANDBOX})
 
 
-_SANDBOXES: dict[tuple, Sandbox] = {}  # they live as long as the process
+_SANDBOXES: dict[tuple, Sandbox] = {}  # the sandboxes live as long as the process
 
 
 def _sandbox(isolation: str = "", required: bool = False) -> Sandbox:

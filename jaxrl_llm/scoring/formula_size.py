@@ -1,7 +1,7 @@
 r"""Whether a formula can be computed: an upper bound on its numbers, found by reading it and without computing it.
 
 ``\boxed{9^{9^{9}}}`` has 370 million digits. A computer algebra system would compute all digits, so
-that a policy could stop a scorer with six characters. The bound knows sums, products, powers, factorials, binomials,
+that a policy could stop a scorer with six characters. The bound covers sums, products, powers, factorials, binomials,
 ``\exp``, ``\sum`` and ``\prod``, in LaTeX and as plain text.
 
 Owns: the limits on digits, nesting and length. Does not know: the value of a formula, sympy.
@@ -13,10 +13,10 @@ import hashlib
 import math
 import re
 
-MAX_DIGITS = 4000  # before and after the point; Python itself converts 4,300 digits to text and no more
-MAX_DEPTH = 12  # the time to simplify nested fractions doubles with each level
+MAX_DIGITS = 4000  # digits before and after the point; Python converts at most 4,300 digits to text
+MAX_DEPTH = 12  # limit on nesting, because the time to simplify nested fractions doubles with each level
 MAX_TOKENS = 1000
-MAX_TERMS = 10_000  # of a sum or product with limits
+MAX_TERMS = 10_000  # terms of a sum or product with limits
 MAX_POWER_OF_UNKNOWNS = 10_000
 
 _TOKEN = re.compile(
@@ -150,7 +150,7 @@ class _Reader:
         return size
 
     def _exponent_size(self) -> float:
-        """Read an exponent or a subscript. Of ``9^9^9`` the exponent is ``9^9``."""
+        """Read an exponent or a subscript. For ``9^9^9`` the exponent is ``9^9``."""
         while self.peek() in ("-", "+", r"\pm"):
             self.next()
         if self.peek() == "^":

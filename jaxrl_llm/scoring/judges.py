@@ -102,7 +102,7 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
     steps alone would learn to write no answer. The score is None if the judge omits a step before the first wrong one.
 
     Source: SPARK, arXiv:2512.03244: a generative judge of steps as the reward, behind a check of the format. Differs:
-        the served judge is not trained on labels by agreement, and the formula from steps to a reward is ours.
+        the served judge is not trained on labels by agreement, and this package chose the formula of the reward.
     """
     steps = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
     gated = [i for i, text in enumerate(completions) if marked(text) is not None]
@@ -135,7 +135,7 @@ def meant(
     judge decides whether the text begins with the meaning of the marked answer, in one sentence or several.
 
     Source: the prefix reward of RLPT, arXiv:2509.19249, section 3.2. Differs: the paper's prompt for the judge was not
-        found, and this one is ours; half a sentence does not count as a prefix.
+        found, so this function has its own. Half a sentence does not count as a prefix.
     """
     given_answers = {}
     for i, text in enumerate(completions):
@@ -165,8 +165,8 @@ def ranked(prompts: list, completions: list[str], truth: list[list[float]], **co
 
         1  n >= 2, S_j > S_i for all i != j, j = argmax r;   1  n = 1, S_1 = r_1;   else -1
 
-    It trains a judge: prompts show the answers, column ``truth`` has the value r of each answer, and the completion
-    ends with "Scores: a, b, ..".
+    The reward trains a judge: prompts show the answers, column ``truth`` has the value r of each answer, and the
+    completion ends with "Scores: a, b, ..".
 
     Source: DeepSeek-GRM, arXiv:2504.02495, the outcome reward of its rule-based reinforcement.
     """
@@ -191,7 +191,7 @@ def _ranks_best_first(scores: list[float], values: list[float]) -> bool:
 
 
 def doubt(prompt: Any, turns: list[str], **columns: Any) -> str | None:
-    """Ask the policy in a second turn whether its answer is right. It is an environment of two turns."""
+    """Ask the policy in a second turn whether its answer is right. This function is an environment of two turns."""
     return DOUBT if len(turns) == 1 else None
 
 
@@ -217,10 +217,10 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
 def fapo(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
     """Return 1.0 for a right answer, 0.0 for a right answer with a flawed solution, -1.0 for a wrong answer.
 
-        r = (1 where right, else -1) - (lambda = 1 where right and flawed)
+        r = (1 if right, else -1) - (lambda = 1 if right and flawed, else 0)
 
-    The judge reads right answers only. A reply with neither word counts as no flaw. With ``rewards.pass_threshold`` at
-    1.0 only sound answers pass.
+    The judge reads right answers only. A reply without either word counts as no flaw. With ``rewards.pass_threshold``
+    at 1.0 only sound answers pass.
 
     Source: FAPO, arXiv:2510.22543, eq. 4 and 8; in the released code an unreadable verdict is no flaw either. Differs:
         the paper trains a generative reward model that names the first wrong step. Here any served model gives one

@@ -63,7 +63,7 @@ def _scorer(path: str) -> Any:
     has_template = True
     try:
         tokenizer.encode_prompt("", system_prompt="", chat_template=True)
-    except ConfigError:  # a base model has no chat template
+    except ConfigError:  # a base model does not have a chat template
         has_template = False
 
     @functools.cache

@@ -1,8 +1,8 @@
 r"""Scorer of mathematical answers: the reward function "math".
 
-The rules are ours. The library math_verify reads and simplifies formulas. Our own rules decide these cases:
+The library math_verify reads and simplifies formulas. The rules of this module decide these cases:
 
-    the answer         ``scoring.answers`` finds it: the last <answer> or the last box; an empty one is wrong
+    the answer         ``scoring.answers`` finds it: the last <answer> or the last box; an empty answer is wrong
     numbers            numbers of both sides are compared as exact fractions, with their units
     other values       constant formulas are compared by relative size, so that 1e-31 and 1e-19 differ
     bases              10_3 differs from 10_2 and from 10
@@ -44,7 +44,8 @@ _EXTRACTION = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConf
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d++(?:\.\d*+)?|\.\d++)[eE]([+-]?\d{1,3})(?!\w|\.\d)")
 _TINY = re.compile(r"(?<![\d.])0?\.(0{6,})[1-9]")  # math_verify would round these numbers to 0
 _DECIMALS = 6  # math_verify rounds to this number of decimals
-_DOLLAR = re.compile(r"(?<!\\)\\\$")  # the dollar of a price; after a line break (two backslashes) it opens a formula
+# The dollar sign of a price; after a line break (two backslashes) a dollar sign opens a formula.
+_DOLLAR = re.compile(r"(?<!\\)\\\$")
 
 # math_verify reads formulas in boxes and between dollars or brackets. In prose it reads numbers with operators.
 _FORMULAS = [
@@ -72,7 +73,7 @@ EXACT_DIGITS = 40  # precision for constants without decimals, such as \sqrt{2}
 
 
 class _Label(NamedTuple):
-    """Label in the form used for comparison: the formulas that math_verify read, and the values that our rules read."""
+    """Label in the form used for comparison: the formulas from math_verify, and the values from this module's rules."""
 
     forms: list
     decimals: int
@@ -81,7 +82,7 @@ class _Label(NamedTuple):
     brackets: str
 
 
-@one_by_one  # so that a completion that takes too long fails without the others
+@one_by_one  # score completions one by one, so that only a completion that takes too long fails
 def reward(prompts: list, completions: list[str], *, answer: list, **columns) -> list[float]:
     r"""Return 1.0 if the completion's answer is mathematically equal to ``answer``, else 0.0.
 
@@ -103,7 +104,8 @@ def _equals(text: str, label: _Label) -> bool:
         return False
     answer = marked if marked is not None else answers.answer_of(text)
     number = quantity(answer)
-    if number is None and (marked is not None or not _has_formula(text)):  # without a mark math_verify prefers formulas
+    # Read numbers first, because math_verify prefers formulas if no answer is marked.
+    if number is None and (marked is not None or not _has_formula(text)):
         number = number_beside_words(answer)
     if label.number is not None and number is not None:
         return _same_number(number, label.number)
@@ -188,7 +190,7 @@ def _same_constant(left: sympy.Expr, right: sympy.Expr) -> bool:
 
 
 def _label(answer: Any) -> _Label:
-    """Read a label with math_verify and with our own rules."""
+    """Read a label with math_verify and with the rules of this module."""
     text = str(answer).rpartition("####")[2]
     right = answers.answer_of(text)
     forms, decimals = _gold(text, answer)
@@ -271,8 +273,8 @@ def _parse(text: str) -> list:
 def _without_large_formulas(text: str) -> str:
     r"""Replace each formula that is too large to compute by a name, ``\text{too large 3f..}``.
 
-    The replacement is needed because math_verify computes what it reads. The name equals no number. It equals only the
-    name of a label with the same text.
+    The replacement is needed because math_verify computes what it reads. Such a name is never equal to a number. It
+    equals only the name of a label with the same text.
     """
     for pattern in _FORMULAS:
         text = pattern.sub(lambda found: found[1] + _named_if_large(found[2]) + found[3], text)

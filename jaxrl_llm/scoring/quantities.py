@@ -1,4 +1,4 @@
-"""Read a number with its sign, its unit and the words beside it.
+"""Read a number with its sign, its unit and the words around it.
 
 "." is the decimal point. "," groups digits by three, or by two and three as in India; spaces and apostrophes group them
 by three. A comma is a decimal comma only after groups ("1.234,56"); "3,5" and "0,5" could be pairs, so they are no
@@ -32,12 +32,13 @@ _GROUPED = (
     (re.compile(r"[0-9]*(?:\.[0-9]+)?"), ""),
     (re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?"), ","),
     (re.compile(r"[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?:\.[0-9]+)?"), ","),  # India
-    (re.compile(r"[0-9]{1,3}(?:'[0-9]{3})+(?:[.,][0-9]+)?"), "'"),  # Switzerland; a thin space was made an apostrophe
+    # Groups as in Switzerland; thin spaces were already replaced by apostrophes.
+    (re.compile(r"[0-9]{1,3}(?:'[0-9]{3})+(?:[.,][0-9]+)?"), "'"),
     (re.compile(r"[0-9]{1,3}(?:\.[0-9]{3}){2,}(?:,[0-9]+)?"), "."),
     (re.compile(r"[0-9]{1,3}\.[0-9]{3},[0-9]+"), "."),
 )
 _BASE_TEN = re.compile(r"_\{?10\}?$")
-_SPACED = re.compile(r"(?<![0-9.,'])[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")  # in a marked answer alone
+_SPACED = re.compile(r"(?<![0-9.,'])[0-9]{1,3}(?: [0-9]{3}(?![0-9]))+")  # accepted only in a marked answer
 
 # Words that scale the number before them.
 _MULTIPLIERS = {
@@ -52,7 +53,7 @@ _MULTIPLIERS = {
     **dict.fromkeys(("trillion", "trillions"), 10**12),
     "dozen": 12,
 }
-# First the name of a unit, then other names. Of two known units both must be the same.
+# Each row has the name of a unit, then its other names. If both numbers have known units, the units must be equal.
 _UNITS = """
     % percent pct percentage|$ usd dollar dollars|€ eur euro euros|£ gbp|¥ jpy yen 円|₹ inr rupee rupees|元 yuan cny rmb
     ¢ cent cents|mph|km/h kmh kph
@@ -91,11 +92,11 @@ _OPERATOR = re.compile(r"[+*/^<>!\\{}|~_#&]")
 _UNIT_IN_PROSE = re.compile(
     r"\s?(%|°\s?[CF]?|[$€£¥₹]|[千万萬亿億]|[A-Za-z]{1,11}(?:\^\{?[23]\}?)?(?:/[A-Za-z]{1,11})?(?![A-Za-z]))"
 )
-_OPERAND = re.compile(r"[0-9A-Za-z\u00c0-\u024f\u0370-\u052f)\]}]")  # a minus after such a character subtracts
+_OPERAND = re.compile(r"[0-9A-Za-z\u00c0-\u024f\u0370-\u052f)\]}]")  # after such a character a minus is a subtraction
 _VERBS = r"is|are|was|be|equals|equal to|gets?|got|gives?|ist|sind|est|es|son|é"
-# Text before a minus with a space after it that is still a sign.
+# Texts after which "- 5" is a negative number, although a space follows the minus.
 _BEFORE_SIGN = re.compile(rf"(?:^|[=:(\[{{,$]|[是为為は]|(?<![^\W\d_])(?:{_VERBS}|to|of))$", re.I)
-# Text before the number of a sentence: "It is 72", "It costs $5", not "Paris, 75001".
+# Texts before a number that is the statement of a sentence: "It is 72", "It costs $5", not "Paris, 75001".
 _BEFORE_NUMBER = re.compile(
     rf"(?:[=:]|[是为為は]|(?<![^\W\d_])(?:{_VERBS}|costs?|pays?|has|have|had|makes?|made|about|only|exactly|approximately"
     r"|roughly|answer|total|result|sum))$",
@@ -197,7 +198,7 @@ def digits_of(numeral: str) -> str | None:
 
 
 def _unit(rest: str) -> tuple[str, int] | None:
-    """Read the text around a number as (unit, multiplier); None if the text is more than a unit, such as a variable."""
+    """Read the text around a number as (unit, multiplier); None if the text is not only a unit."""
     parts = [part.strip(".,") for part in _UNIT_SIGN.sub(r" \1 ", rest).split()]
     if len(parts) > MAX_UNIT_WORDS:
         return None
@@ -221,7 +222,7 @@ def _unit(rest: str) -> tuple[str, int] | None:
 
 
 def _is_unit_word(word: str, is_attached: bool) -> bool:
-    """Return whether a word beside a number may be its unit: "5 apples", "5km" and "5个", not "5x" or "5 or"."""
+    """Return whether a word next to a number may be its unit: "5 apples", "5km" and "5个", not "5x" or "5 or"."""
     if not word.isascii():
         return not _is_symbol(word)
     if is_attached:
@@ -239,7 +240,7 @@ def number_beside_words(answer: str) -> Quantity | None:
 
 
 def number_said(answer: str) -> Quantity | None:
-    """Read such a sentence only if a verb says the number ("It is 72", "It costs $18 a day"), not "Paris, 75001"."""
+    """Read such a sentence if its verb states the number ("It is 72", "It costs $18 a day"), not "Paris, 75001"."""
     sentence = _only_number(answer)
     if sentence is None:
         return None
@@ -249,7 +250,7 @@ def number_said(answer: str) -> Quantity | None:
 
 
 def _only_number(answer: str) -> tuple[str, re.Match] | None:
-    """Return the sentence in plain form and its number, if all else in it is words."""
+    """Return the sentence in plain form and its number, if the rest of the sentence is words."""
     if len(answer) > MAX_NUMBER_CHARS:
         return None
     text = _UNIT_POWER.sub("", peeled(flat(answer)))
@@ -270,7 +271,7 @@ def _is_prose_word(word: str) -> bool:
 
 
 def _is_symbol(word: str) -> bool:
-    """Return whether a word has Greek letters, which stand for constants and unknowns beside a number."""
+    """Return whether a word has Greek letters. Next to a number they mean constants and unknowns."""
     return any("\u0370" <= character <= "\u03ff" for character in word)
 
 
@@ -331,7 +332,7 @@ def number_text(value: Fraction) -> str:
 
 
 def same_quantity(left: Quantity, right: Quantity) -> bool:
-    """Compare values exactly. Two known units must agree; beside a bare number 50 % is 50 and 0.5."""
+    """Compare values exactly. Two known units must be equal. Compared with a bare number, 50 % equals 50 and 0.5."""
     if "%" in (left.unit, right.unit) and left.unit != right.unit and "" in (left.unit, right.unit):
         percent, bare = (left, right) if left.unit == "%" else (right, left)
         return bare.value in (percent.value, percent.value / 100)
@@ -341,7 +342,7 @@ def same_quantity(left: Quantity, right: Quantity) -> bool:
 def grade(text: str) -> float | None:
     """Read the number at the start of a text as a grade: "8", "7.5", "7,5", "1e1", "8/10" and "4/5" (8); None without.
 
-    A fraction is one of 10. A range ("8-9") is no grade.
+    A fraction is scaled to a grade of 10. A range ("8-9") is not a grade.
     """
     text = flat(text[:MAX_NUMBER_CHARS]).lstrip(" *_`\"'([{$\n\t")
     found = _GRADE.match(text)

@@ -1,4 +1,4 @@
-"""Columns that reward functions return beside a score, as arrays by completion.
+"""Columns that reward functions return in addition to a score, as arrays by completion.
 
 A function returns ``{"reward": score, NAME: value, ...}`` for a completion. NAME is a column that
 ``algorithms.inputs.COLUMNS`` declares with ``from_rewards``, or "masked" for "reward_mask". The declaration decides the

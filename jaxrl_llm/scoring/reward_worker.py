@@ -1,7 +1,7 @@
 """The call of a reward function or a hindsight function in a worker process (worker_program.py).
 
-Owns: the arguments of a function, which values are scores, the columns beside a score. Does not know: deadlines,
-weights, jax. (A worker must start fast and stay small, so this module imports only the standard library.)
+Owns: the arguments of a function, which values are scores, the columns in addition to a score. Does not know:
+deadlines, weights, jax. (A worker must start fast and stay small, so this module imports only the standard library.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 from jaxrl_llm.scoring.worker_program import MAX_SCORE, message, one_line
 from jaxrl_llm.settings.functions import awaited
 
-__builtins__ = dict(vars(builtins))  # own copy: a user function that replaces `builtins.float` must not change scores
+# Keep a copy, because a user function that replaces `builtins.float` must not change scores.
+__builtins__ = dict(vars(builtins))
 
 RewardFunction = TypeVar("RewardFunction", bound=Callable)
 TEXTS = (str, bytes, bytearray, memoryview)
@@ -51,14 +52,14 @@ def call(
     Returns:
         (scores, error messages, columns). A score is a number, or None if the function returned no valid score. With
         ``messages``, a score may be a list with a number for each turn of the policy. The columns of each completion
-        are the further values that the function returned for it, by name.
+        are the further values that the function returned for this completion, by name.
     """
     num = len(completions)
     if "environments" in by_completion:
         by_completion["environments"] = [x and SimpleNamespace(**x) for x in by_completion["environments"]]
     try:
         values = _values(function, prompt, columns, completions, by_completion)
-    except BaseException as error:  # SystemExit too: a function must not end this process
+    except BaseException as error:  # also catch SystemExit, because a function must not end this process
         return [None] * num, [message(error)], [{}] * num
     scores = []
     reasons: list[str] = []
@@ -76,13 +77,13 @@ def call_hindsight(
     """Call a hindsight function on the completions of one prompt.
 
     Returns:
-        The function's lines as JSON, and an error message or "".
+        The lines of external groups that the function returned, as JSON, and an error message or "".
     """
     try:
         repeated = {name: [deepcopy(value) for _ in completions] for name, value in columns.items()}
         lines = function([deepcopy(prompt) for _ in completions], completions, **repeated)
         return [json.dumps(line) for line in awaited(lines)], ""
-    except BaseException as error:  # SystemExit too: a user's function must not end this process
+    except BaseException as error:  # also catch SystemExit, because a user's function must not end this process
         return [], message(error)
 
 
@@ -95,7 +96,7 @@ def _values(
 ) -> list[Any]:
     """Call the function and return its values, one per completion."""
     num = len(completions)
-    prompts = [deepcopy(prompt) for _ in completions]  # a function may modify its arguments
+    prompts = [deepcopy(prompt) for _ in completions]  # copy the arguments, because a function may modify them
     repeated = {key: [deepcopy(value) for _ in completions] for key, value in columns.items()}
     returned = awaited(function(prompts=prompts, completions=completions, **repeated | by_completion))
     if isinstance(returned, (*TEXTS, Mapping, Set)):
@@ -166,7 +167,7 @@ def number(value: Any, reasons: list[str]) -> float | None:
         if isinstance(value, Real) or not (isinstance(value, (*TEXTS, Complex)) or getattr(value, "ndim", 0)):
             score = float(value)
             returned = score
-    if abs(score) <= MAX_SCORE:  # false for NaN
+    if abs(score) <= MAX_SCORE:  # this comparison is false for NaN
         return score
     reasons.append(one_line(f"returned {returned} for a score"))
     return None

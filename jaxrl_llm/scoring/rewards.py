@@ -87,8 +87,8 @@ class RewardFunction(NamedTuple):
         name: its name in ``rewards.functions``.
         spec: "package.module:function" or "file.py:function"; "" for the environment's own reward, because no function
             is called.
-        optional: the OPTIONAL_PARAMETERS that it has.
-        is_one_by_one: it scores each completion independently.
+        optional: the parameters among ``OPTIONAL_PARAMETERS`` that the function has.
+        is_one_by_one: the function scores each completion independently.
     """
 
     name: str
@@ -119,8 +119,8 @@ class RewardPool(contextlib.AbstractContextManager):
 
         score    Every function returned a number of magnitude at most 1e12.
         timeout  A function took longer than ``timeout_s``. All completions of the call time out.
-        error    A function raised, returned the wrong number of scores, or its process died: all completions of the
-                 call. Or a function returned an invalid score or column: that completion.
+        error    All completions of a call have this outcome if the function raised, returned the wrong number of
+                 scores, or its process died. A single completion has this outcome if its score or column is invalid.
 
     A function with the attribute ``one_by_one = True`` scores each completion independently. It has one call per
     completion, so that a failure affects one completion only. All completions of a prompt share ``timeout_s`` (see
@@ -236,7 +236,8 @@ class RewardPool(contextlib.AbstractContextManager):
             return
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        while len(self._free) < len(self._workers):  # a busy thread may start another process after `kill_workers`
+        # Kill again, because a busy thread may start another process after `kill_workers`.
+        while len(self._free) < len(self._workers):
             kill_workers(self._workers)
         self._threads.shutdown()
         close_workers(self._workers, self._printer)

@@ -8,7 +8,7 @@
     majority     1.0 if the answer is the most frequent one of the question's completions; no label is read (TTRL)
     short_steps  between 1/2 and 1 for a right answer, more for fewer steps (paragraphs); 0.0 for a wrong one
 
-``jaxrl_llm.scoring.answers`` finds the answer of a completion and decides when two answers are the same.
+``jaxrl_llm.scoring.answers`` finds the answer of a completion and decides whether two answers are the same.
 
 Owns: these functions. Does not know: how an answer is found and read, questions, jax.
 """
@@ -112,7 +112,8 @@ def _share(text: str, wanted: list) -> float:
         if all_words(str(item)):
             phrase = _padded(item_words)
             return phrase in without_articles or phrase in with_articles
-        return bool(item_words) and str(item).strip() in text  # for keywords of punctuation only
+        # A keyword of punctuation only has no words and is searched as text.
+        return bool(item_words) and str(item).strip() in text
 
     return sum(map(contains, wanted)) / max(len(wanted), 1)
 
@@ -125,8 +126,8 @@ def _padded(text_words: list[str]) -> str:
 def majority(prompts: list, completions: list[str], **columns: Any) -> list[float]:
     """Return 1.0 for the most frequent answer to the question, else 0.0. The first given answer wins a tie.
 
-    Completions without an answer do not vote. If the right answer is known, add its reward function with weight 0. The
-    metrics rollout/label_accuracy and rollout/reward_accuracy then measure the quality of the votes.
+    Completions without an answer do not vote. If the right answers are known, add a reward function that reads them,
+    with weight 0. The metrics rollout/label_accuracy and rollout/reward_accuracy then measure the quality of the votes.
 
     Source: TTRL, Zuo et al. 2025, arXiv:2504.16084. Differs: all completions vote and are trained on. The paper takes
         64 votes, trains on 32 completions, and finds the label with a grader of mathematics. Here two answers are the
@@ -147,9 +148,9 @@ def short_steps(prompts: list, completions: list[str], answer: list, **columns: 
     score is above 1/2 for every right answer, however long: set ``rewards.pass_threshold`` to 0.5.
 
     Source: Step Pruner, arXiv:2510.03805: steps are paragraphs, steps of right answers are penalised, and wrong answers
-        get nothing. The paper's formula was not found: this formula and its 20 are ours. Differs: the paper ends
-        training when answers stop getting shorter or when steps grow long. Here a long paragraph counts as several
-        steps.
+        get nothing. The paper's formula was not found; this function has its own formula and its own constant 20.
+        Differs: the paper ends training when answers stop getting shorter or when steps grow long. Here a long
+        paragraph counts as several steps.
     """
     scores = []
     for text, right in zip(completions, answer, strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-_MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"  # not the em dash, which separates parts of a sentence
+_MINUS_SIGNS = "\u2010\u2011\u2012\u2013\u2212\ufe63\uff0d"  # without the em dash, which separates parts of a sentence
 _REPLACED = {
     **dict.fromkeys(_MINUS_SIGNS, "-"),
     **dict.fromkeys("\u2018\u2019\u201a\u201b\u02bc\u02b9\u2032\u00b4\uff07", "'"),
@@ -86,7 +86,7 @@ _NUMERIC_FRACTION = re.compile(
 )
 _COMMAND_END = re.compile(r"\\[A-Za-z]+$")
 _ORDINAL = re.compile(r"(?<=[0-9])\s?\^\s?\{?\s?(st|nd|rd|th)\s?\}?")
-_BOLD = re.compile(r"(?<![0-9A-Za-z)\]}*])\*\*(?!\*)|\*\*(?![0-9A-Za-z(\[{*.-])")  # "2**3" is a power
+_BOLD = re.compile(r"(?<![0-9A-Za-z)\]}*])\*\*(?!\*)|\*\*(?![0-9A-Za-z(\[{*.-])")  # keep "2**3", which is a power
 _TIMES = re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])")
 _ESCAPED = re.compile(r"\\([$%&#_€£])")
 
@@ -114,7 +114,7 @@ def _without_groups(text: str) -> str:
         if len(said) > 2:
             dropped.append(True)
             if _COMMAND_END.search(pieces[-1][-20:]):
-                pieces.append(" ")  # \circ\text{C} is not \circC
+                pieces.append(" ")  # keep \circ\text{C} apart, because \circC is another command
             continue
         if said == "{":
             dropped.append(False)

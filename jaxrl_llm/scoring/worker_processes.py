@@ -11,7 +11,7 @@ Workers are plain subprocesses. Workers of multiprocessing would import the call
 Every wait for a worker has a deadline, so that a user's function cannot block the run.
 
 Each call carries a random mark, and its answer must carry the same mark. If other code writes a line to the socket, at
-most one call fails. The line is never taken for the answer to another call.
+most one call fails. Such a line is never used as the answer to another call.
 
 Owns: the start and the end of a process, deadlines, the form of a message, the limit on printed output. Does not know:
 what the functions compute (rewards, environment, external_sources).
@@ -46,7 +46,7 @@ MAX_ANSWER_BYTES = 2**26
 MARK = "JAXRL_REWARD_WORKER"  # environment variable that identifies a worker; its child processes inherit it
 MAX_PRINTER_S = 0.5  # longest time that a call waits for the output of earlier calls to be copied
 MAX_PRINTED_BYTES = 2**16  # most output shown between the starts of two calls
-SHOWN = bytes(x if x in b"\t\n" or x >= 32 else ord("?") for x in range(256))  # "?" for control bytes
+SHOWN = bytes(x if x in b"\t\n" or x >= 32 else ord("?") for x in range(256))  # replaces control bytes by "?"
 
 
 class StrayLine(Exception):
@@ -184,7 +184,7 @@ class Worker:
             raise TimeoutError(f"no answer after {timeout_s:.3g} s") from None
         try:
             return json.loads(line)
-        except (ValueError, RecursionError):  # not JSON, two lines, or brackets nested too deep
+        except (ValueError, RecursionError):  # the text is not JSON, has two lines, or nests brackets too deep
             raise StrayLine("its process wrote a line that is not one line of JSON") from None
 
 
@@ -201,7 +201,7 @@ def failure_of(error: Exception) -> tuple[int, str]:
 
 def is_number(value: Any) -> bool:
     """Return whether a value of an answer is a number within the limits of a score."""
-    return type(value) in (int, float) and abs(value) <= worker_program.MAX_SCORE  # false for NaN
+    return type(value) in (int, float) and abs(value) <= worker_program.MAX_SCORE  # this comparison is false for NaN
 
 
 def kill_workers(workers: Sequence[Worker]) -> None:

@@ -35,12 +35,14 @@ from typing import Any
 
 from jaxrl_llm.settings.functions import resolve
 
-__builtins__ = dict(vars(builtins))  # own copy: a user function that replaces `builtins.print` must not change answers
+# Keep a copy, because a user function that replaces `builtins.print` must not change answers.
+__builtins__ = dict(vars(builtins))
 
 READY = "ready"
-MAX_SCORE = 1e12  # gradients grow with scores, and the sum of their squares is a float32
+MAX_SCORE = 1e12  # largest score, because gradients grow with scores and the sum of their squares is a float32
 MAX_MESSAGE_CHARS = 300
-STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))  # by file descriptor, with the mode to reopen them
+# Standard streams by file descriptor, with the mode to reopen them.
+STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 # Places whose frames ``message`` leaves out: frozen modules ("<frozen runpy>"), and modules that call users' functions.
 OWN_MODULES = ("rewards", "reward_worker", "worker_processes", "worker_program")
 OWN_PLACES = (
@@ -59,11 +61,11 @@ def main(descriptor: int, specs: Sequence[str], call: str) -> None:
         specs: functions to import at the start.
         call: "package.module:function", the function of this package that calls users' functions.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent ends its workers itself
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the parent ends its workers
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # Linux only: if memory runs out, the kernel kills this worker before the run
         Path("/proc/self/oom_score_adj").write_text("1000")
-    os.set_inheritable(descriptor, False)  # a child of a function must not keep the connection open
+    os.set_inheritable(descriptor, False)  # a child process of a function must not inherit the connection
     os.register_at_fork(after_in_child=lambda: os.close(descriptor))
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(descriptor, calls), daemon=True).start()
@@ -84,7 +86,7 @@ def main(descriptor: int, specs: Sequence[str], call: str) -> None:
         os.chdir(folder)
         answer = answer_of(functions[spec], *arguments, **keywords)
         if os.getpid() != process:
-            os._exit(0)  # a process that the function forked, and that returned from the function
+            os._exit(0)  # this process was forked by the function and returned from it
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.setrecursionlimit(recursion_limit)
         _restore_streams(stream_copies)
