@@ -1,6 +1,6 @@
 """Content and tool calls of an answer, from a stream of tokens or from all tokens at once.
 
-    tokens --> text (decoding.GrowingText) --> text before a stop string --> content beside calls (tools.Message)
+    tokens --> text (decoding.GrowingText) --> text before a stop string --> content outside calls (tools.Message)
 
 Owns: the order of these steps, the text before a stop string. Does not know: requests, events.
 """
@@ -62,7 +62,8 @@ class TextBefore:
         if self._is_over:
             return ""
         text = self._held + piece
-        # The stop string that is completed first ends the text. The longest one wins a tie.
+        # The stop string that is completed first ends the text. If several end at the same character, the longest
+        # counts.
         matches = []
         for stop in self._stops:
             start = text.find(stop)
@@ -83,7 +84,7 @@ class TextBefore:
         return text[:num_certain]
 
     def finish(self) -> str:
-        """Return the text that was held back because it might have become a stop string."""
+        """Return the text that was held back because it could have been the beginning of a stop string."""
         held = self._held
         self._held = ""
         return held

@@ -6,7 +6,7 @@
 The answer has exactly the sampled tokens; no text is encoded again. A request that is finished or cancelled frees its
 decode slot after the current chunk.
 
-Owns: the place of each request in the sampler's table, when a request ends. Does not know: HTTP, text except stop
+Owns: the place of each request in the sampler's table, when a request ends. Does not know: HTTP, texts other than stop
 strings.
 """
 
@@ -27,7 +27,7 @@ from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.types import STOP_NONE
 
-NUM_NOISE_IDS = 2**30  # numbers of requests without a seed, and as many for requests with a seed
+NUM_NOISE_IDS = 2**30  # number of noise ids for requests without a seed; requests with a seed have as many others
 
 
 class BusyError(Exception):
@@ -48,7 +48,7 @@ class Request:
             the engine chooses a seed.
         deltas: new (token ids, log-probs, finish reason), one item per chunk. The reason is None until the last item,
             which has "stop", "length" or "error".
-        is_cancelled: set by the reader when it no longer wants tokens.
+        is_cancelled: the reader sets it when it needs no more tokens.
     """
 
     prompt: list[int]
@@ -183,7 +183,7 @@ class Engine:
         tokens = np.zeros((M, quota, sampler.max_prompt_tokens), np.int32)
         length = np.ones((M, quota), np.int32)
         noise_id = np.zeros((M, quota), np.int32)
-        entry = np.full((M, quota), E, np.int32)  # E = no request
+        entry = np.full((M, quota), E, np.int32)  # entry E means that no request was opened
         with self._wake:
             self._waiting = collections.deque(request for request in self._waiting if not request.is_cancelled)
             for j in range(quota):

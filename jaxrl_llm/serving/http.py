@@ -83,7 +83,8 @@ class Server(json_server.Server):
 
     def _answer_request(self, exchange: Exchange) -> dict[str, Any] | Events:
         """Return the answer to a request, or raise ``Refused``."""
-        if exchange.method == "GET" and exchange.path == "/health":  # launchers and load balancers have no token
+        # /health needs no token, because launchers and load balancers have none.
+        if exchange.method == "GET" and exchange.path == "/health":
             return {"status": "ok"}
         self._check_token(exchange)
         if exchange.method == "GET":
@@ -145,12 +146,12 @@ class _Route:
         return self.server.engines[self.model].sampler
 
     def submit(self, ids: Any, options: dict[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> Request:
-        """Queue a request. The reader of its deltas must set ``is_cancelled`` at the end, which frees its slot.
+        """Queue a request. Whoever reads its ``deltas`` must at last set ``is_cancelled``, which frees the decode slot.
 
         Args:
             ids: token ids of the prompt.
             options: the other fields of the body.
-            neutral: option values that this route accepts because they change nothing, by option.
+            neutral: option values that this route accepts because they have no effect, by option.
 
         Raises:
             Refused: a value is not allowed (400), too many requests wait (429), or the engine has ended (503).
@@ -397,7 +398,7 @@ class _Chat(_Route):
         """Yield the events of an answer with ``stream``, while the completion is decoded."""
         base = base | {"object": "chat.completion.chunk"}
         tokens: list[int] = []
-        logps: list[float] = []  # of the tokens since the last event
+        logps: list[float] = []  # log-probs of the tokens since the last event
 
         def event(content: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
             """Return an event with the log-probs of all tokens since the last event."""

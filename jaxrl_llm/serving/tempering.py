@@ -3,7 +3,7 @@
 The sampler's state stores the temperature of each row in a column. One compiled program therefore serves requests with
 any temperature.
 
-Letters: as in ``actor.sampler``.
+Shape letters: as in ``actor.sampler``.
 Owns: where temperatures are stored, how logits are divided. Does not know: requests.
 """
 
@@ -44,8 +44,8 @@ class TemperingSampler(Sampler):
     def programs(self, abstract_params: Any) -> dict[str, Program]:
         """Return the programs of a sampler and the program "temper".
 
-        "temper" (state, temperatures [M,E] f32, 0 = greedy) returns the state with these temperatures. It must be
-        called after every prefill.
+        "temper" (state, temperatures [M,E] f32, 0 = greedy) returns the state with these temperatures. Call "temper"
+        after every prefill.
         """
         state = self.abstract_state()
         temperatures = sharding.rows(self.mesh, (self.shards, self.entries), jnp.float32)
