@@ -12,9 +12,8 @@ reasoning-gym have nearly the same questions (docs/how-to/run_a_sweep.md). There
 seeds, and the same questions of each seed. A difference or a ratio of two experiments, taken row by row, has its own
 valid interval.
 
-Different seeds already differ in their questions, so that resampling the questions too makes an interval rather too
-wide. Four seeds make it too narrow, because runs with other seeds are missing. A seed that is drawn twice gets other
-questions the second time.
+Different seeds already have different questions. Resampling the questions too therefore makes an interval slightly too
+wide. With only four seeds an interval is too narrow. If a seed is drawn twice, its questions are resampled separately.
 Source: percentile bootstrap, Efron 1979; of clusters and within them, Davison and Hinkley 1997, section 3.8.
 Owns: draws, intervals, first crossings. Does not know: where figures come from.
 """
@@ -42,7 +41,7 @@ class Interval(NamedTuple):
     def of(cls, draws: np.ndarray) -> Interval:
         """Return the interval of draws [1 + resamples].
 
-        The first is the figure itself; infinite draws ("never") are largest.
+        The first draw is the figure itself. Infinite draws ("never") count as the largest.
         """
         low, high = np.quantile(draws[1:], (0.025, 0.975), method="closest_observation")
         return cls(float(draws[0]), float(low), float(high))

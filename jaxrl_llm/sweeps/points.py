@@ -36,7 +36,7 @@ Values = Sequence[Any] | Callable[[np.random.Generator], Any]
 # Files in a point's folder.
 REPORT = "report.html"
 AFTER = "after.json"
-SEED = "seed"  # points that differ only in this setting repeat one experiment
+SEED = "seed"  # setting of the seed: points that differ only in the seed repeat one experiment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sweep:
         metrics: metrics shown as curves, and in the table by their last and best values.
         lower_is_better: metrics for which less is better, including those of ``x_axis`` and ``pareto``.
         x_axis: "iteration", or an increasing metric such as time/compute_rollouts. Curves are also drawn over it.
-        facet: a setting that gets one picture for each of its values. "" = one picture for all points.
+        facet: a setting; the page has one picture for each of its values. "" = one picture for all points.
         thresholds: {metric: value}; the table shows the x at which the metric first reaches the value.
         label: function that names a point on the page. It receives the point without its seed and, in pictures, without
             the facet. The default is the settings, with short names if they are unique. Points that differ in another
@@ -279,7 +279,7 @@ def freeze_points(
             name = point_name(point)
             config = freeze(with_point(base, point))
             frozen[name] = (point, _with_folder_in_bucket(config, name))
-        except (ConfigError, TypeError) as error:  # a value that JSON does not know is a TypeError
+        except (ConfigError, TypeError) as error:  # JSON raises a TypeError for a value that it cannot represent
             raise ConfigError(f"point {point}: {error}") from error
     if not frozen:
         raise ConfigError("the sweep has no point")
@@ -317,7 +317,7 @@ def with_point(base: Mapping[str, Any], point: Point) -> dict[str, Any]:
     Unknown settings are kept, because ``freeze`` checks them.
     """
     settings = dict(base)
-    fields = sorted(point, key=lambda field: field.count("."))  # a function is set before its settings
+    fields = sorted(point, key=lambda field: field.count("."))  # set a function before its settings
     for field in fields:
         settings = override(settings, field, point[field])
     return settings

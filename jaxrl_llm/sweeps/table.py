@@ -2,7 +2,8 @@
 
 Runs of one stage whose points differ only in the seed form a group. The curves of a group are the median over seeds,
 with the inter-quartile range as a band. Both are taken at every x over the seeds that reached it. In a sweep with two
-stages, the runs that ``then`` used to choose are not part of the results reported for its choice.
+stages, ``then`` chooses settings from the runs of the first stage. The results of the chosen settings do not include
+these runs.
 
 Owns: these figures, table.csv, sweep.html. Does not know: where runs come from.
 """
@@ -49,7 +50,7 @@ class Run:
     after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # result of the sweep's ``after``
     before: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # metrics before any training
     stage: str = FIRST
-    lost_rows: int = 0  # rows on another machine's disk: the run was resumed from a bucket
+    lost_rows: int = 0  # number of rows on another machine's disk, because the run was resumed from a bucket
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +216,8 @@ class Knob:
     """Effect of a setting on a figure, over all runs that differ in the setting.
 
     Attributes:
-        rows: (value, runs, mean, low, high) of each value. low and high bound 95 % of the resampled means. They are NaN
-            for fewer than ``FEWEST_RUNS`` runs.
+        rows: (value, runs, mean, low, high) of each value. low and high bound 95 % of the resampled means. Both are NaN
+            for a value with fewer than ``FEWEST_RUNS`` runs.
         effect: (mean of the best value minus mean of the worst value, low, high). If 0 lies between low and high, the
             effect may be chance. low and high are NaN if one of the two values has too few runs.
     """
@@ -304,7 +305,7 @@ def _knob(
 
 def _bins(values: Sequence[Any]) -> list[str]:
     """Return a name for each value: the value itself, or its third if there are many different numbers."""
-    numbers = [value for value in values if value is not None]  # None: the point does not have the setting
+    numbers = [value for value in values if value is not None]  # None if the point does not have the setting
     num_values = len({_hashable(value) for value in values})
     are_numbers = all(isinstance(number, (int, float)) for number in numbers)
     if num_values <= MOST_VALUES or not are_numbers:
@@ -438,7 +439,8 @@ def _quartiles(numbers: Sequence[float], num_runs: int) -> str:
 def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
     """Return a table of each setting's effect on the last value of the first metric.
 
-    It uses the first stage, which tried all values. It is empty if only the seed differs.
+    The table uses the first stage, because only this stage tried all values. The table is empty if only the seed
+    differs.
     """
     first_stage = [run for run in runs if run.stage == FIRST]
     rows = []
@@ -560,7 +562,7 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Mapping[str, 
                 facet = sweep.facet.rsplit(".", 1)[-1]
                 title = page.text(f"{facet} {value}")
             if len(bands) == 1 < len(labels):
-                title += f" | {next(iter(bands))}"  # a picture with one line has no legend
+                title += f" | {next(iter(bands))}"  # a picture with one line needs no legend
             unit = page.text(units.get(metric, ""))
             keys = [(i, label, "line") for i, label in enumerate(labels) if label in bands]
             pictures.append(page.figure(title, unit, page.legend(keys), svg))
