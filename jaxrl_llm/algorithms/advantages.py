@@ -204,7 +204,7 @@ def poise(x: Rows, *, decay: Share = 0.9) -> Learned:
     times as much in the next iteration.
 
     Source: arXiv:2605.07579. Differs: the source has two rollouts per prompt; with more rollouts, this package takes
-    the mean over the others.
+        the mean over the others.
     """
     features = baselines.row_features(
         x.behaviour_logp,

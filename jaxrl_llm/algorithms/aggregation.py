@@ -86,7 +86,7 @@ def environment(x: Batch) -> Float[AnyArray, "B S"]:
     The cross-entropy uses every drawn rollout, also the rollouts of tied groups.
 
     Source: ECHO, arXiv:2605.24517, with a coefficient of 0.05. Differs: warnings that the source's harness adds stay in
-    the prompt.
+        the prompt.
     """
     predicted = completion_mask(jnp.ones_like(x.prompt_length), x.prompt_length, x.width)
     return _row_means(predicted, x)
@@ -118,7 +118,7 @@ def answers(x: Batch) -> Float[AnyArray, "B S"]:
         w = 1 / (rows * answers' tokens of the row), rows without an answer count too
 
     Source: ECHO, arXiv:2605.24517 (released code), with a coefficient of 0.05; the source finds 0.1 and more harmful.
-    Differs: the harness's warnings stay in the answers.
+        Differs: the harness's warnings stay in the answers.
     """
     assert x.sampled is not None
     return _row_means(completion_mask(x.prompt_length, x.length, x.width) & ~x.sampled, x)

@@ -170,7 +170,7 @@ def entropy_factor(
         Y = max(0, 1 + strength (mean H - H) / mean H),   H of a row = mean entropy of its tokens, mean over the group
 
     Source: ETTRL, arXiv:2508.11356, entropy-based advantage reshaping, strength 1. Differs: the factor is never below
-    0, which would reverse the advantage. The mean is over the group, and the factor is 1 if the mean is 0.
+        0, which would reverse the advantage. The mean is over the group, and the factor is 1 if the mean is 0.
     """
     entropy = jnp.sum(jnp.where(x.mask, x.columns["entropy"], 0.0), axis=1) / jnp.maximum(x.length, 1)
     mean = group_mean(entropy, x.groups)

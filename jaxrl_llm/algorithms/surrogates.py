@@ -139,7 +139,7 @@ def opmd(x: Tokens, *, tau: NotNegative = 0.1) -> Float[AnyArray, "B T"]:
     The pairwise form of the same method, the mean of (R_i - R_j)^2 over a group, is ``agro``.
 
     Source: R3L 2026, arXiv:2601.03715 (released code); the family, Tomar et al. 2020, arXiv:2005.09814. The second part
-    of R3L is not implemented: retries from a step after a reflection, with the shared prefix masked.
+        of R3L is not implemented: retries from a step after a reflection, with the shared prefix masked.
     """
     return -x.advantage * x.policy_logp / (1 + tau)
 
@@ -181,7 +181,7 @@ def agro(x: Tokens, *, beta: Positive = 0.1) -> Float[Array, "B T"]:
     the group ("dr_grpo").
 
     Source: Tang et al. 2025, arXiv:2503.19612 (theorem 1). Differs: the paper's loss was not found; this loss is
-    derived from its theorem.
+        derived from its theorem.
     """
     return _regression(x, x.ref_logp, beta, centred=True)
 
@@ -262,7 +262,7 @@ def spo_cross_entropy(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]
         instead of 0.475.
 
     Source: as ``spo``. Differs: e^r is cut at 1. Above Q = -0.01 the second logarithm is replaced by its tangent, so
-    that the gradient stays finite and pulls a Q above 0 back.
+        that the gradient stays finite and pulls a Q above 0 back.
     """
     start, is_known = soft_value(x, beta)
     value = start + beta * _row_sum(x.policy_logp - x.ref_logp, x)
@@ -338,8 +338,8 @@ def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
     exactly 0. ``is_clipped``: tokens of rows whose weight is cut.
 
     Source: VCPO 2026, arXiv:2602.17616, with weights of at most 8. Differs: q approximates the squared norm of a row's
-    gradient, see ``gradient_square``. The W in b is truncated as in the loss, which gives the gradient the least
-    variance. The released code does not truncate W in b.
+        gradient, see ``gradient_square``. The W in b is truncated as in the loss, which gives the gradient the least
+        variance. The released code does not truncate W in b.
     """
     log_ratio = jax.lax.stop_gradient(_row_sum(x.policy_logp - x.behaviour_logp, x))
     weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, math.log(cap)))

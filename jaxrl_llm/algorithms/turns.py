@@ -234,7 +234,8 @@ def turn_returns(x: Rows, *, discount: Share = 1.0, std: bool = True) -> Float[A
     With discount 0 only the turn's own reward counts. A turn that only one row of the group has gets advantage 0.
 
     Source: REINFORCE with reward-to-go and a baseline for each time step, in GRPO's form. This package compares the
-    turns with the same number. With ``discount`` 0 the return is the single-step reward of muCode, arXiv:2502.20380.
+        turns with the same number. With ``discount`` 0 the return is the single-step reward of muCode,
+        arXiv:2502.20380.
     """
     turns = turns_of(x)
     return by_token(compared(returns(turns, discount), _numbers(turns), turns, x, std=std), turns, x)
@@ -250,7 +251,7 @@ def mt_grpo(x: Rows, *, coefficient: NotNegative = 1.0) -> Float[Array, "B S"]:
     turns with the same number that are not the last turn of their row.
 
     Source: Zeng et al. 2025, arXiv:2505.11821, for two turns, coefficient 1 (released code). Differs: the source does
-    not define the advantage for more than two turns.
+        not define the advantage for more than two turns.
     """
     turns = turns_of(x)
     outcome = jnp.sum(jnp.where(turns.last, turns.reward, 0.0), axis=1)
@@ -270,7 +271,7 @@ def gigpo(x: Rows, *, discount: Share = 0.95, weight: NotNegative = 1.0, std: bo
     group reaches only once has A^S = 0.
 
     Source: Feng et al. 2025, arXiv:2505.10978; discount 0.95 and weight 1. Differs: states are equal if the
-    environment's last answers are equal, without a fuzzy match; the standard deviation is the population's.
+        environment's last answers are equal, without a fuzzy match; the standard deviation is the population's.
     """
     turns = turns_of(x)
     key = jax.lax.bitcast_convert_type(states(turns, x), jnp.int32)
@@ -298,7 +299,7 @@ def ui_s1(
     expert's action, gets no credit for later turns. The scores decide whether a turn is matched; reward terms do not.
 
     Source: UI-S1, Lu et al. 2025, arXiv:2509.11543 (released code): discount 0.5, min_std 0.3. Differs: the divisor is
-    the population's standard deviation.
+        the population's standard deviation.
     """
     turns = turns_of(x)
     ahead = returns(turns, discount, matched)
@@ -454,7 +455,7 @@ def without_wrong_turns(advantage: Float[AnyArray, "B S"], x: Rows, *, below: Nu
     turn that is too long.
 
     Source: STeP, partial masking: the loss leaves out the wrong step of a trajectory that reflects on it. Differs: in
-    the source a teacher marks the wrong step, here the reward marks it. The source's equation was not found.
+        the source a teacher marks the wrong step, here the reward marks it. The source's equation was not found.
     """
     turns = turns_of(x)
     is_wrong = by_token((turns.scored < below).astype(jnp.float32), turns, x) > 0
@@ -486,7 +487,7 @@ def duration_factor(advantage: Float[AnyArray, "B S"], x: Rows, *, exponent: Exp
     If a learner receives turns when they finish, an action that takes d times as long arrives 1/d times as often. With
     exponent 1 the weighted turns have the proportions in which the policy chose them, and the mean weight is 1.
 
-    Source: "RL for MLE agents", which weighs by an action's duration. Its formula was not found; this package chose the
+        Source: "RL for MLE agents", which weighs by an action's duration. Its formula was not found; this package chose the
     formula.
     """
     turns = turns_of(x)

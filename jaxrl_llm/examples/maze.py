@@ -281,8 +281,8 @@ def patched(prompt: Any, turns: list[str], maze: list, start: list, goal: list, 
     The result is None, which ends the episode, at the goal or after the third wrong step.
 
     Source: UI-S1, arXiv:2509.11543: the policy's own outputs follow an expert's trajectory and are replaced by the
-    expert's when they leave it, so that later steps are still trained on. Differs: the wrong step stays in the row,
-    before the expert's step.
+        expert's when they leave it, so that later steps are still trained on. Differs: the wrong step stays in the row,
+        before the expert's step.
     """
     path = expert(maze, start, goal)
     is_right = _is_expert_step(turns, path)

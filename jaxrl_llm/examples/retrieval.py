@@ -160,7 +160,7 @@ def gain(
     A turn without a search, or without a found document, scores 0.
 
     Source: StepSearch, arXiv:2505.15107: information gain minus redundancy. Differs: a document either is evidence or
-    is not. The paper compares texts by cosines.
+        is not. The paper compares texts by cosines.
     """
     scores = []
     for conversation, evidence_ids in zip(messages, evidence, strict=True):
