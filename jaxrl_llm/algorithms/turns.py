@@ -487,8 +487,8 @@ def duration_factor(advantage: Float[AnyArray, "B S"], x: Rows, *, exponent: Exp
     If a learner receives turns when they finish, an action that takes d times as long arrives 1/d times as often. With
     exponent 1 the weighted turns have the proportions in which the policy chose them, and the mean weight is 1.
 
-        Source: "RL for MLE agents", which weighs by an action's duration. Its formula was not found; this package chose the
-    formula.
+    Source: "RL for MLE agents", which weighs by an action's duration. Its formula was not found; this package chose
+        the formula.
     """
     turns = turns_of(x)
     seconds = x.columns["turn_seconds"]
