@@ -64,8 +64,9 @@ class ModelConfig:
     # The model: a Hugging Face folder, a GGUF file, a folder of a run, "smollm2-135m-instruct", a hub id, or
     # "random:PRESET" for random weights.
     path: str = "random:debug"
-    # The frozen reference model, named like `path`. It must have the same token ids. With another model than `path` it
-    # is a teacher, and algorithm.divergence is on-policy distillation. "" uses `path` as it is before training.
+    # The frozen reference model, named like `path`. It must have the same token ids. If it is another model than
+    # `path`, it is a teacher, and the penalty of algorithm.divergence becomes on-policy distillation. "" uses `path` as
+    # it is before training.
     reference_path: Annotated[str, WITH_REFERENCE] = ""
     # The dtype of the forward pass.
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -76,7 +77,8 @@ class ModelConfig:
     # MLPs and the results of their matmuls. "full" keeps only the inputs of layers. "auto" is "dots" if that fits the
     # device, else "full"; on a CPU it is "full".
     remat: Literal["none", "dots", "full", "auto"] = "full"
-    # Attention: "auto" uses a flash kernel on devices that have one (TPU; NVIDIA with bfloat16). "xla" never does.
+    # Attention: "auto" uses a flash kernel on devices that have one (TPU; NVIDIA with bfloat16). "xla" never uses a
+    # flash kernel.
     attention: Literal["auto", "xla"] = "auto"
     lora: LoraConfig = LoraConfig()
     # Routing replay: rollouts record the experts that the sampler chose for each token. The learner uses the same
@@ -92,8 +94,8 @@ class PromptsConfig:
     ] = "letters"
     # The name of the reasoning-gym dataset, the path of a file, or a pattern for several files ("train-*.parquet").
     name: str = ""
-    # Arguments of the reasoning-gym dataset or of another source. The module of the source lists them
-    # (questions/tasks).
+    # Arguments of the reasoning-gym dataset or of another source. docs/reference/questions.md lists the arguments of
+    # each source.
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     # The number of questions to generate, or the largest number of questions to read from files. 0 reads all.
     size: int = 1024
@@ -105,7 +107,7 @@ class PromptsConfig:
     chat_template: bool = True
     # Additional arguments of the chat template: {"enable_thinking": False}, {"tools": [...]}.
     chat_template_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # Whether text such as "<|im_end|>" in prompts and in answers of others becomes a special token. If False, it stays
+    # Whether text such as "<|im_end|>" in prompts and in external answers becomes a special token. If False, it stays
     # text.
     special_tokens: bool = False
     # What to do with a row that cannot be read. "error" stops before the run begins. "skip" reports and counts the row.
@@ -136,9 +138,10 @@ class SamplingConfig:
     min_p: Share = 0.0
     # If top-k, top-p or min-p makes tokens impossible, at most this many of the most likely remaining ids are sampled
     # from. The ids are stored with each token (4 bytes each), so that the learner's ratio is over the same ids. 0 =
-    # top_k if it is set, else 64. Evaluations and generate have no learner and sample from all remaining ids.
+    # top_k if it is set, else 64. Evaluations and the command generate need no learner; they sample from all ids that
+    # the filters leave.
     support_tokens: Annotated[CountOrZero, WITH_FILTER] = 0
-    # The longest completion in tokens. The end-of-sequence token counts.
+    # The longest completion in tokens. The end-of-sequence token is included.
     max_completion_tokens: Count = 16
     # Completions end at the first stop string. The stop string stays in the completion.
     stop_strings: tuple[str, ...] = ()
@@ -154,7 +157,7 @@ class RolloutConfig:
     group_size: Count = 8
     # The number of sequences that are decoded side by side. 0 = one for every rollout of the iteration.
     slots: int = 0
-    # The number of decode steps between refills of finished slots.
+    # The number of decode steps after which finished slots take new rows.
     chunk_steps: Count = 8
     # The number of prompts that are started ahead, so that no slot is idle. A rollout can then have tokens of several
     # policy versions, which are recorded per token.
@@ -163,9 +166,9 @@ class RolloutConfig:
     # "recompute" computes them again from the tokens: later tokens then come from exactly the new policy. "keep" uses
     # the cache of the older weights, which costs nothing. Caches of prompts are always computed again.
     stale_cache: Literal["recompute", "keep"] = "recompute"
-    # Staleness gate: a prompt stays open for at most this many iterations after its first. The sampler waits for
-    # stragglers and starts fewer prompts ahead if necessary. A round of max_resample_rounds counts as an iteration. 0 =
-    # no limit.
+    # Staleness gate: a prompt stays open for at most this many iterations after the iteration that started it. The
+    # sampler waits for stragglers and starts fewer prompts ahead if necessary. A round of max_resample_rounds counts as
+    # an iteration. 0 = no limit.
     max_lag_iterations: int = 0
     # Dynamic sampling: the largest number of times that an iteration samples prompts_per_iteration more prompts because
     # groups are tied (all rewards are equal). Groups with different rewards replace tied groups. Rollouts that are left
@@ -197,7 +200,7 @@ class RewardsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExternalConfig:
-    # Sources of answers of others, used in turn: JSONL files (format: jaxrl_llm/actor/external.py), workdirs of runs
+    # Sources of external answers, used in turn: JSONL files (format: jaxrl_llm/actor/external.py), workdirs of runs
     # with metrics.share_rollouts, and functions that rewrite the run's own answers in hindsight
     # (actor/external_sources.py).
     paths: tuple[str, ...] = ()
@@ -214,7 +217,8 @@ class UpdateConfig:
     # The number of tokens in one forward and backward pass, if rollouts are packed side by side in lines without
     # padding. 0 = rollouts are padded, and micro_batch_size applies.
     micro_batch_tokens: int = 0
-    # The number of tokens of a packed line. It must hold the rows of one draw at full length. 0 = twice that number.
+    # The number of tokens of a packed line. It must hold the rows of one draw at full length. 0 = twice the number of
+    # tokens of the rows of one draw.
     pack_width: int = 0
     # The weight of the balance cost of the experts' routers in the loss (models/moe.py). transformers uses 0.001.
     load_balance: Exponent = 0.0
@@ -228,11 +232,13 @@ class UpdateConfig:
     logp_chunk_tokens: int = 0
     # The batch size for which learning rates and decays of averages (of the weights, `norm_decay` of advantages) are
     # chosen. With c times as many rollouts in a step and in an iteration, rates are multiplied by sqrt(c), and the
-    # number of steps that a decay averages over is divided by c. A run then does the same per rollout. 0 = batch_size.
+    # number of steps that a decay averages over is divided by c. Each rollout then has about the same effect as with
+    # the reference batch size. 0 = batch_size.
     scaled_from_batch_size: int = 0
     # Training is refused if the log-probabilities of learner and sampler differ by more than this many nats on the
-    # first batch. The limit applies to every token. If one of the two rounds (bfloat16, rollout.weights), it applies to
-    # the mean, and at most one token in a hundred may differ by more than ten times the limit.
+    # first batch. The limit applies to every token. If learner or sampler round their numbers (bfloat16,
+    # rollout.weights), the limit applies to the mean, and at most one token in a hundred may differ by more than ten
+    # times the limit.
     max_sampler_learner_gap_nats: Positive = 0.05
     # The run stops after this many consecutive updates with a loss or gradient that is not finite. Such updates are
     # skipped. The last batch is written to a file.
@@ -247,7 +253,7 @@ class OptimizerConfig:
     # The dtype of the moments between steps. Moments are rounded stochastically. bfloat16 needs half the memory, int8
     # (8-bit Adam) a quarter.
     moment_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    # Adam changes a weight by about this much in a step, for any size of the gradient.
+    # The learning rate. Adam changes a weight by about this much in a step, whatever the size of the gradient.
     learning_rate: Rate = 1e-5
     # The learning rate after the warm-up: "constant", or "linear" or "cosine" to zero at the last step.
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -261,8 +267,8 @@ class OptimizerConfig:
     weight_decay: Exponent = 0.0
     # The gradient is scaled down to this global norm. 0 = no limit.
     max_grad_norm: float = 1.0
-    # The moments, but not the schedule, start anew every so many steps. Kimi resets them after every iteration. 0 =
-    # never.
+    # The moments, but not the schedule, start anew every so many steps. Kimi k1.5 resets the moments after every
+    # iteration. 0 = never.
     reset_every_steps: Annotated[CountOrZero, WITH_MOMENTS] = 0
     # Whether the moments are in the pinned memory of the host. An optimizer step moves them to the device and back.
     offload: bool = False
@@ -273,15 +279,15 @@ class MeshConfig:
     # The number of devices on each axis. data = 0 uses all devices that the other axes leave.
     data: int = 0
     fsdp: Count = 1
-    # Expert parallelism: the experts of a mixture are split over these devices. The devices have rows of their own,
-    # like those of fsdp.
+    # Expert parallelism: the experts of a mixture are split over these devices. Each of these devices also has its own
+    # rows, like the devices of fsdp.
     expert: Count = 1
     # Context parallelism: the learner splits the tokens of each row over these devices, and its attention exchanges
-    # tokens for heads. The sampler uses them as further devices of fsdp, with rows of their own.
+    # tokens for heads. The sampler uses these devices as further devices of fsdp, each with its own rows.
     context: Count = 1
     tensor: Count = 1
     # Tensor parallelism of the sampler: the number of devices that split each layer of its copy of the weights. It may
-    # use the devices of fsdp and context in addition to those of tensor. 0 = as tensor.
+    # use the devices of fsdp and context in addition to the devices of tensor. 0 = the value of tensor.
     sampler_tensor: int = 0
     # Sharding rules: mesh axes of the axes of weights (vocab, embed, heads, kv_heads, mlp, expert) that differ from
     # runtime/sharding.py, such as {"embed": ("data", "fsdp")}. The axis mlp of experts may be on tensor only.
@@ -290,14 +296,15 @@ class MeshConfig:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    # The number of iterations between checkpoints. 0 = none by number. A checkpoint is always written at the end.
+    # The number of iterations between checkpoints. 0 = the number of iterations does not cause a checkpoint. A
+    # checkpoint is always written at the end.
     every_iterations: int = 0
-    # The number of minutes after which the next checkpoint is written. 0 = none by time.
+    # The number of minutes after which the next checkpoint is written. 0 = the time does not cause a checkpoint.
     every_minutes: float = 30.0
     # The number of newest checkpoints that are kept.
     keep_last: Count = 2
-    # The number of checkpoints with the best eval/pass_rate that are kept in addition. If it is not 0, a checkpoint is
-    # written after every evaluation that belongs to the best.
+    # The number of checkpoints with the best eval/pass_rate that are kept in addition. If the number is not 0, a
+    # checkpoint is written after every evaluation whose pass rate is among the best.
     keep_best: Annotated[CountOrZero, WITH_HELD_OUT] = 0
     # The time in seconds from SIGTERM to the end of a preempted host (spot VM: 30; jobs of launch/: 120). The run warns
     # if writing a checkpoint takes longer.

@@ -49,11 +49,12 @@ WITH_ADVANTAGES_OR_TIES = ReadWhen(lambda config: config.reads_function_of_advan
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    # Rank of the adapters (LoRA). The adapters learn, in float32, and the weights of model.path stay; 0 = no adapters.
+    # Rank of the adapters (LoRA). Only the adapters learn, in float32; the weights of model.path stay unchanged. 0 = no
+    # adapters.
     rank: Annotated[int, Bounds(0, 1024)] = 0
     # Scale: the output of the adapters is multiplied by alpha / rank.
     alpha: Annotated[Positive, WITH_ADAPTERS] = 32.0
-    # Rank-stabilised: multiply by alpha / sqrt(rank) instead.
+    # Rank-stabilised scale: multiply the output of the adapters by alpha / sqrt(rank) instead of alpha / rank.
     rank_stabilised: Annotated[bool, WITH_ADAPTERS] = False
     # Weight-decomposed (DoRA): also learn the norm of each row of a weight matrix.
     dora: Annotated[bool, WITH_ADAPTERS] = False
@@ -64,7 +65,7 @@ class LoraConfig:
     path: Annotated[str, WITH_ADAPTERS] = ""
     # Modules: equal parts of the rank (DPS-LoRA). One part learns at a time. The next part begins when rewards stall.
     modules: Annotated[Count, WITH_ADAPTERS] = 1
-    # Stall: number of optimizer steps of a module over which the mean rewards of the batches must not rise.
+    # Stall: rewards have stalled if the mean rewards of the batches do not rise over this many optimizer steps.
     module_steps: Annotated[int, Bounds(2, 10_000), WITH_MODULES] = 20
 
 
@@ -79,7 +80,8 @@ class EnvironmentsConfig:
     # Longest turn of the policy in tokens. A longer turn is cut and ends the completion; 0 = no limit for single turns.
     # sampling.max_completion_tokens limits all turns and answers together.
     max_turn_tokens: Annotated[CountOrZero, WITH_TURNS] = 0
-    # Longest answer in tokens, with the text that the chat template adds. It counts in max_completion_tokens.
+    # Longest answer in tokens, with the text that the chat template adds. The answer counts towards
+    # sampling.max_completion_tokens.
     max_answer_tokens: Annotated[Count, WITH_TURNS] = 64
     # Workers: processes that run environments. An episode stays in one process.
     num_workers: Annotated[int, Bounds(1, 1024), WITH_TURNS] = 2
@@ -92,9 +94,9 @@ class CriticConfig:
     """The value head, which a run has if a function of its method needs "value"."""
 
     # Gradient share: share of the value loss's gradient that the critic's head passes into the policy's hidden states;
-    # 0 = none. The head itself receives all of the gradient.
+    # 0 = no gradient. The head itself receives the whole gradient.
     gradient_share: Annotated[NotNegative, WITH_CRITIC] = 0.1
-    # Learning rate of the head. Schedule, clip and decay are those of the policy.
+    # Learning rate of the head. Schedule, gradient clip and decay are the same as for the policy.
     learning_rate: Annotated[Rate, WITH_CRITIC] = 1e-3
     # Value clip: distance from the value at rollout time up to which a prediction improves the loss, in units of
     # reward; 0 = no limit.
@@ -108,9 +110,9 @@ class CriticConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmConfig:
-    """A method: a function in each place, with its keywords as settings (``settings.use``)."""
+    """A method: one function for each of its parts. The functions' keywords are settings (``settings.use``)."""
 
-    # Advantage of a rollout: the baseline of its reward, and the scale.
+    # Advantage of a rollout: how its reward is compared with a baseline and scaled.
     advantage: Annotated[Chosen[facts.AdvantageFacts], WITH_ADVANTAGES_OR_TIES] = slot(
         advantages.ADVANTAGES | turns.ADVANTAGES,
         "rows",
@@ -133,13 +135,13 @@ class AlgorithmConfig:
     overlong_filter: bool = False
     # Surrogate objective: the loss term of each token.
     surrogate: Chosen[facts.SurrogateFacts] = slot(SURROGATES, "tokens", "clipped", facts=facts.SurrogateFacts)
-    # Old (proximal) policy: the denominator of ratios.
+    # Old (proximal) policy: the denominator of the surrogate's ratios, and the centre of its trust region.
     old_policy: Chosen[facts.OldPolicyFacts] = slot(OLD_POLICIES, "tokens", "behaviour", facts=facts.OldPolicyFacts)
     # Off-policy correction: importance weights of the old policy against the behaviour policy (of the current policy,
     # if the surrogate has no ratio). If the surrogate's ratio is already to the behaviour policy, or if the surrogate
     # needs no ratio, a correction can only mask tokens, by the ratio of the current policy.
     correction: Chosen[facts.CorrectionFacts] = slot(CORRECTIONS, "ratios", facts=facts.CorrectionFacts)
-    # Step size: factor of the learning rate in each optimizer step.
+    # Step size: function that scales the learning rate in each optimizer step.
     step_size: Chosen[facts.StepSizeFacts] = slot(
         STEP_SIZES, "ratio_sum, ratio_square_sum, num_rows", facts=facts.StepSizeFacts
     )
@@ -157,7 +159,7 @@ class AlgorithmConfig:
     # Reference reset: after these iterations the current policy becomes the reference, and the ring is emptied (ReMix:
     # 50 and 100).
     reference_reset_iterations: tuple[int, ...] = ()
-    # Entropy bonus: the schedule of its weight. The coefficient is the first weight.
+    # Entropy bonus: the schedule of its weight. The coefficient is the initial weight.
     entropy_bonus: Chosen[facts.EntropyBonusFacts] = slot(
         ENTROPY_BONUSES,
         "coefficient, entropy",
@@ -173,7 +175,7 @@ class AlgorithmConfig:
         several=True,
         settings={"coefficient": (NotNegative, 0.05)},
     )
-    # Critic, for an advantage that needs one.
+    # Critic: the value head, for an advantage that needs values.
     critic: CriticConfig = CriticConfig()
 
     @functools.cached_property
@@ -193,7 +195,7 @@ class AlgorithmConfig:
         return frozenset().union(*(chosen.facts.columns for chosen in (*self.of_credit, *self.of_loss)))
 
     def functions(self) -> Iterator[tuple[str, Chosen[Any]]]:
-        """Yield (path, function) of every place."""
+        """Yield (path, function) of every part of the method."""
         for field in dataclasses.fields(self):
             if "slot" in field.metadata:
                 places = field.metadata["slot"].places(getattr(self, field.name), f"algorithm.{field.name}")
@@ -205,7 +207,7 @@ class AlgorithmConfig:
 
     @property
     def imitates(self) -> bool:
-        """Whether the loss trains on the answers of others as they are."""
+        """Whether the loss trains on external answers without changing them."""
         return any(chosen.facts.others for chosen in self.cross_entropies)
 
     @property
@@ -215,7 +217,7 @@ class AlgorithmConfig:
 
     @property
     def tied_teaches(self) -> bool:
-        """Whether a group of equal rewards has an advantage."""
+        """Whether a group of equal rewards can have an advantage other than 0."""
         advantage = self.advantage.facts
         return not advantage.siblings or advantage.tied_teaches(self.advantage.settings)
 
@@ -236,11 +238,11 @@ class ReplayConfig:
     capacity: int = 0
     # Capacity in tokens, without padding. The oldest rollouts are overwritten first; 0 = every rollout at full length.
     capacity_tokens: int = 0
-    # Positive bias: share of the capacity for the newest overwritten rollouts that were correct
-    # (rewards.pass_threshold).
+    # Positive bias: share of the capacity that is reserved for correct rollouts (rewards.pass_threshold). It keeps the
+    # newest correct rollouts that the rest of the ring has overwritten.
     positive_fraction: Share = 0.0
-    # Admission to that share: "correct" rollouts, or "likely" rollouts, whose mean log-probability per token is at
-    # least that of the rollouts that overwrite them.
+    # Admission to the share of positive_fraction: "correct" rollouts, or "likely" rollouts. A rollout is likely if its
+    # mean log-probability per token is at least that of the rollouts that overwrite it.
     admission: Annotated[Chosen[facts.AdmissionFacts], WITH_SECOND_RING] = slot(
         ADMISSIONS,
         "evicted, rows, pass_threshold",
@@ -248,8 +250,8 @@ class ReplayConfig:
         facts=facts.AdmissionFacts,
     )
     # Draw weights, in proportion to which rollouts are drawn: "uniform", "priority" (priority ** exponent), "age"
-    # (exp(-age / scale_iterations)), "fresh_or_older" (each batch has either fresh or older rollouts), or
-    # "uniform_then_fresh" (from some iteration on only fresh rollouts).
+    # (exp(-age / scale_iterations)), "fresh_or_older" (each batch has either fresh rollouts, from this iteration, or
+    # older rollouts), or "uniform_then_fresh" (from some iteration on only fresh rollouts).
     draw: Chosen[facts.DrawFacts] = slot(DRAWS, "stored", "uniform", facts=facts.DrawFacts)
     # Priority of a rollout for draw="priority": "advantage" (absolute value), "reward" (0 if negative), "length"
     # (tokens of the completion) or "surprise" (minus the mean log-probability of its tokens when they were drawn).
@@ -263,7 +265,7 @@ class ReplayConfig:
     # Reuse: number of times that a rollout may be drawn; 0 = no limit.
     max_uses: int = 0
     # Fresh share: share of each update batch from rollouts inserted in this iteration. The rest comes from older
-    # rollouts, if there are enough. The draw "fresh_or_older" chooses for each batch as a whole.
+    # rollouts, if there are enough. The draw "fresh_or_older" instead chooses one of the two for a whole batch.
     fresh_fraction: Share = 0.0
     # Unit of a draw: "group" (all samples of a prompt, as neighbours) or "rollout" (each by itself). If a micro-batch
     # holds whole groups, the learner computes their prompt once.
@@ -271,24 +273,24 @@ class ReplayConfig:
     # Tied groups: draw none of their rollouts. If the advantage compares siblings, a group is tied if all its scores
     # are equal (unless "amplify_positive" gives it an advantage). Otherwise a group without an advantage is tied.
     skip_tied: bool = False
-    # Latest visit: draw only the rollouts of each question's latest visit. Visits without a rollout to draw do not
-    # count.
+    # Latest visit: draw only the rollouts of each question's latest visit. Visits without a rollout that may be drawn
+    # are ignored.
     latest_visit: bool = False
-    # Effective sample size: retire the rollouts of an age if their effective sample size (update/ess_frac_age_...)
-    # falls below this number; 0 = draw all.
+    # Effective sample size: never draw the rollouts of an age again if their effective sample size
+    # (update/ess_frac_age_...) falls below this number; 0 = draw all.
     min_ess: Share = 0.0
     # Retirement: which new rollouts are never drawn. Earlier rollouts of their questions are retired too. "solved":
     # groups of which at least a share is correct.
     retirement: Chosen[facts.RetirementFacts] = slot(RETIREMENTS, "rows, pass_threshold", facts=facts.RetirementFacts)
-    # Cost ratio: seconds to generate a rollout divided by seconds to train on one, for the compute in curves; 0 = as
-    # measured.
+    # Cost ratio: seconds to generate a rollout divided by seconds to train on a rollout. Curves over compute use it; 0
+    # = as measured.
     cost_ratio: float = 0.0
     # Number of shards of the ring; 0 = the mesh's data-parallel size. Set it to get the same draws on another mesh.
     shards: int = 0
     # Memory of the rows: "device", or "host" for a large capacity (pinned; only inserted and drawn rows are copied).
     memory: Literal["device", "host"] = "device"
 
-    # Settings of earlier versions: the value without effect, and what to set instead.
+    # Settings of earlier versions: the value that had no effect, and the setting that replaces it.
     REPLACED_SETTINGS: ClassVar[dict[str, tuple[Any, str]]] = {
         "solved_fraction": (0.0, "replay.retirement=solved and replay.retirement.share"),
         "fresh_batches": (
