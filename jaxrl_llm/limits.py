@@ -1,7 +1,7 @@
 """Rules for settings: which sizes fit together, and which texts are allowed.
 
-Owns: these rules and their messages. Does not know: bounds of a single number, which are declared at its setting
-(config), the needs of a method's function, which the function declares (algorithms.facts), devices, files.
+Owns: rules over settings and their messages. Does not know: bounds of a single number, which are declared at its
+setting (config), the needs of a method's function, which the function declares (algorithms.facts), devices, files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from jaxrl_llm.settings.schema import MOST, chosen_functions, flatten, plain_text, unread
 
-FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # sources of questions that read a file
-# Texts that a model reads. Other text settings are names, mostly of files.
+FILE_SOURCES = ("jsonl", "parquet", "code", "text")  # values of prompts.source that read a file
+# Settings whose text a model reads. Other text settings are names, mostly of files.
 TEXTS = ("prompts.system_prompt", "sampling.stop_strings", "sampling.stop_tokens")
 # Largest number of questions that a source may generate before a run begins.
 MOST_MADE = 10_000_000
@@ -29,7 +29,8 @@ def complaint(config: Any, flat: dict[str, Any]) -> str | None:
         config: a ``Config`` whose fields have their declared types.
         flat: the leaves of ``config`` by dotted name.
     """
-    for path, value in flatten(config, whole=True).items():  # functions check their own settings
+    # Skip the settings of functions, which are checked with the function.
+    for path, value in flatten(config, whole=True).items():
         for item in value if isinstance(value, tuple) else (value,):
             broken_rule = _rule_of_value(path, item)
             if broken_rule is not None:
@@ -196,7 +197,7 @@ def _rules_of_sampling(config: Any) -> Iterator[Rule]:
 
 
 def _rules_of_learning(config: Any) -> Iterator[Rule]:
-    """Yield the rules that a run learns something."""
+    """Yield the rules without which a run would not learn."""
     yield (
         config.optimizer.learning_rate > 0,
         "[optimizer.learning_rate] must be more than 0: nothing would learn. `python -m jaxrl_llm.evaluate` measures a "

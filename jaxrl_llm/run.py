@@ -1,6 +1,7 @@
 """A run: the programs of an actor and of a learner for a config and an architecture on a mesh.
 
-``train`` compiles the programs for the present devices. ``plan`` compiles the same programs for a pod that is absent.
+``train`` compiles the programs for the present devices. ``plan`` compiles the same programs for a pod that this machine
+is not part of.
 
 Owns: which programs a run has, and the shapes that pass between them. Does not know: weights, data, time.
 """
@@ -54,7 +55,7 @@ class Run:
 
     @property
     def beside(self) -> dict[str, Any]:
-        """Device memory that the programs' sizes do not show: keyword arguments of ``programs.in_use_bytes``."""
+        """Arguments of ``programs.in_use_bytes`` about device memory that the programs' sizes do not include."""
         frozen = sharding.device_bytes(self.learner.frozen)
         return {
             "keeps_slots": self.config.rollout.lookahead_prompts > 0,
@@ -282,7 +283,7 @@ def check_room(run: Run, *entries: tuple[Any, ...]) -> None:
     """Check that arrays fit in the memory of a device.
 
     Args:
-        entries: (arrays, names of the settings that make them large); none = the arrays of ``run``.
+        entries: (arrays, names of the settings that make them large); without entries, the arrays of ``run``.
 
     Raises:
         ConfigError: one of the entries does not fit.

@@ -17,8 +17,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-# Two kinds of values if several hosts run one job. An Agreed value enters a program, or decides whether a program is
-# called. If one host had another value, the other hosts would wait forever. A PerHost value is for that host's rows.
+# If several hosts run one job, a host value is of one of two kinds. An Agreed value must be equal on all hosts, because
+# it enters a program or decides whether a program is called. If one host had another value, the other hosts would wait
+# forever. A PerHost value describes the rows of its host.
 T = TypeVar("T")
 Agreed = Annotated[T, "the same on every host"]
 PerHost = Annotated[T, "of this host's rows alone"]
@@ -28,7 +29,7 @@ STOP_NONE = 0  # not finished
 STOP_EOS = 1
 STOP_LENGTH = 2  # reached max_completion_tokens: a truncated completion
 STOP_STRING = 3
-STOP_TURNS = 4  # the environment replied after turn number environments.max_turns, the last allowed turn
+STOP_TURNS = 4  # ended after turn number environments.max_turns, the last allowed turn
 STOP_NAMES = ("none", "eos", "length", "stop_string", "max_turns")
 
 # Column age_bucket of an experience: largest age of each bucket, in iterations. One more bucket has all older rows.
@@ -83,7 +84,7 @@ class WithColumns:
 
     def with_columns(self, **columns: jax.Array) -> Self:
         """Return a copy with these columns added. Columns of the same names are replaced."""
-        record = cast(Any, self)  # every subclass is a dataclass, which the type of this base cannot express
+        record = cast(Any, self)  # every subclass is a dataclass, but the type of this base class cannot express it
         return dataclasses.replace(record, columns={**self.columns, **columns})
 
 
@@ -159,7 +160,7 @@ class Rewards:
     outcome: Any  # [B] i8, OUTCOME_*
     errors: tuple[str, ...] = ()  # first few error messages, for the log
     # name -> [B, ...] f32, 0.0 without a value: the columns with ``from_rewards`` in ``algorithms.inputs.COLUMNS`` that
-    # the method reads. "turn_reward" is always there if completions have several turns.
+    # the method reads. If completions have several turns, "turn_reward" always exists.
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -190,7 +191,7 @@ class Scores:
 
     reward: jax.Array  # [B] f32, 0.0 if not trainable
     trainable: jax.Array  # [B] bool, False if the reward failed or the row is padding
-    question_id: jax.Array  # [B] i32, of the row's question: the same on every visit
+    question_id: jax.Array  # [B] i32, question_id of the row's question, the same on every visit
     parts: tuple[jax.Array, ...]  # [B] f32 before weighting, one per reward function; () if only the sum is needed
     columns: Mapping[str, jax.Array]  # [B, ...] f32, values of the methods' memories per row, and Rewards.columns
     memory: Mapping[str, jax.Array]  # f32 arrays of the methods' memories that have no row dimension
@@ -228,7 +229,7 @@ class RingState:
 
 @flax.struct.dataclass
 class TrainState:
-    """Everything the optimizer owns: a pure pytree."""
+    """The state of training: parameters, optimizer state and step count, as a pytree of arrays."""
 
     # "policy", and "critic" if credit needs one: a value head on the policy's hidden states, {"kernel": [D, m],
     # "bias": [m]} f32, which is neither published nor exported.
@@ -238,7 +239,8 @@ class TrainState:
     # Weights of other policies if the method needs them: "average", "previous" (the policy before the updates of the
     # previous iteration), "reference" (only if the run resets the reference).
     others: Mapping[str, Any] = flax.struct.field(default_factory=dict)
-    scalars: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)  # "entropy_coefficient" if it changes
+    # "entropy_coefficient", if the weight of the entropy bonus changes.
+    scalars: Mapping[str, jax.Array] = flax.struct.field(default_factory=dict)
 
 
 @flax.struct.dataclass
@@ -258,7 +260,7 @@ class Sums:
         return self.totals[name] if name in self.totals else self.maxima[name]
 
     def union(self, other: Sums) -> Sums:
-        """Return the sums of both. No name may be in both."""
+        """Return the union of two sets of sums. A name may be in only one of them."""
         return Sums(
             {**self.totals, **other.totals},
             {**self.maxima, **other.maxima},
