@@ -4,9 +4,10 @@ import re
 
 import numpy as np
 import pytest
+from support.refusal import refused
 
 from jaxrl_llm.actor.evaluation import questions
-from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
+from jaxrl_llm.config import PromptsConfig, freeze
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.questions.tasks import arithmetic
@@ -52,21 +53,18 @@ def test_no_question_is_of_both_parts_whatever_the_seed():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "named"),
     [
-        ({"term": 2}, "prompts.arguments.term=2 is not one of terms, largest, modulus"),
-        ({"terms": 1}, "prompts.arguments.terms=1 must be a whole number of at least 2"),
-        ({"largest": 9.0}, "prompts.arguments.largest=9.0 must be a whole number of at least 1"),
-        (
-            {"part": "tests"},
-            "prompts.name='tests' is no part of the sums: prompts.name and eval.name take '', 'train', 'test'",
-        ),
-        ({"part": "test", "size": 1}, "prompts.size=1 is too small: none of the sums is of the part 'test'"),
-        ({"modulus": True}, "prompts.arguments.modulus=True must be a whole number"),
+        ({"term": 2}, ("prompts.arguments.term", 2)),
+        ({"terms": 1}, ("prompts.arguments.terms", 1)),
+        ({"largest": 9.0}, ("prompts.arguments.largest", 9.0)),
+        ({"part": "tests"}, ("prompts.name", "tests", "'train'", "'test'")),
+        ({"part": "test", "size": 1}, ("prompts.size", 1, "'test'")),
+        ({"modulus": True}, ("prompts.arguments.modulus", True)),
     ],
 )
-def test_an_argument_that_cannot_be_is_named(arguments, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_an_argument_that_cannot_be_is_named(arguments, named):
+    with refused(*named):
         load(**arguments)
 
 

@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from support.refusal import ANY, refused
+from support.refusal import ANY, check_row, refused, refused_row
 
-from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.questions.tasks import code, load, scorer
 from jaxrl_llm.sandbox.sandbox import SandboxError
 
@@ -92,54 +92,53 @@ def test_arguments_change_the_prompt_and_the_limits(loaded):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ("[1]", "must be an object, not list"),
-        ("{", "not JSON"),
-        ({"text": "t"}, "must have one of `test_list` (MBPP) and `test` (HumanEval); its keys are ['text']"),
-        (ROW | HUMAN, "must have one of `test_list` (MBPP) and `test` (HumanEval)"),
-        (ROW | {"test_import": []}, "unknown key `test_import`; did you mean `test_imports`"),
-        (ROW | {"zzz": 1}, "unknown key `zzz`: its form has text, prompt, test_list"),
-        (HUMAN | {"entrypoint": "f"}, "unknown key `entrypoint`; did you mean `entry_point`"),
-        (ROW | {"test_list": "assert f()"}, "`test_list` must be a list of texts, not 'assert f()'"),
-        (ROW | {"test_list": [1]}, "`test_list` must be a list of texts, not [1]"),
-        (ROW | {"test_list": []}, "`test_list` is empty"),
-        (ROW | {"test_list": ["assert f()", "# todo"]}, "`test_list[1]`='# todo' tests nothing: it has no statement"),
-        (ROW | {"test_list": ["assert f() ==", "1"]}, "`test_list[0]` is not Python: invalid syntax"),
-        (ROW | {"test_setup_code": "import"}, "`test_imports` or `test_setup_code` is not Python"),
-        (ROW | {"prompt": "p"}, "must have one of `text` and `prompt`"),
-        (ROW | {"text": ""}, "must have one of `text` and `prompt`, and not empty"),
-        (HUMAN | {"prompt": ""}, "`prompt` is missing or empty"),
-        (HUMAN | {"entry_point": None}, "`entry_point` is missing or empty"),
-        (HUMAN | {"entry_point": "f()"}, "`entry_point` must be the name of a function, not 'f()'"),
-        (HUMAN | {"entry_point": "g"}, "`prompt` does not begin a function 'g', which is `entry_point`"),
-        (HUMAN | {"test": "assert f(1)"}, "`test` does not define a function check(candidate)"),
-        (HUMAN | {"test": "def check("}, "`test` is not Python"),
+        ("[1]", ["object", "list"]),
+        ("{", ["JSON"]),
+        ({"text": "t"}, ["`test_list`", "`test`", "['text']"]),
+        (ROW | HUMAN, ["`test_list`", "`test`"]),
+        (ROW | {"test_import": []}, ["`test_import`", "`test_imports`"]),
+        (ROW | {"zzz": 1}, ["`zzz`", "text, prompt, test_list"]),
+        (HUMAN | {"entrypoint": "f"}, ["`entrypoint`", "`entry_point`"]),
+        (ROW | {"test_list": "assert f()"}, ["`test_list`", "'assert f()'"]),
+        (ROW | {"test_list": [1]}, ["`test_list`", "[1]"]),
+        (ROW | {"test_list": []}, ["`test_list`"]),
+        (ROW | {"test_list": ["assert f()", "# todo"]}, ["`test_list[1]`='# todo'"]),
+        (ROW | {"test_list": ["assert f() ==", "1"]}, ["`test_list[0]`", "invalid syntax"]),
+        (ROW | {"test_setup_code": "import"}, ["`test_imports`", "`test_setup_code`"]),
+        (ROW | {"prompt": "p"}, ["`text`", "`prompt`"]),
+        (ROW | {"text": ""}, ["`text`", "`prompt`"]),
+        (HUMAN | {"prompt": ""}, ["`prompt`"]),
+        (HUMAN | {"entry_point": None}, ["`entry_point`"]),
+        (HUMAN | {"entry_point": "f()"}, ["`entry_point`", "'f()'"]),
+        (HUMAN | {"entry_point": "g"}, ["`prompt`", "'g'", "`entry_point`"]),
+        (HUMAN | {"test": "assert f(1)"}, ["`test`", "check(candidate)"]),
+        (HUMAN | {"test": "def check("}, ["`test`"]),
     ],
 )
 def test_a_bad_row_is_refused_with_file_line_and_key(loaded, row, words):
-    with pytest.raises(ConfigError) as refused:
+    with refused_row("tasks.jsonl", 2, *words):
         loaded(ROW, row)
-    assert "tasks.jsonl:2: " in str(refused.value) and words in str(refused.value)
     skipping = loaded(ROW, row, bad_row="skip")
-    assert len(skipping.examples) == 1 and words in skipping.bad_rows[0]
+    assert len(skipping.examples) == 1
+    check_row(skipping.bad_rows[0], "tasks.jsonl", 2, *words)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "named"),
     [
-        ({"tests": 1}, "prompts.arguments.tests=1 is not one of shown_tests, template, check_solutions"),
-        ({"check_solutions": 1}, "prompts.arguments.check_solutions=1 must be True or False"),
-        ({"shown_tests": -2}, "prompts.arguments.shown_tests=-2 must be a whole number of at least -1"),
-        ({"template": "{tests}"}, "prompts.arguments.template='{tests}' must be text with {text}"),
-        ({"sandbox": 1}, "prompts.arguments.sandbox=1 must be settings by name"),
-        ({"sandbox": {"time": 1}}, "prompts.arguments.sandbox.time=1 is not one of seconds, memory_mb"),
-        ({"sandbox": {"seconds": 0}}, "prompts.arguments.sandbox.seconds=0 must be a number of at least 0.01"),
-        ({"sandbox": {"required": 1}}, "prompts.arguments.sandbox.required=1 must be True or False"),
+        ({"tests": 1}, ("prompts.arguments.tests", 1)),
+        ({"check_solutions": 1}, ("prompts.arguments.check_solutions", 1)),
+        ({"shown_tests": -2}, ("prompts.arguments.shown_tests", -2)),
+        ({"template": "{tests}"}, ("prompts.arguments.template", "{tests}")),
+        ({"sandbox": 1}, ("prompts.arguments.sandbox", 1)),
+        ({"sandbox": {"time": 1}}, ("prompts.arguments.sandbox.time", 1)),
+        ({"sandbox": {"seconds": 0}}, ("prompts.arguments.sandbox.seconds", 0)),
+        ({"sandbox": {"required": 1}}, ("prompts.arguments.sandbox.required", 1)),
     ],
 )
-def test_bad_arguments_are_refused_by_name(loaded, arguments, words):
-    with pytest.raises(ConfigError) as refused:
+def test_bad_arguments_are_refused_by_name(loaded, arguments, named):
+    with refused(*named):
         loaded(ROW, **arguments)
-    assert words in str(refused.value)
 
 
 def test_solutions_are_checked_where_that_is_asked_for(loaded):
@@ -160,12 +159,12 @@ def test_a_sandbox_that_cannot_be_had_is_refused_before_the_run(loaded, monkeypa
         raise SandboxError("sandbox.required, and there is none here: unshare: Operation not permitted")
 
     monkeypatch.setattr(code, "Sandbox", none)
-    with pytest.raises(ConfigError, match=r"prompts.arguments.sandbox: sandbox.required, and there is none here"):
+    with refused("prompts.arguments.sandbox", ANY, "'required': True", "sandbox.required"):
         loaded(ROW, sandbox={"required": True})
     monkeypatch.undo()
-    with pytest.raises(ConfigError, match="holds no question"):
+    with refused("prompts.name", ANY, "tasks.jsonl"):
         loaded()
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with refused("prompts.name", "/nowhere.jsonl"):
         load(PromptsConfig(source="code", name="/nowhere.jsonl"), seed=0)
 
 
@@ -202,14 +201,14 @@ def test_without_parts_or_solutions_questions_are_as_they_are(loaded):
 
 @pytest.mark.parametrize("parts", [-1, 101, 1.0, True, "2"])
 def test_parts_are_a_small_number(loaded, parts):
-    with pytest.raises(ConfigError, match=r"prompts.arguments.given_parts=.* must be a whole number from 0 to 100"):
+    with refused("prompts.arguments.given_parts", parts, "100"):
         loaded(SOLVED, given_parts=parts)
 
 
 def test_parts_want_solutions_and_a_rate_to_go_on_at(loaded):
     with refused("prompts.arguments.given_parts", ANY, "'f'"):
         laddered(loaded, {**SOLVED, "code": None}, parts=2)
-    with pytest.raises(ConfigError, match=r"prompts.retire_pass_rate=0.0 must be above 0 with .*given_parts=2"):
+    with refused("prompts.retire_pass_rate", 0.0, "prompts.arguments.given_parts=2"):
         laddered(loaded, SOLVED, parts=2, rate=0.0)
 
 
@@ -246,5 +245,5 @@ def test_a_standard_module_without_an_import_is_python_s_own(loaded):
 
 
 def test_a_test_that_no_answer_takes_part_in_is_a_bad_row(loaded):
-    with pytest.raises(ConfigError, match="uses no name that an answer could define"):
+    with refused_row("tasks.jsonl", 1, "`test_list`"):
         loaded({"text": "t", "test_list": ["assert 1 == 1"]})

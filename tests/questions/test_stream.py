@@ -18,7 +18,7 @@ import time
 import numpy as np
 import pytest
 from support.building import needs_reasoning_gym
-from support.refusal import check_refusal, refused
+from support.refusal import ANY, check_refusal, check_row, raises_with, refused, refused_row
 
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, EvalConfig, PromptsConfig, freeze
@@ -122,17 +122,17 @@ def test_order_does_not_depend_on_the_batch_size():
 def test_stream_of_other_questions_is_not_restored():
     state = stream(7).state()
     for other in (stream(8), stream(7, seed=1), stream(7, shuffle=False)):
-        with pytest.raises(ConfigError, match="fingerprint"):
+        with raises_with(ConfigError, "fingerprint"):
             other.restore(state)
 
 
 def test_questions_whose_hidden_word_has_changed_are_others():
-    """Their prompts are alike, and what was learned of one is not of the other."""
+    """Their prompts are equal, but the statistics of one question are not those of the other."""
     rows = lambda *words: [EncodedExample(Example("guess", {}, hidden=word), np.arange(3), 8) for word in words]
     of = lambda *words: PromptStream(rows(*words), PromptsConfig(), Ledger(), seed=0)
     state = of("apple", "grape").state()
     of("apple", "grape").restore(state)
-    with pytest.raises(ConfigError, match="fingerprint"):
+    with raises_with(ConfigError, "fingerprint"):
         of("melon", "grape").restore(state)
 
 
@@ -146,10 +146,13 @@ def test_a_file_with_other_answers_or_held_out_questions_is_refused_unless_allow
     )
     state = json.loads(json.dumps(of("ab", "cd").state()))
     of("ab", "cd").check(state, allow_changes=False)
-    for sets, changed in ((("aX", "cd"), "answers or other columns"), (("ab", "cX"), "held-out questions"),
-                          (("ab", "c"), "held-out questions"),
-                          (("Xb", "Xd"), "answers or other columns and the held-out questions")):  # fmt: skip
-        with pytest.raises(ConfigError, match=rf"^the {changed} differ from the checkpoint's.*--allow_config"):
+    for sets, changed in (
+        (("aX", "cd"), ["answers"]),
+        (("ab", "cX"), ["held-out questions"]),
+        (("ab", "c"), ["held-out questions"]),
+        (("Xb", "Xd"), ["answers", "held-out questions"]),
+    ):
+        with raises_with(ConfigError, *changed, "--allow_config_changes"):
             of(*sets).check(state, allow_changes=False)
         of(*sets).check(state, allow_changes=True)
         of(*sets).restore(state)
@@ -232,7 +235,7 @@ def test_holding_out_nothing_keeps_everything_and_everything_is_refused():
     examples = numbered(5) + numbered(5)
     assert split_held_out(examples, 0, seed=0) == (tuple(examples), ())
     assert len(split_held_out(examples, 4, seed=0)[0]) == 2
-    with pytest.raises(ConfigError, match=r"eval\.num_prompts=5 must be less than the 5 distinct"):
+    with refused("eval.num_prompts", 5):
         split_held_out(examples, 5, seed=0)
 
 
@@ -242,29 +245,28 @@ def test_holding_out_nothing_keeps_everything_and_everything_is_refused():
 def test_long_prompts_are_refused_or_counted_and_left_out():
     examples = [Example("ab", {}, "f.jsonl:1"), Example("abcdef", {}, "f.jsonl:2"), Example("abcde", {}, "f.jsonl:3")]
     refuse = PromptsConfig(max_tokens=5, chat_template=False)
-    with pytest.raises(ConfigError, match=r"f\.jsonl:2: prompt of 6 tokens is over prompts\.max_tokens=5"):
+    with refused_row("f.jsonl", 2, "6 tokens", "prompts.max_tokens=5"):
         encode_examples(examples, ByteTokenizer(), refuse)
     skip = PromptsConfig(max_tokens=5, chat_template=False, long_prompt="skip")
     kept, messages = encode_examples(examples, ByteTokenizer(), skip)
     assert [row.example.prompt for row in kept] == ["ab", "abcde"]
-    assert messages == ["f.jsonl:2: prompt of 6 tokens is over prompts.max_tokens=5"]
-    with pytest.raises(
-        ConfigError, match=r"no prompt is left: 3 are left out \(f\.jsonl:1: prompt of 3 tokens is over"
-    ):
+    (message,) = messages
+    check_row(message, "f.jsonl", 2, "6 tokens", "prompts.max_tokens=5")
+    with refused_row("f.jsonl", 1, "3 tokens", "prompts.max_tokens=1"):
         encode_examples(examples, ByteTokenizer(), PromptsConfig(max_tokens=1, long_prompt="skip"))
 
 
 def test_prompts_that_have_no_token_ids_are_named_or_left_out_wherever_they_stand():
     texts = ["refused" if i in (0, 15, 16, 130, 199) else str(i) for i in range(200)]
     examples = [Example(text, {}, f"f:{i}") for i, text in enumerate(texts)]
-    with pytest.raises(ConfigError, match=r"^f:0: the template refuses it \(prompts.bad_row='skip' leaves"):
+    with refused_row("f", 0, "the template refuses it", "prompts.bad_row='skip'"):
         encode_examples(examples, ByteTokenizer(), PromptsConfig(chat_template=False))
     skip = PromptsConfig(chat_template=False, bad_row="skip")
     kept, messages = encode_examples(examples, ByteTokenizer(), skip)
     assert [row.example.prompt for row in kept] == [text for text in texts if text != "refused"]
     assert [bytes(row.tokens.tolist()).decode() for row in kept] == [row.example.prompt for row in kept]
     assert messages == [f"f:{i}: the template refuses it" for i in (0, 15, 16, 130, 199)]
-    with pytest.raises(ConfigError, match="no prompt is left: 1 are left out"):
+    with refused_row("f", 0, "the template refuses it"):
         encode_examples(examples[:1], ByteTokenizer(), skip)
 
 
@@ -278,7 +280,7 @@ def test_the_first_prompt_that_is_refused_ends_it():
             return super().encode_prompts(prompts, **how)
 
     tokenizer = Counting()
-    with pytest.raises(ConfigError, match="f:0: prompt of 9 tokens"):
+    with refused_row("f", 0, "9 tokens"):
         examples = [Example("too long!", {}, f"f:{i}") for i in range(100_000)]
         encode_examples(examples, tokenizer, PromptsConfig(max_tokens=8, chat_template=False))
     assert tokenizer.calls < 4000  # of 6250 in all; those that had begun
@@ -355,7 +357,7 @@ def test_what_was_solved_survives_a_checkpoint_and_nothing_retires_unasked():
 
 
 def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(ConfigError, match="f:1: the prompt has no token"):
+    with refused_row("f", 1):
         encode_examples([Example("", {}, "f:1")], ByteTokenizer(), PromptsConfig(chat_template=False))
 
 
@@ -363,7 +365,7 @@ def test_a_question_that_was_changed_since_the_checkpoint_is_noticed():
     state = stream(7).state()
     changed = [*numbered(6), Example("q7", {"answer": 6}, "file.jsonl:7")]
     rows = encode_examples(changed, ByteTokenizer(), PromptsConfig(max_tokens=6))[0]
-    with pytest.raises(ConfigError, match="fingerprint"):
+    with raises_with(ConfigError, "fingerprint"):
         PromptStream(rows, PromptsConfig(max_tokens=6), Ledger(), seed=0).restore(state)
 
 
@@ -397,41 +399,41 @@ def test_jsonl_rows_become_prompts_and_columns(tmp_path):
 
 
 BAD_ROWS = [
-    (b'{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
-    (b'{"prompt": "\xe4"}', "not UTF-8: byte 0xe4"),
-    (b"[1]", "must be an object with `prompt` or `messages`, not list"),
-    (b'{"question": "a"}', "must have one of `prompt` and `messages`; its columns are ['question']"),
-    (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', "must have one of"),
-    (b'{"prompt": 3}', "`prompt` must be text or a list of messages, not 3"),
-    (b'{"prompt": ""}', "`prompt` is empty"),
-    (b'{"messages": "a"}', "`messages` must be a list of messages"),
-    (b'{"messages": []}', "`messages` must be a list of messages"),
-    (b'{"messages": [{"role": "user"}]}', "texts `role` and `content`"),
+    (b'{"prompt": "a"', ["JSON", "column 15"]),
+    (b'{"prompt": "\xe4"}', ["UTF-8", "0xe4"]),
+    (b"[1]", ["`prompt`", "`messages`", "list"]),
+    (b'{"question": "a"}', ["`prompt`", "`messages`", "['question']"]),
+    (b'{"prompt": "a", "messages": [{"role": "user", "content": "a"}]}', ["`prompt`", "`messages`"]),
+    (b'{"prompt": 3}', ["`prompt`", "3"]),
+    (b'{"prompt": ""}', ["`prompt`"]),
+    (b'{"messages": "a"}', ["`messages`"]),
+    (b'{"messages": []}', ["`messages`"]),
+    (b'{"messages": [{"role": "user"}]}', ["`role`", "`content`"]),
     (
         b'{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "tool", "content": "1"}]}',
-        "a message has `tool_calls`, which are not read",
+        ["`tool_calls`"],
     ),
-    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', "nothing is left"),
-    (b'{"prompt": "a", "completions": 1}', "column `completions` has the name of an argument"),
-    (b"[" * 100_000, "not JSON: nested too deeply"),
-    # Half of it is more than what hands columns to the reward functions can take.
-    (b'{"prompt": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}", "not JSON: nested too deeply"),
-    (b'{"prompt": "a", "x": ' + b'{"x": ' * 101 + b"1" + b"}" * 102, "not JSON: nested too deeply"),
-    (b'{"prompt": "a\0"}', "not JSON: Invalid control character at column 14"),
-    (b'{"prompt": "a"}\r{"prompt": "b"}', "not JSON: Extra data at column 17"),
-    (b'{"prompt": "a", "x": ' + b"1" * 5000 + b"}", "not JSON: Exceeds the limit (4300 digits)"),
-    (b'{"prompt": "a", "prompt": "b"}', "key 'prompt' stands in an object twice"),
-    (b'{"prompt": "a", "x": [{"y": 1, "z": 2, "y": 1}]}', "key 'y' stands in an object twice"),
-    (b'{"prompt": NaN}', "`prompt` must be text or a list of messages, not nan"),
-    (b'{"prompt": ["a"]}', "a message must have texts `role` and `content`, not 'a'"),
+    (b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}', ["nothing is left"]),
+    (b'{"prompt": "a", "completions": 1}', ["`completions`"]),
+    (b"[" * 100_000, ["JSON", "nested"]),
+    # Half of this depth is already too deep for the process that passes columns to reward functions.
+    (b'{"prompt": "a", "x": ' + b"[" * 600 + b"]" * 600 + b"}", ["JSON", "nested"]),
+    (b'{"prompt": "a", "x": ' + b'{"x": ' * 101 + b"1" + b"}" * 102, ["JSON", "nested"]),
+    (b'{"prompt": "a\0"}', ["JSON", "column 14"]),
+    (b'{"prompt": "a"}\r{"prompt": "b"}', ["JSON", "column 17"]),
+    (b'{"prompt": "a", "x": ' + b"1" * 5000 + b"}", ["JSON", "4300"]),
+    (b'{"prompt": "a", "prompt": "b"}', ["'prompt'"]),
+    (b'{"prompt": "a", "x": [{"y": 1, "z": 2, "y": 1}]}', ["'y'"]),
+    (b'{"prompt": NaN}', ["`prompt`", "nan"]),
+    (b'{"prompt": ["a"]}', ["`role`", "`content`", "'a'"]),
     (
         b'{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}',
-        "texts `role` and `content`, not",
+        ["`role`", "`content`"],
     ),
-    (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', "texts `role` and `content`, not"),
-    ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8: byte 0xff at 0; a line must be JSON in UTF-8, not compressed"),
-    (gzip.compress(b'{"prompt": "a"}', mtime=0).replace(b"\n", b""), "not UTF-8: byte 0x8b at 1"),
-    (b'{"prompt": "\xed\xa0\x80"}', "not UTF-8: byte 0xed at 12"),
+    (b'{"messages": [{"role": "assistant", "content": null, "tool_calls": []}]}', ["`role`", "`content`"]),
+    ('{"prompt": "a"}'.encode("utf-16"), ["UTF-8", "0xff at 0"]),
+    (gzip.compress(b'{"prompt": "a"}', mtime=0).replace(b"\n", b""), ["UTF-8", "0x8b at 1"]),
+    (b'{"prompt": "\xed\xa0\x80"}', ["UTF-8", "0xed at 12"]),
 ]
 
 
@@ -439,15 +441,14 @@ BAD_ROWS = [
 def test_bad_row_is_named_by_file_and_line_and_refused_or_skipped(tmp_path, row, words):
     path = tmp_path / "q.jsonl"
     text = b'{"prompt": "a"}\n\n' + row + b'\n{"prompt": "b"}\n'
-    with pytest.raises(ConfigError) as error:
+    with refused_row(path, 3, "prompts.bad_row", *words) as error:
         load_jsonl(path, text)
-    message = str(error.value)
-    assert message.startswith(f"{path}:3: ") and words in message and "prompts.bad_row" in message
-    assert "\n" not in message
+    assert "\n" not in str(error.value)
     loaded = load_jsonl(path, text, bad_row="skip")
     assert [e.prompt for e in loaded.examples] == ["a", "b"]
     assert [e.origin for e in loaded.examples] == [f"{path}:1", f"{path}:4"]
-    assert len(loaded.bad_rows) == 1 and loaded.bad_rows[0].startswith(f"{path}:3: ") and words in loaded.bad_rows[0]
+    assert len(loaded.bad_rows) == 1
+    check_row(loaded.bad_rows[0], path, 3, *words)
 
 
 def test_unusual_texts_and_columns_come_through_as_they_are(tmp_path):
@@ -499,15 +500,12 @@ def test_columns_get_the_names_that_tasks_look_for(tmp_path):
     of_math = {"prompt": "problem", "answer": "solution"}
     (row,) = tasks.load(dataclasses.replace(given, name=str(path), arguments=of_math), seed=0).examples
     assert math([], ["\\boxed{0.5}"], answer=[row.columns["answer"]]) == [1.0]
-    for arguments, words in (
-        (
-            {"prompt": "question"},
-            "has no column `question` (prompts.arguments); its columns are ['problem'",
-        ),
-        ({"prompt": "problem", "solution": "problem"}, "has a column `solution` already (prompts.arguments)"),
-        ({"prompt": 3}, "prompts.arguments.prompt=3 must be the name of a column of"),
+    for arguments, named in (
+        ({"prompt": "question"}, ("prompts.arguments.prompt", "question", "['problem'")),
+        ({"prompt": "problem", "solution": "problem"}, ("prompts.arguments.solution", "problem")),
+        ({"prompt": 3}, ("prompts.arguments.prompt", 3)),
     ):
-        with pytest.raises(ConfigError, match=re.escape(words)):
+        with refused(*named, str(path)):
             tasks.load(dataclasses.replace(given, name=str(path), arguments=arguments), seed=0)
 
 
@@ -563,7 +561,7 @@ def test_words_of_another_file_are_other_questions_where_an_environment_hides_th
     evals = EvalConfig(name=str(tmp_path / "test.jsonl"), num_prompts=2)
     config = dataclasses.replace(Config(), prompts=prompts, environments=wordle, eval=evals)
     evaluation.questions(config, ByteTokenizer())
-    assert "warning: 1 of the 2 held-out questions" in capfd.readouterr().err
+    assert "warning: 1 of the 2 " in capfd.readouterr().err
 
 
 def test_what_is_wrong_with_the_file_of_held_out_questions_names_it(tmp_path):
@@ -571,16 +569,16 @@ def test_what_is_wrong_with_the_file_of_held_out_questions_names_it(tmp_path):
     path.write_text('{"prompt": "a"}\n')
     given = {"prompts": {"source": "jsonl", "name": str(path)}, "rewards": {"functions": ("x:y",)}}
     config = freeze(given | {"eval": {"name": f"{tmp_path}/nope.jsonl", "num_prompts": 1}})
-    with pytest.raises(ConfigError, match=r"^eval\.name='.*nope\.jsonl' cannot be read: No such file") as error:
+    with refused("eval.name", f"{tmp_path}/nope.jsonl") as error:
         evaluation.questions(config, make_byte_tokenizer())
     assert "prompts.name" not in str(error.value)
 
 
 def test_file_without_questions_is_refused(tmp_path):
     path = tmp_path / "q.jsonl"
-    with pytest.raises(ConfigError, match="holds no question: it is empty"):
+    with refused("prompts.name", str(path)):
         load_jsonl(path, "\n\n")
-    with pytest.raises(ConfigError, match=r"none of its 2 rows can be used; .*q\.jsonl:1: "):
+    with refused("prompts.name", str(path), "2 rows", f"{path}:1: "):
         load_jsonl(path, "1\n2\n", bad_row="skip")
 
 
@@ -588,26 +586,25 @@ def test_file_without_questions_is_refused(tmp_path):
 def test_file_that_cannot_be_read_is_refused(tmp_path, source, monkeypatch):
     if source == "parquet":
         pytest.importorskip("pyarrow")
-    os.mkfifo(tmp_path / "fifo")  # nobody writes to it: to open it would take forever
-    special = "it must be a regular file, which can be read again; it is a FIFO or a device"
+    os.mkfifo(tmp_path / "fifo")  # no process writes to it, so opening it would never return
     cases = [
         (tmp_path / "none", "No such file"),
-        (tmp_path, f"Is a directory: its files are {tmp_path}/"),
-        (tmp_path / "*.none", "No such file is there"),
+        (tmp_path, f"{tmp_path}/"),
+        (tmp_path / "*.none", "No such file"),
         ("~nobody_of_this_name/q.jsonl", "No such file"),
-        (tmp_path / "fifo", special),
-        ("/dev/zero", special),
-        ("/dev/null", special),
+        (tmp_path / "fifo", "regular file"),
+        ("/dev/zero", "regular file"),
+        ("/dev/null", "regular file"),
     ]
     for path, words in cases:
-        with pytest.raises(ConfigError, match=f"prompts.name='{re.escape(str(path))}' cannot be read: {words}"):
+        with refused("prompts.name", str(path), words):
             tasks.load(PromptsConfig(source=source, name=str(path)), seed=0)
 
     def forbidden(*_):
-        raise PermissionError(13, "Permission denied")  # as to all but root
+        raise PermissionError(13, "Permission denied")  # the root user of a test machine may read every file
 
     monkeypatch.setattr(pathlib.Path, "open", forbidden)
-    with pytest.raises(ConfigError, match=r"prompts\.name='x' cannot be read: Permission denied"):
+    with refused("prompts.name", "x", "Permission denied"):
         tasks.load(PromptsConfig(source=source, name="x"), seed=0)
 
 
@@ -615,7 +612,7 @@ def test_a_file_without_line_ends_is_not_read_into_memory(tmp_path):
     path = tmp_path / "endless"
     path.write_bytes(b'{"prompt": "a"}\n')
     os.truncate(path, 2**30)  # a hole: nothing is on the disk
-    with pytest.raises(ConfigError, match=f"{path}:2: a line may have 64 MiB, and this has more"):
+    with refused_row(path, 2, "64 MiB"):
         tasks.load(PromptsConfig(source="jsonl", name=str(path)), seed=0)
     assert len(tasks.load(PromptsConfig(source="jsonl", name=str(path), size=1), seed=0).examples) == 1
 
@@ -659,7 +656,7 @@ def test_parquet_rows_become_prompts_and_columns(tmp_path):
     assert len(loaded.bad_rows) == 1 and loaded.bad_rows[0].startswith(f"{path}:3: must have one of")
 
     path.write_text("these are not columns")
-    with pytest.raises(ConfigError, match="is not a Parquet file"):
+    with refused("prompts.name", str(path), "Parquet"):
         tasks.load(config, seed=0)
 
 
@@ -709,32 +706,34 @@ def test_parquet_rows_that_are_no_questions_are_named(load_table):
     turns = [[{"role": "user", "content": "a"}], [{"role": "user", "content": None}]]
     times = pyarrow.timestamp("us")
     for columns, row, words in [
-        ({"prompt": ([1, 2], pyarrow.int64())}, 1, "`prompt` must be text or a list of messages, not 1"),
-        ({"prompt": ([b"a"], pyarrow.binary())}, 1, "`prompt` must be text or a list of messages, not b'a'"),
-        ({"prompt": (["a", None], pyarrow.string())}, 2, "must have one of `prompt` and `messages`"),
-        ({"messages": (turns,)}, 2, "a message must have texts `role` and `content`"),
-        ({"prompt": prompts, "t": ([0, 2**62], times)}, 2, "column `t` of timestamp[us] is no value of Python: "),
-        ({"prompt": prompts, "d": ([0, 2**31 - 1], pyarrow.date32())}, 2, "column `d` of date32[day] is no value"),
-        (pyarrow.table({"prompt": not_text}), 2, "column `prompt` of string is no value of Python: 'utf-8' codec"),
+        ({"prompt": ([1, 2], pyarrow.int64())}, 1, ["`prompt`", "1"]),
+        ({"prompt": ([b"a"], pyarrow.binary())}, 1, ["`prompt`", "b'a'"]),
+        ({"prompt": (["a", None], pyarrow.string())}, 2, ["`prompt`", "`messages`"]),
+        ({"messages": (turns,)}, 2, ["`role`", "`content`"]),
+        ({"prompt": prompts, "t": ([0, 2**62], times)}, 2, ["`t`", "timestamp[us]"]),
+        ({"prompt": prompts, "d": ([0, 2**31 - 1], pyarrow.date32())}, 2, ["`d`", "date32[day]"]),
+        (pyarrow.table({"prompt": not_text}), 2, ["`prompt`", "string", "utf-8"]),
     ]:
-        with pytest.raises(ConfigError, match=rf"q\.parquet:{row}: {re.escape(words)}.* \(prompts.bad_row='skip'"):
+        with refused_row("q.parquet", row, *words, "prompts.bad_row='skip'"):
             load_table(columns)
         if row == 2:
             loaded = load_table(columns, bad_row="skip")
             assert [example.origin[-2:] for example in loaded.examples] == [":1"] and len(loaded.bad_rows) == 1
-    with pytest.raises(ConfigError, match="holds no question: it is empty"):
+    with refused("prompts.name", ANY, "q.parquet"):
         load_table({"prompt": ([], pyarrow.string())})
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
-    with pytest.raises(ConfigError, match=r"has two columns of a name: \['prompt', 'prompt'\]"):
+    with raises_with(ConfigError, "q.parquet", "['prompt', 'prompt']"):
         load_table(twice)
 
 
 def test_a_damaged_parquet_file_is_one_line(load_table, tmp_path):
     pyarrow, path = pytest.importorskip("pyarrow"), tmp_path / "q.parquet"
     load_table({"prompt": (["a"] * 50,), "answer": ([1] * 50,), "x": ([[1]] * 50, pyarrow.list_(pyarrow.int64()))})
-    whole, random, refused = path.read_bytes(), np.random.default_rng(0), 0
+    whole = path.read_bytes()
+    random = np.random.default_rng(0)
+    num_refused = 0
     path.write_bytes(whole.replace(b"answer", b"\xffnswer"))
-    with pytest.raises(ConfigError, match=f"prompts.name='{path}' is not a Parquet file: 'utf-8' codec"):
+    with refused("prompts.name", str(path), "utf-8"):
         tasks.load(PromptsConfig(source="parquet", name=str(path)), seed=0)
     for _ in range(300):
         damaged = bytearray(whole)
@@ -744,15 +743,15 @@ def test_a_damaged_parquet_file_is_one_line(load_table, tmp_path):
         try:
             tasks.load(PromptsConfig(source="parquet", name=str(path)), seed=0)
         except ConfigError:  # and nothing else
-            refused += 1
-    assert refused > 100
+            num_refused += 1
+    assert num_refused > 100
 
 
 # Letters
 
 
 def test_letters_have_no_arguments():
-    with pytest.raises(ConfigError, match=r"prompts\.arguments\.terms=3 is set, but prompts.source takes none"):
+    with refused("prompts.arguments.terms", 3, "prompts.source"):
         letters.load(PromptsConfig(arguments={"terms": 3}), seed=0)
 
 
@@ -791,11 +790,11 @@ def test_neighbouring_seeds_share_all_questions_but_one_of_each_level_and_far_on
 
 def test_a_dataset_whose_questions_are_other_ones_in_each_process_is_refused(gym, monkeypatch):
     config = gym_config("ransom_note", size=3)
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # as who heeds the message has it
+    monkeypatch.setenv("PYTHONHASHSEED", "0")  # the advice of the message
     assert len(tasks.load(config, seed=1).examples) == 3
     for value in ("random", None):
         monkeypatch.setenv("PYTHONHASHSEED", value) if value else monkeypatch.delenv("PYTHONHASHSEED")
-        with pytest.raises(ConfigError, match=r"prompts.name='ransom_note' has other questions.*set PYTHONHASHSEED=0"):
+        with refused("prompts.name", "ransom_note", "PYTHONHASHSEED=0"):
             tasks.load(config, seed=1)
 
 
@@ -912,17 +911,20 @@ def test_a_game_whose_package_is_not_there_is_refused_and_the_others_are_played(
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "named"),
     [
-        (gym_config("chain_summ"), r"prompts\.name='chain_summ' is not a reasoning-gym.*; did you mean chain_sum"),
-        (gym_config(min_term=2), r"prompts\.arguments\.min_term=2 is not one of the arguments of chain_sum.*min_terms"),
-        (gym_config(seed=2), r"prompts\.arguments\.seed=2 is not one"),
-        (gym_config(min_terms=3, max_terms=2), r"do not suit chain_sum: max_terms must be >= min_terms"),
-        (gym_config(min_terms="two"), r"do not suit chain_sum: "),
+        (gym_config("chain_summ"), ("prompts.name", "chain_summ", "chain_sum")),
+        (gym_config(min_term=2), ("prompts.arguments.min_term", 2, "chain_sum", "min_terms")),
+        (gym_config(seed=2), ("prompts.arguments.seed", 2)),
+        (
+            gym_config(min_terms=3, max_terms=2),
+            ("prompts.arguments", {"min_terms": 3, "max_terms": 2}, "chain_sum", "max_terms must be >= min_terms"),
+        ),
+        (gym_config(min_terms="two"), ("prompts.arguments", {"min_terms": "two"}, "chain_sum")),
     ],
 )
-def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, words):
-    with pytest.raises(ConfigError, match=words) as error:
+def test_reasoning_gym_settings_that_mean_nothing_are_refused(gym, config, named):
+    with refused(*named) as error:
         tasks.load(config, seed=0)
     assert "\n" not in str(error.value)
 
@@ -1018,14 +1020,14 @@ def test_datasets_are_mixed_by_weight_and_rise_by_their_curricula(gym):
     given = {name: [example.columns[name] for example in examples] for name in examples[0].columns}
     right = [str(answer) for answer in given["answer"]]
     assert gym.reward([None] * 30, right, **given) == [1.0] * 30
-    for arguments, words in (
-        ({}, "prompts.arguments must name the datasets of prompts.name='mix'"),
-        ({"chain_sum": 3}, "prompts.arguments.chain_sum=3 must be arguments of the dataset, and a weight above 0"),
-        ({"chain_sum": {"weight": 0}}, "and a weight above 0"),
-        ({"chain_sums": {}}, "did you mean chain_sum"),
-        ({"chain_sums": {"levels": 2}}, "did you mean chain_sum"),
-        ({"chain_sum": {"levels": 0}}, "prompts.arguments.levels=0 must be a whole number from 1"),
-        ({"chain_sum": {"levels": 12}}, "prompts.arguments.levels=12 must be at most 11, the levels of chain_sum"),
+    for arguments, named in (
+        ({}, ("prompts.arguments", {}, "prompts.name='mix'")),
+        ({"chain_sum": 3}, ("prompts.arguments.chain_sum", 3)),
+        ({"chain_sum": {"weight": 0}}, ("prompts.arguments.chain_sum", {"weight": 0})),
+        ({"chain_sums": {}}, ("prompts.name", "chain_sums", "mean chain_sum")),
+        ({"chain_sums": {"levels": 2}}, ("prompts.name", "chain_sums", "mean chain_sum")),
+        ({"chain_sum": {"levels": 0}}, ("prompts.arguments.levels", 0)),
+        ({"chain_sum": {"levels": 12}}, ("prompts.arguments.levels", 12, "11", "chain_sum")),
     ):
-        with pytest.raises(ConfigError, match=re.escape(words)):
+        with refused(*named):
             tasks.load(dataclasses.replace(config, arguments=arguments), seed=0)

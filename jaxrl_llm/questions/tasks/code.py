@@ -164,7 +164,7 @@ def _try_sandbox(settings: dict[str, Any]) -> None:
     try:
         Sandbox(**options).close()
     except (SandboxError, ValueError) as error:
-        raise ConfigError(f"prompts.arguments.sandbox: {error}") from error
+        raise ConfigError(f"prompts.arguments.sandbox={settings!r:.200}: {error}") from error
 
 
 def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -243,7 +243,7 @@ def _check_solution(prompt: str, columns: dict[str, Any]) -> None:
     try:
         (share,) = code_tests.share([prompt], [columns["solution"]], **repeated)
     except SandboxError as error:
-        raise ConfigError(f"prompts.arguments.sandbox: {error}") from error
+        raise ConfigError(f"prompts.arguments.sandbox={columns['sandbox']!r:.200}: {error}") from error
     if share < 1:
         raise BadRowError(f"its own solution passes {share:.0%} of its tests")
 

@@ -56,13 +56,17 @@ def renamed(row: Any, names: dict[str, str]) -> Any:
     """
     if not isinstance(row, dict) or not names:
         return row
-    absent = [old for old in names.values() if old not in row]
-    if absent:
-        raise BadRowError(f"has no column `{absent[0]}` (prompts.arguments); its columns are {sorted(row)!s:.300}")
+    for name, old in names.items():
+        if old not in row:
+            named = f"prompts.arguments.{name}={old!r:.200}"
+            raise BadRowError(f"has no column `{old:.200}`, which {named} names; its columns are {sorted(row)!s:.300}")
     rest = {key: value for key, value in row.items() if key not in names.values()}
-    duplicates = rest.keys() & names.keys()
+    duplicates = sorted(rest.keys() & names.keys())
     if duplicates:
-        raise BadRowError(f"has a column `{min(duplicates)}` already (prompts.arguments)")
+        name = duplicates[0]
+        raise BadRowError(
+            f"has a column `{name}` already: prompts.arguments.{name}={names[name]!r:.200} must be left out"
+        )
     return rest | {name: row[old] for name, old in names.items()}
 
 

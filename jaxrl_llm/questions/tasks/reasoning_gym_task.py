@@ -119,7 +119,7 @@ def _mixed(config: PromptsConfig, seed: int) -> Loaded:
             )
         weights[name] = weight
     if not weights:
-        raise ConfigError(f"prompts.arguments must name the datasets of prompts.name={MIX!r}")
+        raise ConfigError(f"prompts.arguments={config.arguments!r} must name the datasets of prompts.name={MIX!r}")
     placed = []  # (place in the order, number of the dataset, question)
     begin = 0
     num_datasets = 0
