@@ -105,7 +105,7 @@ def _rules(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
     for name in ("stop_strings", "stop_tokens"):
         yield (
             all(getattr(config.sampling, name)),
-            f"sampling.{name} must not contain the empty string",
+            f"[sampling.{name}] must not contain the empty string",
         )
 
 

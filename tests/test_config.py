@@ -25,6 +25,7 @@ import pytest
 from jax.interpreters import partial_eval
 from support import building, ghosts
 from support.building import ONE, TINY, mesh_of, needs_reasoning_gym
+from support.refusal import ANY, refused
 
 from jaxrl_llm import config as config_module
 from jaxrl_llm.actor import actor, stop_strings
@@ -86,27 +87,24 @@ def test_the_defaults_are_a_config():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"sede": 1}, "unknown config key sede=1; did you mean seed"),
-        (
-            {"algorithm": {"surogate": "gspo"}},
-            "unknown config key algorithm.surogate='gspo'; did you mean algorithm.surrogate",
-        ),
-        ({"mesh": {"zzzz": 1}}, "unknown config key mesh.zzzz=1; known: data, fsdp, expert, context, tensor"),
-        ({"update": 3}, "update=3 must be a group of settings"),
-        ({"seed": 1.0}, "seed=1.0 must be of type int, not float"),
-        ({"seed": True}, "seed=True must be of type int, not bool"),
-        ({"seed": -1}, "seed=-1 must be at least 0 and at most 2147483647"),
-        ({"sampling": {"temperature": "1"}}, "sampling.temperature='1' must be of type float, not str"),
-        ({"sampling": {"stop_strings": [1]}}, "sampling.stop_strings[0]=1 must be of type str, not int"),
-        ({"sampling": {"stop_strings": ("",)}}, "sampling.stop_strings must not contain the empty string"),
-        ({"sampling": {"top_p": 0}}, "sampling.top_p=0.0 must be more than 0.0 and at most 1.0"),
-        ({"optimizer": {"learning_rate": float("inf")}}, "optimizer.learning_rate=inf must be at least 0.0"),
-        ({"rollout": {"group_size": 0}}, "rollout.group_size=0 must be at least 1"),
+        ({"sede": 1}, ("sede", 1, "seed")),
+        ({"algorithm": {"surogate": "gspo"}}, ("algorithm.surogate", "gspo", "algorithm.surrogate")),
+        ({"mesh": {"zzzz": 1}}, ("mesh.zzzz", 1, "data, fsdp, expert, context, tensor")),
+        ({"update": 3}, ("update", 3)),
+        ({"seed": 1.0}, ("seed", 1.0)),
+        ({"seed": True}, ("seed", True)),
+        ({"seed": -1}, ("seed", -1)),
+        ({"sampling": {"temperature": "1"}}, ("sampling.temperature", "1")),
+        ({"sampling": {"stop_strings": [1]}}, ("sampling.stop_strings[0]", 1)),
+        ({"sampling": {"stop_strings": ("",)}}, ("sampling.stop_strings", ("",))),
+        ({"sampling": {"top_p": 0}}, ("sampling.top_p", 0.0)),
+        ({"optimizer": {"learning_rate": float("inf")}}, ("optimizer.learning_rate", float("inf"))),
+        ({"rollout": {"group_size": 0}}, ("rollout.group_size", 0)),
         (
             {"rollout": {"group_size": 1}, "update": {"batch_size": 8, "micro_batch_size": 8}},
-            "rollout.group_size=1 must be at least 2 for algorithm.advantage='grpo'",
+            ("rollout.group_size", 1, "algorithm.advantage='grpo'"),
         ),
         (
             {
@@ -114,169 +112,151 @@ def test_the_defaults_are_a_config():
                 "update": {"batch_size": 8, "micro_batch_size": 8},
                 "algorithm": {"advantage": "reinforce_pp", "surrogate": "vcpo"},
             },
-            "rollout.group_size=1 must be at least 2 for algorithm.surrogate='vcpo'",
+            ("rollout.group_size", 1, "algorithm.surrogate='vcpo'"),
         ),
         (
             {
                 "environments": {"factory": f"{ENVIRONMENTS}:brief", "max_answer_tokens": 4},
                 "algorithm": {"reward_terms": ["overlong_penalty"]},
             },
-            f"environments.factory='{ENVIRONMENTS}:brief' must be '' with algorithm.reward_terms.overlong_penalty",
+            ("environments.factory", f"{ENVIRONMENTS}:brief", "algorithm.reward_terms.overlong_penalty"),
         ),
-        (
-            {"algorithm": {"advantage": "mssr", "overlong_filter": True}},
-            "algorithm.overlong_filter=True must be False",
-        ),
+        ({"algorithm": {"advantage": "mssr", "overlong_filter": True}}, ("algorithm.overlong_filter", True)),
         (
             {"algorithm": {"reward_terms": [use("overlong_penalty", buffer=17)]}},
-            "algorithm.reward_terms.overlong_penalty.buffer=17 must be at most sampling.max_completion_tokens=16",
+            ("algorithm.reward_terms.overlong_penalty.buffer", 17, "sampling.max_completion_tokens=16"),
         ),
+        ({"algorithm": {"advantage": use("gdpo", gate=0.5)}}, ("algorithm.advantage.gate", 0.5)),
         (
-            {"algorithm": {"advantage": use("gdpo", gate=0.5)}},
-            "algorithm.advantage.gate=0.5 must be 0",
+            {"algorithm": {"advantage": use("asymre", delta_v=float("nan"))}},
+            ("algorithm.advantage.delta_v", float("nan")),
         ),
-        ({"algorithm": {"advantage": use("asymre", delta_v=float("nan"))}}, "algorithm.advantage.delta_v=nan must be"),
         (
             {"algorithm": {"reshaping": ["reward_mask", "amplify_positive"]}},
-            "('reward_mask', 'amplify_positive') must have 'amplify_positive' before 'reward_mask'",
+            ("algorithm.reshaping", ("reward_mask", "amplify_positive")),
         ),
         (
             {"algorithm": {"advantage": "gigpo", "reshaping": ["amplify_positive"]}},
-            "algorithm.reshaping=('amplify_positive',) must not have 'amplify_positive'",
+            ("algorithm.reshaping", ("amplify_positive",)),
         ),
         (
             {"algorithm": {"advantage": "gae", "reshaping": ["entropy_factor"]}},
-            "algorithm.reshaping=('entropy_factor',) must not have 'entropy_factor' with algorithm.advantage='gae'",
+            ("algorithm.reshaping", ("entropy_factor",), "algorithm.advantage='gae'"),
         ),
-        ({"algorithm": {"critic": {"bins": 1}}}, "algorithm.critic.bins=1 must be 0 or at least 2"),
-        ({"algorithm": {"critic": {"low": 1}}}, "algorithm.critic.low=1.0 below algorithm.critic.high=1.0"),
+        ({"algorithm": {"critic": {"bins": 1}}}, ("algorithm.critic.bins", 1)),
+        ({"algorithm": {"critic": {"low": 1}}}, ("algorithm.critic.low", 1.0, "algorithm.critic.high=1.0")),
         (
             {"algorithm": {"critic": {"bins": 5, "clip": 0.2}}},
-            "algorithm.critic.clip=0.2 must be 0 for algorithm.critic.bins=5",
+            ("algorithm.critic.clip", 0.2, "algorithm.critic.bins=5"),
         ),
         (
             {"model": {"reference_path": "random:debug"}},
-            "model.reference_path='random:debug' must be '', its default, without an algorithm.divergence",
+            ("model.reference_path", "random:debug", "algorithm.divergence"),
         ),
-        (
-            {"algorithm": {"reference_reset_iterations": (50,)}},
-            "reset_iterations=(50,) must be () or numbers from 1 on",
-        ),
+        ({"algorithm": {"reference_reset_iterations": (50,)}}, ("algorithm.reference_reset_iterations", (50,))),
         (
             {"algorithm": {"reference_reset_iterations": (0,), "divergence": use("reference", coefficient=0.1)}},
-            "algorithm.reference_reset_iterations=(0,) must be () or numbers from 1 on",
+            ("algorithm.reference_reset_iterations", (0,)),
         ),
-        ({"model": {"remat": "some"}}, "model.remat='some' is not one of 'none', 'dots', 'full', 'auto'"),
-        ({"update": {"micro_batch_size": 24}}, "update.micro_batch_size=24 must divide update.batch_size=64"),
-        ({"replay": {"capacity": 32}}, "replay.capacity=32 must be at least update.batch_size=64"),
-        ({"replay": {"capacity": 96}}, "replay.capacity=96 must be a multiple of the 64 rollouts"),
+        ({"model": {"remat": "some"}}, ("model.remat", "some")),
+        ({"update": {"micro_batch_size": 24}}, ("update.micro_batch_size", 24, "update.batch_size=64")),
+        ({"replay": {"capacity": 32}}, ("replay.capacity", 32, "update.batch_size=64")),
+        ({"replay": {"capacity": 96}}, ("replay.capacity", 96)),
         (
             {"replay": {"positive_fraction": 0.5, "unit": "rollout"}},
-            "replay.positive_fraction=0.5 of replay.capacity=64 must leave room",
+            ("replay.positive_fraction", 0.5, "replay.capacity=64"),
         ),
-        ({"replay": {"capacity": 128, "positive_fraction": 0.5}}, "must be 0 unless replay.unit='rollout'"),
+        (
+            {"replay": {"capacity": 128, "positive_fraction": 0.5}},
+            ("replay.positive_fraction", 0.5, "replay.unit='rollout'"),
+        ),
         (
             {"replay": {"capacity": 256, "delay_iterations": 2, "capacity_tokens": 9000}},
-            "replay.capacity_tokens=9000 must be 0 or at least 9216: the 192 rollouts",
+            ("replay.capacity_tokens", 9000),
         ),
-        (
-            {"replay": {"capacity_tokens": 3000}},
-            "replay.capacity_tokens=3000 must be 0 or at least 3072: the 64",
-        ),
+        ({"replay": {"capacity_tokens": 3000}}, ("replay.capacity_tokens", 3000)),
         (
             {"replay": {"capacity": 128, "capacity_tokens": 6144, "positive_fraction": 0.5, "unit": "rollout"}},
-            "replay.positive_fraction=0.5 must be 0 with replay.capacity_tokens=6144",
+            ("replay.positive_fraction", 0.5, "replay.capacity_tokens=6144"),
         ),
         (  # 256 rows for all, of 64 an iteration: when one of them is overwritten, it is 4 iterations old
             {"replay": {"capacity": 512, "positive_fraction": 0.5, "max_age_steps": 3, "unit": "rollout"}},
-            "replay.positive_fraction=0.5 must be 0 with replay.max_age_steps=3 below 4",
+            ("replay.positive_fraction", 0.5, "replay.max_age_steps=3"),
         ),
-        ({"external": {"paths": ("a",)}}, "external.groups_per_iteration=0 and external.paths=('a',) need each other"),
-        ({"external": {"groups_per_iteration": 1}}, "external.groups_per_iteration=1 and external.paths=() need each"),
+        ({"external": {"paths": ("a",)}}, ("external.groups_per_iteration", 0, "external.paths")),
+        ({"external": {"groups_per_iteration": 1}}, ("external.groups_per_iteration", 1, "external.paths")),
         (
             {"external": {"paths": ("a",), "groups_per_iteration": 8}, "sampling": {"top_p": 0.5}},
-            "sampling.top_k=0, sampling.top_p=0.5 and sampling.min_p=0.0 must be 0, 1 and 0 with external",
+            ("sampling.top_k", 0, "sampling.top_p=0.5", "sampling.min_p=0.0"),
         ),
         (
             {"external": {"paths": ("a",), "groups_per_iteration": 8}, "replay": {"capacity": 192}},
-            "replay.capacity=192 must be a multiple of the 128 rollouts",
+            ("replay.capacity", 192),
         ),
         (
             {"algorithm": {"cross_entropies": [use("imitation", coefficient=0.1)]}},
-            "algorithm.cross_entropies=('imitation',) has 'imitation'",
+            ("algorithm.cross_entropies", ("imitation",)),
         ),
         (
             {"algorithm": {"cross_entropies": [use("environment", coefficient=0.1)]}, "prompts": {"max_tokens": 1}},
-            "prompts.max_tokens=1 must be at least 2 for algorithm.cross_entropies=('environment',)",
+            ("prompts.max_tokens", 1, "algorithm.cross_entropies"),
         ),
         *(
             (
                 {"replay": {"capacity": 512, name: value}, "update": {"batch_size": 256}},
-                f"update.batch_size=256 must be at most the {most} rollouts that replay.{name}={value} leaves to draw",
+                ("update.batch_size", 256, f"{most} rollouts", f"replay.{name}={value}"),
             )
             for name, value, most in (
                 ("delay_iterations", 2, 64),
                 ("max_age_steps", 2, 192),
             )
         ),
-        ({"replay": {"delay_iterations": 1}}, "replay.delay_iterations=1 must be less than the 1 iterations"),
+        ({"replay": {"delay_iterations": 1}}, ("replay.delay_iterations", 1)),
         (
             {"replay": {"capacity": 256, "delay_iterations": 3, "max_age_steps": 2}},
-            "replay.delay_iterations=3 must be at most replay.max_age_steps=2",
+            ("replay.delay_iterations", 3, "replay.max_age_steps=2"),
         ),
         (
             {"algorithm": {"advantage": use("mssr", decay=0.8, decay_moving=0.9)}},
-            "algorithm.advantage.decay_moving=0.9 must be at most algorithm.advantage.decay=0.8",
+            ("algorithm.advantage.decay_moving", 0.9, "algorithm.advantage.decay=0.8"),
         ),
         (
             {"algorithm": {"advantage": "asymre"}, "rollout": {"max_resample_rounds": 1}},
-            "rollout.max_resample_rounds=1 must be 0 for algorithm.advantage='asymre': a tied group teaches",
+            ("rollout.max_resample_rounds", 1, "algorithm.advantage='asymre'"),
         ),
         (
             {
                 "algorithm": {"reshaping": [use("amplify_positive", factor=0.5)]} | SOFT_VALUES,
             },
-            "algorithm.reshaping=(amplify_positive(factor=0.5)) must be (), its default, with an algorithm.surrogate",
+            ("algorithm.reshaping=(amplify_positive(factor=0.5))", ANY, "algorithm.surrogate"),
         ),
         (
             {"algorithm": {"reward_terms": ["length_reward"]} | SOFT_VALUES},
-            "algorithm.reward_terms=(length_reward(weight=0.1)) must be (), its default, with an algorithm.surrogate",
+            ("algorithm.reward_terms=(length_reward(weight=0.1))", ANY, "algorithm.surrogate"),
         ),
-        (
-            {"rollout": {"max_lag_iterations": 2}},
-            "rollout.max_lag_iterations=2 must be 0 without rollout.lookahead_prompts",
-        ),
-        (
-            {"rollout": {"stale_cache": "keep"}},
-            "rollout.stale_cache='keep' must be 'recompute' without rollout.lookahead_prompts",
-        ),
-        (
-            {"sampling": {"top_k": 65, "support_tokens": 64}},
-            "sampling.top_k=65 must be at most sampling.support_tokens=64: the ids that a token is drawn among are",
-        ),
+        ({"rollout": {"max_lag_iterations": 2}}, ("rollout.max_lag_iterations", 2, "rollout.lookahead_prompts")),
+        ({"rollout": {"stale_cache": "keep"}}, ("rollout.stale_cache", "keep", "rollout.lookahead_prompts")),
+        ({"sampling": {"top_k": 65, "support_tokens": 64}}, ("sampling.top_k", 65, "sampling.support_tokens=64")),
         (
             {
                 "replay": {"capacity": 512, "draw": use("uniform_then_fresh", fresh_from_iteration=9)},
                 "update": {"batch_size": 256},
             },
-            "update.batch_size=256 must be at most 64",
+            ("update.batch_size", 256),
         ),
         (
             {"replay": {"draw": "fresh_or_older", "fresh_fraction": 0.5}},
-            "replay.fresh_fraction=0.5 must be 0 with replay.draw='fresh_or_older'",
+            ("replay.fresh_fraction", 0.5, "replay.draw='fresh_or_older'"),
         ),
         (
             {"replay": {"capacity": 256, "draw": "fresh_or_older", "delay_iterations": 2}},
-            "replay.delay_iterations=2 must be 0 with replay.draw='fresh_or_older'",
+            ("replay.delay_iterations", 2, "replay.draw='fresh_or_older'"),
         ),
-        (
-            {"replay": {"fresh_batches": True}},
-            "replay.fresh_batches=True is a setting of earlier",
-        ),
-        ({"replay": {"solved_fraction": 0.5}}, "replay.solved_fraction=0.5 is a setting of earlier versions"),
+        ({"replay": {"fresh_batches": True}}, ("replay.fresh_batches", True)),
+        ({"replay": {"solved_fraction": 0.5}}, ("replay.solved_fraction", 0.5)),
         (
             {"replay": {"capacity": 256, "delay_iterations": 3, "fresh_fraction": 0.5}},
-            "replay.delay_iterations=3 must be 0 with replay.fresh_fraction=0.5",
+            ("replay.delay_iterations", 3, "replay.fresh_fraction=0.5"),
         ),
         (
             {
@@ -284,40 +264,40 @@ def test_the_defaults_are_a_config():
                 "algorithm": {"advantage": "mssr"},
                 "update": {"batch_size": 8, "micro_batch_size": 8},
             },
-            "rollout.max_resample_rounds=1 must be 0 for rollout.group_size=1",
+            ("rollout.max_resample_rounds", 1, "rollout.group_size=1"),
         ),
-        ({"rollout": {"slots": 65}}, "rollout.slots=65 must be at most the 64 rollouts that can be open"),
-        ({"rewards": {"weights": (1.0, 2.0)}}, "must have one weight for each of rewards.functions=('task',)"),
-        ({"rewards": {"functions": ("a:b", "a:b"), "weights": (1, 1)}}, "must not name a function twice"),
+        ({"rollout": {"slots": 65}}, ("rollout.slots", 65)),
+        ({"rewards": {"weights": (1.0, 2.0)}}, ("rewards.weights", (1.0, 2.0), "rewards.functions=('task',)")),
+        ({"rewards": {"functions": ("a:b", "a:b"), "weights": (1, 1)}}, ("rewards.functions", ("a:b", "a:b"))),
         *(
-            ({"prompts": {"source": x}, "eval": {"name": "y"}}, f"eval.name='y' must be '' for prompts.source='{x}'")
+            ({"prompts": {"source": x}, "eval": {"name": "y"}}, ("eval.name", "y", f"prompts.source='{x}'"))
             for x in ("letters", "maze", "kolmogorov")
         ),
-        ({"prompts": {"name": "x"}}, "prompts.name='x' must be '' for prompts.source='letters'"),
-        ({"prompts": {"source": "jsonl"}}, "prompts.name='' must name the file"),
-        ({"prompts": {"size": 0}}, "prompts.size=0 must be at least 1"),
-        ({"checkpoint": {"keep_best": 1}}, "checkpoint.keep_best=1 must be 0, its default, with eval.num_prompts=0"),
+        ({"prompts": {"name": "x"}}, ("prompts.name", "x", "prompts.source='letters'")),
+        ({"prompts": {"source": "jsonl"}}, ("prompts.name", "")),
+        ({"prompts": {"size": 0}}, ("prompts.size", 0)),
+        ({"checkpoint": {"keep_best": 1}}, ("checkpoint.keep_best", 1, "eval.num_prompts=0")),
         (
             {"prompts": {"source": "jsonl", "name": "x"}, "eval": {"name": "y"}},
-            "eval.name='y', but eval.num_prompts=0: set both or none",
+            ("eval.name", "y", "eval.num_prompts=0"),
         ),
-        ({"algorithm": {"surrogate": "agro"}, "update": {"micro_batch_size": 4}}, "multiple of rollout.group_size=8"),
-        ({"update": {"pack_width": 4096}}, "update.pack_width=4096 must be 0, or with update.micro_batch_tokens"),
-        ({"update": {"pack_width": 9, "micro_batch_tokens": 9}}, "update.micro_batch_tokens at least the 160 tokens"),
-        ({"update": {"micro_batch_tokens": 100}}, "update.micro_batch_tokens=100 must be a multiple of the"),
+        (
+            {"algorithm": {"surrogate": "agro"}, "update": {"micro_batch_size": 4}},
+            ("update.micro_batch_size", 4, "rollout.group_size=8"),
+        ),
+        ({"update": {"pack_width": 4096}}, ("update.pack_width", 4096, "update.micro_batch_tokens")),
+        ({"update": {"pack_width": 9, "micro_batch_tokens": 9}}, ("update.pack_width", 9, "160 tokens")),
+        ({"update": {"micro_batch_tokens": 100}}, ("update.micro_batch_tokens", 100)),
         (
             {"algorithm": {"surrogate": "agro"}, "replay": {"unit": "rollout"}},
-            "replay.unit='rollout' must be 'group' for algorithm.surrogate='agro'",
+            ("replay.unit", "rollout", "algorithm.surrogate='agro'"),
         ),
         (
             {"algorithm": {"old_policy": "start", "surrogate": "reinforce"}},
-            "algorithm.old_policy='start' must be 'behaviour' for algorithm.surrogate='reinforce'",
+            ("algorithm.old_policy", "start", "algorithm.surrogate='reinforce'"),
         ),
-        ({"algorithm": {"surrogate": "remix_centred"}}, "algorithm.old_policy='behaviour' must be another"),
-        (
-            {"algorithm": {"correction": "token_truncated"}},
-            "algorithm.correction='token_truncated' must be 'none' or a correction that masks",
-        ),
+        ({"algorithm": {"surrogate": "remix_centred"}}, ("algorithm.old_policy", "behaviour")),
+        ({"algorithm": {"correction": "token_truncated"}}, ("algorithm.correction", "token_truncated")),
         (
             {
                 "algorithm": {
@@ -327,16 +307,16 @@ def test_the_defaults_are_a_config():
                     "aggregation": "sequence_mean",
                 }
             },
-            "algorithm.correction='policy_truncated' bounds the ratio of each token",
+            ("algorithm.correction", "policy_truncated"),
         ),
         (
             {"algorithm": {"old_policy": use("ewma", decay=0.5), "divergence": "ewma"}},
-            "algorithm.old_policy.decay=0.5 and algorithm.divergence.decay=0.9 must be equal",
+            ("algorithm.old_policy.decay", 0.5, "algorithm.divergence.decay=0.9"),
         ),
     ],
 )
-def test_freeze_names_the_key_the_value_and_what_is_allowed(settings, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_freeze_names_the_key_the_value_and_what_is_allowed(settings, named):
+    with refused(*named):
         freeze(settings)
 
 
@@ -345,63 +325,49 @@ SURROGATES += "'kimi_k15', 'spo', 'spo_cross_entropy', 'inpo', 'vcpo'"
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "message"),
+    ("algorithm", "named"),
     [
         # The function.
-        (
-            {"surrogate": "clip"},
-            f"algorithm.surrogate='clip' is not one of {SURROGATES}; a function of your own is named "
-            "'path/to/file.py:function'",
-        ),
-        ({"divergence": "kl"}, "algorithm.divergence='kl' is not one of 'reference', 'convex', 'ewma', 'none'; a"),
-        ({"surrogate": "none"}, "algorithm.surrogate='none' is not one of 'clipped'"),
-        ({"surrogate": 3}, f"algorithm.surrogate=3 must be use(NAME, ...), NAME one of {SURROGATES}"),
-        (
-            {"surrogate": {"name": ["cispo"]}},
-            "algorithm.surrogate={'name': ['cispo']} must be use(NAME, ...), NAME one of",
-        ),
-        ({"reward_terms": ["grpo"]}, "algorithm.reward_terms[0]='grpo' is not one of 'overlong_penalty', 'length_"),
-        ({"reward_terms": "length_reward"}, "algorithm.reward_terms='length_reward' must be a list of use(NAME, ...)"),
-        ({"reward_terms": {"name": "length_reward"}}, "must be a list of use(NAME, ...)"),
+        ({"surrogate": "clip"}, ("algorithm.surrogate", "clip", SURROGATES, "'path/to/file.py:function'")),
+        ({"divergence": "kl"}, ("algorithm.divergence", "kl")),
+        ({"surrogate": "none"}, ("algorithm.surrogate", "none")),
+        ({"surrogate": 3}, ("algorithm.surrogate", 3, "use(NAME, ...)", SURROGATES)),
+        ({"surrogate": {"name": ["cispo"]}}, ("algorithm.surrogate", {"name": ["cispo"]})),
+        ({"reward_terms": ["grpo"]}, ("algorithm.reward_terms[0]", "grpo")),
+        ({"reward_terms": "length_reward"}, ("algorithm.reward_terms", "length_reward")),
+        ({"reward_terms": {"name": "length_reward"}}, ("algorithm.reward_terms", ANY, "use(NAME, ...)")),
         (
             {"reward_terms": ["length_reward", use("length_reward", weight=0.2)]},
-            "algorithm.reward_terms=('length_reward', 'length_reward')",
+            ("algorithm.reward_terms", ("length_reward", "length_reward")),
         ),
         # Its settings.
-        ({"surrogate": {"lo": 0.1}}, "unknown setting algorithm.surrogate.lo=0.1 of 'clipped'; did you mean low"),
-        ({"surrogate": use("cispo", dual=3.0)}, "unknown setting algorithm.surrogate.dual=3.0 of 'cispo'; known: low"),
-        ({"advantage": {"gate": 0.5}}, "unknown setting algorithm.advantage.gate=0.5 of 'grpo'"),
-        ({"advantage": {"norm_decay": 0.5}}, "unknown setting algorithm.advantage.norm_decay=0.5 of 'grpo'"),
-        (
-            {"surrogate": {"dual": 0.5}},
-            "algorithm.surrogate.dual=0.5 must be more than 1.0 and at most 1000000000000.0",
-        ),
-        ({"surrogate": {"low": 1.5}}, "algorithm.surrogate.low=1.5 must be at least 0.0 and at most 1.0"),
-        ({"surrogate": {"low": "0.1"}}, "algorithm.surrogate.low='0.1' must be of type float, not str"),
-        ({"surrogate": {"high": True}}, "algorithm.surrogate.high=True must be of type float, not bool"),
-        (
-            {"divergence": use("reference", estimator="k4")},
-            "algorithm.divergence.estimator='k4' is not one of 'k1', 'k2', 'k3'",
-        ),
-        ({"divergence": use("ewma", coefficient=-1)}, "algorithm.divergence.coefficient=-1.0 must be at least 0.0"),
+        ({"surrogate": {"lo": 0.1}}, ("algorithm.surrogate.lo", 0.1, "low")),
+        ({"surrogate": use("cispo", dual=3.0)}, ("algorithm.surrogate.dual", 3.0)),
+        ({"advantage": {"gate": 0.5}}, ("algorithm.advantage.gate", 0.5)),
+        ({"advantage": {"norm_decay": 0.5}}, ("algorithm.advantage.norm_decay", 0.5)),
+        ({"surrogate": {"dual": 0.5}}, ("algorithm.surrogate.dual", 0.5)),
+        ({"surrogate": {"low": 1.5}}, ("algorithm.surrogate.low", 1.5)),
+        ({"surrogate": {"low": "0.1"}}, ("algorithm.surrogate.low", "0.1")),
+        ({"surrogate": {"high": True}}, ("algorithm.surrogate.high", True)),
+        ({"divergence": use("reference", estimator="k4")}, ("algorithm.divergence.estimator", "k4")),
+        ({"divergence": use("ewma", coefficient=-1)}, ("algorithm.divergence.coefficient", -1.0)),
         (
             {"reward_terms": [use("short_answer", tokens=0, every_iterations=5)]},
-            "algorithm.reward_terms[0].tokens=0 must be at least 1 and at most 2147483647",
+            ("algorithm.reward_terms[0].tokens", 0),
         ),
         # One of the user's own.
-        ({"surrogate": "none.py:f"}, "algorithm.surrogate='none.py:f' cannot be used: FileNotFoundError: no file"),
-        ({"surrogate": "no_such_module:f"}, "cannot be used: ModuleNotFoundError: No module named 'no_such_module'"),
-        ({"surrogate": "os:path"}, "algorithm.surrogate='os:path' cannot be used: TypeError: path is not a function"),
-        ({"surrogate": "sys:exit"}, "algorithm.surrogate='sys:exit' cannot be used: TypeError: "),
+        ({"surrogate": "none.py:f"}, ("algorithm.surrogate", "none.py:f")),
+        ({"surrogate": "no_such_module:f"}, ("algorithm.surrogate", "no_such_module:f", "ModuleNotFoundError")),
+        ({"surrogate": "os:path"}, ("algorithm.surrogate", "os:path")),
+        ({"surrogate": "sys:exit"}, ("algorithm.surrogate", "sys:exit")),
         (
             {"surrogate": "shutil:copy"},
-            "algorithm.surrogate='shutil:copy' must be a function of (tokens) whose settings are keywords after a *, "
-            "not of (src, dst, *, follow_symlinks=True)",
+            ("algorithm.surrogate", "shutil:copy", "(tokens)", "(src, dst, *, follow_symlinks=True)"),
         ),
     ],
 )
-def test_a_function_or_setting_of_one_that_is_not_there_is_refused_with_what_is(algorithm, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_a_function_or_setting_of_one_that_is_not_there_is_refused_with_what_is(algorithm, named):
+    with refused(*named):
         freeze({"algorithm": algorithm})
 
 
@@ -447,14 +413,14 @@ def test_a_function_of_ones_own_has_its_keywords_as_settings(own):
     assert surrogate.settings == {"power": 0.5, "steps": (1, 2), "kind": "a", "count": 3}
     tokens = types.SimpleNamespace(advantage=3.0, policy_logp=-2.0)
     assert surrogate(tokens) == 3.0 and term(types.SimpleNamespace(reward=4.0)) == 2.0
-    for settings, message in (
-        ({}, "algorithm.surrogate.count must be given: "),
-        ({"count": 1, "pwoer": 2}, "did you mean power"),
-        ({"count": 1.5}, "algorithm.surrogate.count=1.5 must be of type int"),
-        ({"count": 1, "kind": "c"}, "algorithm.surrogate.kind='c' is not one of 'a', 'b'"),
-        ({"count": 1, "steps": (1, "x")}, "algorithm.surrogate.steps[1]='x' must be of type int"),
+    for settings, named in (
+        ({}, ("algorithm.surrogate.count",)),
+        ({"count": 1, "pwoer": 2}, ("algorithm.surrogate.pwoer", 2, "power")),
+        ({"count": 1.5}, ("algorithm.surrogate.count", 1.5)),
+        ({"count": 1, "kind": "c"}, ("algorithm.surrogate.kind", "c", "'a', 'b'")),
+        ({"count": 1, "steps": (1, "x")}, ("algorithm.surrogate.steps[1]", "x")),
     ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
+        with refused(*named):
             freeze({"algorithm": {"surrogate": use(f"{own}:tempered", **settings)}})
 
 

@@ -11,6 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.building import ONE, TINY, mesh_of, needs_cuda_compiler, needs_libtpu
 from support.command_line import DEBUG_CONFIG, run_command
+from support.refusal import check_refusal, raises_with, refused
 
 from jaxrl_llm.commands import plan
 from jaxrl_llm.config import ConfigError, MeshConfig, freeze
@@ -315,7 +316,7 @@ def test_a_search_without_a_layout_that_divides_is_refused():
     config = small_config(8)
     config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, prompts_per_iteration=7))
     devices, chip = chips.devices_of("v5e:2x4")
-    with pytest.raises(ConfigError, match=r"--search: no mesh of 8 devices divides rollout\.prompts_per_iteration=7"):
+    with refused("rollout.prompts_per_iteration", 7, "--search", "8 devices"):
         searching.search(config, presets.model_of(config), devices, chip, most=1)
 
 
@@ -349,25 +350,25 @@ def test_memory_in_use_counts_what_lives_beside_the_program():
 
 
 @pytest.mark.parametrize(
-    ("topology", "message"),
+    ("topology", "words"),
     [
-        ("v9:2x4", "must be v4, v5e, v5p, v6e"),
-        ("v5e", "must be v4"),
-        ("v5e:3x5", "not divisible by the given"),
-        ("h100:0", "or a100, h100, h200 with a number of GPUs"),
+        ("v9:2x4", ["v4, v5e, v5p, v6e"]),
+        ("v5e", ["v4"]),
+        ("v5e:3x5", []),
+        ("h100:0", ["a100, h100, h200"]),
     ],
 )
-def test_an_unknown_topology_is_refused(topology, message):
-    if "not divisible" in message and importlib.util.find_spec("libtpu") is None:
+def test_an_unknown_topology_is_refused(topology, words):
+    if not words and importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu knows the shapes")
-    with pytest.raises(ConfigError, match=message):
+    with refused("--topology", topology, *words):
         chips.devices_of(topology)
 
 
 def test_without_a_compiler_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for topology, extra in (("v5e:2x4", "plan"), ("h100:8", "plan-gpu")):
-        with pytest.raises(ConfigError, match=rf"pip install 'jaxrl_llm\[{extra}\]'"):
+        with raises_with(ConfigError, f"pip install 'jaxrl_llm[{extra}]'"):
             chips.devices_of(topology)
 
 
@@ -376,19 +377,19 @@ def test_a_search_says_what_no_mesh_changes():
     config = small_config(8)
     config = dataclasses.replace(config, executables="nowhere/at/all")
     devices, chip = chips.devices_of("v5e:2x4")
-    with pytest.raises(ConfigError, match="nowhere/at/all"):
+    with raises_with(ConfigError, "nowhere/at/all"):
         searching.search(config, presets.model_of(config), devices, chip, most=1)
 
 
 def test_a_file_without_a_folder_is_refused_before_anything_is_compiled():
-    with pytest.raises(ConfigError, match=r"--json='nowhere/plan\.json' must be a file in a folder that exists"):
+    with refused("--json", "nowhere/plan.json"):
         plan.plan(small_config(8), "v5e:2x4", json_path="nowhere/plan.json")
 
 
 @needs_libtpu
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_compiled(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"--save='.*file' cannot be written"):
+    with refused("--save", str(tmp_path / "file")):
         plan.plan(small_config(8), "v5e:2x4", save=str(tmp_path / "file"))
 
 
@@ -417,13 +418,13 @@ def test_a_config_that_takes_saved_programs_is_planned_before_there_are_any(monk
 @pytest.mark.parametrize("price", ["-1", "nan", "inf"])
 def test_a_price_that_is_no_number_of_dollars_is_refused(price, monkeypatch, capfd):
     words = [f"--config={DEBUG_CONFIG}", "--topology=v5e:1x1", f"--price={price}"]
-    assert "must be at least 0" in run_command("plan", *words, monkeypatch=monkeypatch, capfd=capfd).err
+    check_refusal(run_command("plan", *words, monkeypatch=monkeypatch, capfd=capfd).err, "--price", float(price))
 
 
 @needs_libtpu
 def test_a_mesh_that_is_not_the_pod_is_refused():
     devices, _ = chips.devices_of("v5p:2x2x2")
-    with pytest.raises(ConfigError, match="must use all 8 devices"):
+    with refused("mesh.data", 3, "8 devices"):
         sharding.make_mesh(MeshConfig(data=3), devices)
 
 

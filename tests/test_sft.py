@@ -10,10 +10,10 @@ import optax
 import pytest
 from support.building import ONE, TINY, learner_params, mesh_of
 from support.command_line import run_command
-from support.refusal import ANY, refused
+from support.refusal import ANY, check_refusal, check_row, refused, refused_row
 
 from jaxrl_llm.commands.sft import Supervised, answer_rows, answer_tokens, sft
-from jaxrl_llm.config import ConfigError, OptimizerConfig, freeze
+from jaxrl_llm.config import OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.models.files import pretrained
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
@@ -45,15 +45,15 @@ def test_a_row_is_question_answer_and_end():
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("columns", "words"),
     [
-        ({}, "file:3: column answer=None must be a text"),
-        ({"answer": 3}, "file:3: column answer=3 must be a text"),
-        ({"answer": "abcd"}, "file:3: 5 tokens of answer and end are over sampling.max_completion_tokens=4"),
+        ({}, ["answer=None"]),
+        ({"answer": 3}, ["answer=3"]),
+        ({"answer": "abcd"}, ["5 tokens", "sampling.max_completion_tokens=4"]),
     ],
 )
-def test_an_answer_that_cannot_be_learned_is_named(columns, message):
-    with pytest.raises(ConfigError, match=message):
+def test_an_answer_that_cannot_be_learned_is_named(columns, words):
+    with refused_row("file", 3, *words):
         answer_tokens(Example("?", columns, "file:3"), make_byte_tokenizer(), 4)
 
 
@@ -166,17 +166,17 @@ def test_held_out_answers_have_their_nats_per_token_beside_their_probability(tmp
 
 def test_rows_without_an_answer_to_learn_from_are_skipped_where_bad_rows_are(tmp_path, monkeypatch, capfd):
     rows = [{"answer": "yes"}, {"answer": "abcd"}, {"no": 1}]
-    with pytest.raises(ConfigError, match=r"other.jsonl:2: 5 tokens of answer .* \(prompts.bad_row='skip' leaves such"):
+    with refused_row("other.jsonl", 2, "prompts.bad_row='skip'"):
         learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=rows)
     (tmp_path / "other.jsonl").unlink()
     capfd.readouterr()
     learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=[*rows, {"prompt": 7}], bad_row="skip")
-    said = [line.removeprefix(f"skipped {tmp_path}/other.jsonl:") for line in capfd.readouterr().err.splitlines()]
-    assert said[0].startswith("4: ") and said[1:] == [
-        "2: 5 tokens of answer and end are over sampling.max_completion_tokens=4",
-        "3: column answer=None must be a text to learn from",
-    ]
-    with pytest.raises(ConfigError, match=r"no answer is left: 2 are left out \(.*other.jsonl:1: 5 tokens"):
+    no_prompt, too_long, no_answer = capfd.readouterr().err.splitlines()
+    path = tmp_path / "other.jsonl"
+    check_row(no_prompt, path, 4)
+    check_row(too_long, path, 2, "5 tokens", "sampling.max_completion_tokens=4")
+    check_row(no_answer, path, 3, "answer=None")
+    with refused_row(path, 1, "5 tokens"):
         learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=[rows[1]] * 2, bad_row="skip")
 
 
@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_finite_writes_no_model(tmp_path, monkeypatch):
     one = mesh_of(ONE)
     monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
     monkeypatch.setattr(Supervised, "loss", lambda _, params, *__: jax.numpy.nan * optax.tree.norm(params))
-    with pytest.raises(ConfigError, match=r"the loss is nan at step 20: lower optimizer.learning_rate=0\.01"):
+    with refused("optimizer.learning_rate", 0.01, "nan", "step 20"):
         sft(freeze(settings(tmp_path)), tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
@@ -213,23 +213,22 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capfd):
         assert done.status == 2 and done.err.count("\n") == 1 and not (tmp_path / "out").exists()
         return done.err
 
-    assert "--until=0.0 must be more than 0 and at most 1" in command("--until=0.0")
+    check_refusal(command("--until=0.0"), "--until", 0.0)
     nothing = ("--config.eval.num_prompts=0", "--config.eval.name=")
-    assert "eval.every_iterations=10 must be 0, its default, with eval.num_prompts=0" in command(*nothing)
-    assert "eval.num_prompts=0 must be at least 1" in command(*nothing, "--config.eval.every_iterations=0")
-    assert "over sampling.max_completion_tokens=2" in command("--config.sampling.max_completion_tokens=2")
-    assert "prompts.max_tokens=9000 + sampling.max_completion_tokens=6 must be at most the model's" in command(
-        "--config.prompts.max_tokens=9000", "--config.sampling.max_completion_tokens=6"
-    )
-    assert "update.batch_size=4 must be a multiple of the 8 devices" in command(
-        "--config.update.batch_size=4", "--config.update.micro_batch_size=4"
-    )
+    check_refusal(command(*nothing), "eval.every_iterations", 10, "eval.num_prompts=0")
+    check_refusal(command(*nothing, "--config.eval.every_iterations=0"), "eval.num_prompts", 0)
+    few = command("--config.sampling.max_completion_tokens=2")
+    check_refusal(few, "sampling.max_completion_tokens", 2)
+    long = command("--config.prompts.max_tokens=9000", "--config.sampling.max_completion_tokens=6")
+    check_refusal(long, "prompts.max_tokens", 9000, "sampling.max_completion_tokens=6")
+    small = command("--config.update.batch_size=4", "--config.update.micro_batch_size=4")
+    check_refusal(small, "update.batch_size", 4, "8 devices")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "config.json").write_text('{"architectures": []}')
     adapters = freeze(settings(tmp_path) | {"model": {"path": "random:debug", "lora": {"rank": 4}}})
     with refused(str(tmp_path / "full"), ANY, "config.json", "adapters"):
         sft(adapters, tmp_path / "full")
-    with pytest.raises(ConfigError, match=r"update.load_balance=0.01 must be 0.0: sft has no balance cost"):
+    with refused("update.load_balance", 0.01):
         sft(freeze(settings(tmp_path, update={"batch_size": 16, "load_balance": 0.01})), tmp_path)
-    with pytest.raises(ConfigError, match="column answer=None"):
+    with refused("answer", None):
         sft(freeze(settings(tmp_path) | {"prompts": {"source": "letters"}}), tmp_path)

@@ -232,6 +232,7 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
     Raises:
         ConfigError: the runs do not differ in R, they have different batches, or their seconds do not grow with R.
     """
+    given = f"--workdir={','.join(workdirs)}"
     measured = []
     batches = {}
     for workdir in workdirs:
@@ -245,16 +246,14 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
     batch = statistics.median(batches.values())
     if any(abs(other - batch) > 0.05 * batch for other in batches.values()):
         sizes = ", ".join(f"{workdir} {size:.0f}" for workdir, size in batches.items())
-        raise ConfigError(f"--workdir: the runs must train on equally many rollouts an iteration; they do on {sizes}")
+        raise ConfigError(f"{given} must be runs that train on equally many rollouts an iteration; they do on {sizes}")
     rollouts = {generated for generated, _ in measured}
     if len(rollouts) < 2:
-        raise ConfigError(
-            f"--workdir: all runs generate {rollouts.pop():.0f} rollouts an iteration; give runs that differ"
-        )
+        raise ConfigError(f"{given} must be runs that differ: all generate {rollouts.pop():.0f} rollouts an iteration")
     line = Seconds.of(measured, batch)
     if not (line.per_rollout > 0 and line.fixed > 0):
         raise ConfigError(
-            f"--workdir: the runs fit {line.fixed:.3g} s + {line.per_rollout:.3g} s for each rollout; "
+            f"{given}: the runs fit {line.fixed:.3g} s + {line.per_rollout:.3g} s for each rollout; "
             "both must be above 0"
         )
     return line

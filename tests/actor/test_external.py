@@ -6,7 +6,6 @@ Log-probabilities come from the oracle in loops and float64; orders and position
 import contextlib
 import functools
 import json
-import re
 import types
 
 import jax
@@ -16,12 +15,12 @@ import pytest
 from reference import transformer
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, EOS_IDS, ONE, PROMPT_TOKENS, TINY, mesh_of
-from support.refusal import check_refusal, refused
+from support.refusal import ANY, check_refusal, refused, refused_row
 
 from jaxrl_llm.actor.actor import Actor
 from jaxrl_llm.actor.external_groups import shared_groups
 from jaxrl_llm.actor.generator import FinishedGroup
-from jaxrl_llm.config import ConfigError, MeshConfig, freeze
+from jaxrl_llm.config import MeshConfig, freeze
 from jaxrl_llm.learner import credit
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions.ledger import Ledger
@@ -155,32 +154,31 @@ def test_a_completion_that_ends_in_a_stop_string_was_not_cut(tmp_path):
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("{", ["not JSON"]),
-        ("[1]", ["must be an object"]),
+        ("{", ["JSON"]),
+        ("[1]", ["object"]),
         ('{"completions": ["a", "b"]}', ["`prompt`", "`messages`"]),
-        (line("seven b"), ["`prompt` has 7 tokens", "prompts.max_tokens=6"]),
+        (line("seven b"), ["`prompt`", "7 tokens", "prompts.max_tokens=6"]),
         (line(prompt_ids=[1]), ["`prompt_ids`"]),
         ('{"prompt": "p"}', ["`completions`", "algorithm.advantage='grpo'", "rollout.group_size"]),
-        (line(completions=["one"]), ["`completions` must be a list of 2"]),
-        (line(completions=["a"] * 4), ["`completions` must be a list of 2"]),
-        (line(completions=["a", 3]), ["`completions[1]` must be a text or a list of token ids"]),
-        (line(completions=["a", []]), ["`completions[1]` must be a text or a list of token ids"]),
-        (line(completions=["a", [True]]), ["`completions[1]` must be a text or a list of token ids"]),
+        (line(completions=["one"]), ["`completions`", "2"]),
+        (line(completions=["a"] * 4), ["`completions`", "2"]),
+        (line(completions=["a", 3]), ["`completions[1]`"]),
+        (line(completions=["a", []]), ["`completions[1]`"]),
+        (line(completions=["a", [True]]), ["`completions[1]`"]),
         (line(completions=["a", [1, 264]]), ["`completions[1]`", "264", "0..263"]),
-        (line(completions=["a", "12345678"]), ["`completions[1]` has 9 tokens", "sampling.max_completion_tokens=8"]),
+        (line(completions=["a", "12345678"]), ["`completions[1]`", "9 tokens", "sampling.max_completion_tokens=8"]),
         (line("\udc00"), ["'\\udc00'"]),
         (line(completions=["a", "\udc00"]), ["'\\udc00'"]),
-        (line(rewards=[1]), ["`rewards` must be a list of 2 numbers"]),
-        (line(rewards=["1", 0]), ["`rewards` must be a list of 2 numbers"]),
-        (line(rewards=[float("nan"), 0]), ["`rewards` must be a list of 2 numbers"]),
-        (line(rewards=[10**400, 0]), ["`rewards` must be a list of 2 numbers"]),
+        (line(rewards=[1]), ["`rewards`", "2"]),
+        (line(rewards=["1", 0]), ["`rewards`", "2"]),
+        (line(rewards=[float("nan"), 0]), ["`rewards`", "2"]),
+        (line(rewards=[10**400, 0]), ["`rewards`", "2"]),
     ],
 )
 def test_a_file_with_a_line_that_is_no_group_is_refused_and_a_runs_is_skipped_and_counted(text, named, tmp_path):
     path = written(tmp_path, line(), "\n", text)
-    with pytest.raises(ConfigError, match=re.escape(f"{path}:3: ")) as error:
+    with refused_row(path, 3, *named):
         external(path)
-    assert all(words in str(error.value) for words in named)
     (tmp_path / "peer").mkdir()
     written(tmp_path / "peer", line(rewards=[0, 1]), text.strip() + "\n", name=SHARED_FILE)
     batch = external(tmp_path / "peer").next_groups(0, unasked)
@@ -316,7 +314,7 @@ def test_what_a_function_makes_of_the_own_groups_comes_in_the_next_iteration(mak
     leaves.observe(sampled_of(*"uvwxyz"), str)
     batch = leaves.next_groups(1, unasked)
     assert prompts(batch) == [None, None] and batch.failed_calls == 2
-    with pytest.raises(ConfigError, match=r"external\.paths='.*made\.py:none' cannot be used: AttributeError"):
+    with refused("external.paths", ANY, "made.py:none", "AttributeError"):
         make("none")
 
 

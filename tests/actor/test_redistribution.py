@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 from support.building import Sampling, interrupt, make_prompts, make_sampler
-from support.refusal import refused
+from support.refusal import raises_with, refused
 
 from jaxrl_llm.actor import redistribution
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, MeshConfig, freeze
@@ -85,5 +85,5 @@ def test_a_table_of_other_rows_does_not_fit(tmp_path):
     now = {name: jax.ShapeDtypeStruct(shape, np.int32) for name, shape in shapes.items()}
     check_arrays(saved, now, tmp_path, same_dtype=True)
     for name, shape in (("sampler/length", (2, 5, 8)), ("sampler/length", (2, 4, 9)), ("train/x", (2, 4))):
-        with pytest.raises(ConfigError, match=f"{name} is int32"):
+        with raises_with(ConfigError, f"{name} is int32", str(tmp_path)):
             check_arrays(saved, now | {name: jax.ShapeDtypeStruct(shape, np.int32)}, tmp_path, same_dtype=True)

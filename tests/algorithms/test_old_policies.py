@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from reference import corrections as oracle
 from support.building import algorithm_config
+from support.refusal import refused
 
 from jaxrl_llm.algorithms.inputs import Tokens
 from jaxrl_llm.algorithms.old_policies import OLD_POLICIES, moving_average_share
-from jaxrl_llm.settings.schema import ConfigError
 
 
 def tokens(policy, behaviour, age, **columns):
@@ -39,7 +39,7 @@ def test_each_old_policy_is_what_it_says_and_reads_nothing_else():
 
 
 def test_unknown_ones_are_named():
-    with pytest.raises(ConfigError, match="old_policy='new' is not one of 'behaviour', 'generation', "):
+    with refused("old_policy", "new", "'behaviour', 'generation'"):
         algorithm_config(old_policy="new")
 
 

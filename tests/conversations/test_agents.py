@@ -12,6 +12,7 @@ import urllib.parse
 
 import pytest
 from conversations.test_environment import ONE, Template, call, config, play
+from support.refusal import raises_with, refused, refused_row
 from support.replies import by
 
 from jaxrl_llm.actor.episodes import Played
@@ -84,15 +85,11 @@ def test_what_an_agent_does_wrong_is_a_failure_that_says_so(start, said):
 
 
 @pytest.mark.parametrize(
-    ("start", "said"),
-    [
-        ("silent", "the agent returned before it asked the policy for anything"),
-        ("cold", "400: temperature cannot be set by an agent: the run's sampling settings hold"),
-        ("lost", "404: no route POST"),
-    ],
+    ("start", "words"),
+    [("silent", []), ("cold", ["400", "temperature"]), ("lost", ["404", "POST"])],
 )
-def test_an_agent_that_cannot_begin_stops_the_run_before_it_begins(start, said):
-    with pytest.raises(ConfigError, match=said):
+def test_an_agent_that_cannot_begin_stops_the_run_before_it_begins(start, words):
+    with refused_row("q.jsonl", 2, *words):
         question("bad_agent", Example("p", {"start": start}, "q.jsonl:2"))
 
 
@@ -117,7 +114,7 @@ def test_an_agent_without_a_reward_of_its_own_leaves_it_to_reward_functions():
         assert reply.result(30).outcome == OUTCOME_SCORE
         scores = Played([[{"role": "assistant", "content": "a"}]], [[reply]], 2).own_scores()
     assert scores.outcome == [OUTCOME_ERROR] and scores.reasons == ["environment: an agent returned no reward"]
-    with pytest.raises(ConfigError, match=r"cannot play a\.jsonl:1.*: prompt, base_url, number"):
+    with refused_row("a.jsonl", 1, "prompt, base_url, number"):
         Environment(config("two_letters_alone"), [Example("p", {"number": 1}, "a.jsonl:1")])
 
 
@@ -141,9 +138,9 @@ def test_an_agent_may_speak_in_token_ids_and_is_told_what_they_were_drawn_with()
         last = environment.ask(0, one, ["a", "b"], [[8]], drawn=drawn).result(30)
         assert (last.reward, last.reason) == (-1.75, "") and sent == [drawn[:1], drawn[1:]]
     tokenizer = types.SimpleNamespace(vocab_size=6)
-    with pytest.raises(ConfigError, match="an agent's token_ids must be from 0 to 5, and are 5 to 6"):
+    with raises_with(ConfigError, "token_ids", "0 to 5", "5 to 6"):
         shown(config("in_tokens"), tokenizer, [Example("p", {})], [])
-    with pytest.raises(ConfigError, match=r"400: token_ids=\['a'\] must be a list of whole numbers"):
+    with refused("token_ids", ["a"], "400"):
         question("in_tokens", Example("p", {"start": ["a"]}))
 
 

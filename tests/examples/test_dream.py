@@ -10,11 +10,12 @@ import threading
 import jax
 import pytest
 from support import building
+from support.refusal import raises_with, refused_row
 from support.replies import text
 
 from jaxrl_llm.commands import evaluate as evaluate_module
 from jaxrl_llm.commands import train as train_module
-from jaxrl_llm.config import Config, ConfigError, EnvironmentsConfig, PromptsConfig, freeze
+from jaxrl_llm.config import Config, EnvironmentsConfig, PromptsConfig, freeze
 from jaxrl_llm.conversations.environment import Environment, shown
 from jaxrl_llm.examples import dream, maze
 from jaxrl_llm.reports.metrics import read_metrics
@@ -130,19 +131,19 @@ def test_a_dreamt_episode_is_the_mazes_step_by_step(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reply", "reason"),
+    ("reply", "words"),
     [
-        ("I do not know {", "says no next, reward, over: 'I do not know {'"),
-        ('{"next": "a", "reward": 1}', "says no next, reward, over"),
-        ('{"next": "a", "reward": 0, "over": true} {"next": "a", "reward": "1", "over": true}', "says reward: '1'"),
-        ('{"next": "a", "reward": NaN, "over": false}', "says reward: nan"),
-        ('{"next": "a", "reward": true, "over": false}', "says reward: True"),
-        ('{"next": "a", "reward": 0, "over": 1}', "says over: 1"),
-        ('{"next": null, "reward": 0, "over": false}', "says next: None"),
+        ("I do not know {", ["next, reward, over", "'I do not know {'"]),
+        ('{"next": "a", "reward": 1}', ["next, reward, over"]),
+        ('{"next": "a", "reward": 0, "over": true} {"next": "a", "reward": "1", "over": true}', ["reward: '1'"]),
+        ('{"next": "a", "reward": NaN, "over": false}', ["reward: nan"]),
+        ('{"next": "a", "reward": true, "over": false}', ["reward: True"]),
+        ('{"next": "a", "reward": 0, "over": 1}', ["over: 1"]),
+        ('{"next": null, "reward": 0, "over": false}', ["next: None"]),
     ],
 )
-def test_the_last_step_that_a_reply_says_counts_and_one_that_is_none_is_refused(reply, reason):
-    with pytest.raises(ValueError, match=re.escape(f"the experience model {reason}")):
+def test_the_last_step_that_a_reply_says_counts_and_one_that_is_none_is_refused(reply, words):
+    with raises_with(ValueError, *words):
         dream.read(reply)
     step = {"next": "a {b}", "reward": -1, "over": False}
     assert dream.read(f"{reply}, or rather {json.dumps(step | {'why': {'c': 1}})} {{}}") == step
@@ -189,7 +190,7 @@ def test_the_model_is_told_the_nearest_transitions_and_a_bad_file_is_said_before
     path = tmp_path / "steps.jsonl"
     monkeypatch.setenv("JAXRL_DREAM_EXPERIENCE", str(path))
     path.write_text('{"state": "11nw", "action": "w", "next": "01e"}')
-    with pytest.raises(ConfigError, match=r"m\.jsonl:1: .*steps\.jsonl:1: must be an object with `reward`, a number"):
+    with refused_row("m.jsonl", 1, "steps.jsonl:1", "`reward`"):
         opened("jaxrl_llm.examples.dream:play")
     pytest.importorskip("bm25s")
     seen = (("22n", "n"), ("10sw", "e"), ("10sw", "s"))

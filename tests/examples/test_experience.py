@@ -1,9 +1,9 @@
 """Lines of a file that are near, and the notes of states alike behind an environment's answers."""
 
 import json
-import re
 
 import pytest
+from support.refusal import raises_with, refused_row
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.examples import experience
@@ -38,25 +38,25 @@ def test_transitions_are_nearest_by_the_words_of_state_and_action(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "words"),
     [
-        ('{"state": "a", "action": "b", "next": "c", "reward": 1', "2: not JSON"),
-        ("[1]", "2: must be an object with `state`, a text, not list"),
-        ('{"state": "a", "action": 3, "next": "c", "reward": 1}', "2: must be an object with `action`, a text, not {"),
-        ('{"state": "a", "action": "b", "reward": 1}', "2: must be an object with `next`, a text"),
-        ('{"state": "a", "action": "b", "next": "c", "reward": NaN}', "2: must be an object with `reward`, a number"),
-        ('{"state": "a", "action": "b", "next": "c", "reward": true}', "2: must be an object with `reward`, a number"),
+        ('{"state": "a", "action": "b", "next": "c", "reward": 1', ["JSON"]),
+        ("[1]", ["`state`", "list"]),
+        ('{"state": "a", "action": 3, "next": "c", "reward": 1}', ["`action`"]),
+        ('{"state": "a", "action": "b", "reward": 1}', ["`next`"]),
+        ('{"state": "a", "action": "b", "next": "c", "reward": NaN}', ["`reward`"]),
+        ('{"state": "a", "action": "b", "next": "c", "reward": true}', ["`reward`"]),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path, line, said):
+def test_what_is_wrong_with_a_file_is_named_with_its_line(tmp_path, line, words):
     path = tmp_path / "steps.jsonl"
     path.write_text(f'{{"state": "a", "action": "b", "next": "c", "reward": -0.5}}\n{line}\n')
-    with pytest.raises(ConfigError, match=re.escape(f"{path}:{said}")):
+    with refused_row(path, 2, *words):
         experience.transitions(str(path))
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no row"):
+    with raises_with(ConfigError, str(path)):
         rows(str(path), experience.NOTES)
-    with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read: No such file"):
+    with raises_with(ConfigError, str(tmp_path / "none.jsonl"), "No such file"):
         experience.advised(str(tmp_path / "none.jsonl"))
 
 

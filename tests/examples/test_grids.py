@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from support.refusal import refused
 
 from jaxrl_llm.actor.external_groups import GroupParser
-from jaxrl_llm.config import ConfigError, PromptsConfig, freeze
+from jaxrl_llm.config import PromptsConfig, freeze
 from jaxrl_llm.examples import grids
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.questions import tasks
@@ -44,7 +45,7 @@ def test_questions_show_their_pairs_and_some_program_solves_them():
         given = {"grids": [own] * len(steps), "made": [answer] * len(steps)}
         assert 1.0 in grids.reward([""] * len(steps), steps, **given)
         assert grids.reward([""], [example.columns["answer"]], [own], [answer]) == [1.0]
-    with pytest.raises(ConfigError, match=r"prompts\.arguments\.side=1 must be"):
+    with refused("prompts.arguments.side", 1):
         tasks.load(PromptsConfig(source="grids", arguments={"side": 1}), seed=0)
 
 

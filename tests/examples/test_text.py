@@ -2,9 +2,9 @@
 
 import json
 
-import pytest
+from support.refusal import check_row, refused, refused_row
 
-from jaxrl_llm.config import ConfigError, PromptsConfig
+from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.questions import tasks
 from jaxrl_llm.scoring import judges
 
@@ -41,15 +41,14 @@ def test_each_sentence_is_asked_for_by_those_before_it(tmp_path):
 def test_lines_without_a_text_are_told_with_their_place(tmp_path):
     path = tmp_path / "t.jsonl"
     lines = (json.dumps({"text": TEXT}), "{", json.dumps({"prompt": "a"}))
-    with pytest.raises(ConfigError, match=r"t\.jsonl:2: not JSON"):
+    with refused_row("t.jsonl", 2, "JSON"):
         load(path, lines=lines)
     loaded = load(path, lines=lines, bad_row="skip")
-    assert (
-        len(loaded.examples) == 2 and "t.jsonl:3: must be an object with a text in column `text`" in loaded.bad_rows[1]
-    )
-    with pytest.raises(ConfigError, match="holds no question"):
+    assert len(loaded.examples) == 2
+    check_row(loaded.bad_rows[1], path, 3, "`text`")
+    with refused("prompts.name", str(path)):
         load(path, lines=[json.dumps({"text": "One sentence."})])
-    with pytest.raises(ConfigError, match=r"prompts\.arguments\.words=0 must be"):
+    with refused("prompts.arguments.words", 0):
         load(path, words=0)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.refusal import refused
 
 from jaxrl_llm.config import Config, OptimizerConfig, freeze
 from jaxrl_llm.learner import faults, low_memory, optim, publish
@@ -356,20 +357,17 @@ def test_rounding_is_the_same_on_every_mesh():
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"optimizer": {"name": "adafactor", "b1": 0.8}}, r"optimizer\.b1=0\.8 must be 0\.9"),
-        ({"optimizer": {"name": "adafactor", "reset_every_steps": 2}}, r"optimizer\.reset_every_steps=2 must be 0"),
-        ({"optimizer": {"name": "adam"}}, r"optimizer\.name='adam' is not one of 'adamw', 'subset_norm', 'adafactor'"),
-        (
-            {"optimizer": {"name": "adafactor", "moment_dtype": "int8"}},
-            r"optimizer\.moment_dtype='int8' is of AdamW's moments, and must be 'float32' or 'bfloat16' with",
-        ),
-        ({"model": {"param_dtype": "float16"}}, r"model\.param_dtype='float16' is not one of"),
+        ({"optimizer": {"name": "adafactor", "b1": 0.8}}, ("optimizer.b1", 0.8)),
+        ({"optimizer": {"name": "adafactor", "reset_every_steps": 2}}, ("optimizer.reset_every_steps", 2)),
+        ({"optimizer": {"name": "adam"}}, ("optimizer.name", "adam")),
+        ({"optimizer": {"name": "adafactor", "moment_dtype": "int8"}}, ("optimizer.moment_dtype", "int8")),
+        ({"model": {"param_dtype": "float16"}}, ("model.param_dtype", "float16")),
     ],
 )
-def test_what_does_not_go_together_is_said(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_do_not_go_together_are_refused(settings, named):
+    with refused(*named):
         freeze(settings)
 
 

@@ -14,8 +14,9 @@ from reference import corrections, losses, sampling, surrogates, transformer
 from reference import values as critics
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
+from support.refusal import refused
 
-from jaxrl_llm.config import ConfigError, MeshConfig, OptimizerConfig, freeze
+from jaxrl_llm.config import MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
 from jaxrl_llm.learner.update import Update
 from jaxrl_llm.models.row_logp import chunk_tokens
@@ -386,7 +387,7 @@ def test_a_surrogate_of_the_users_own_has_the_gradient_of_ours_that_says_the_sam
     scaled, _ = gradient({"name": f"{path}:weighed", "scale": 2.0})
     assert optax.tree.norm(jax.tree.map(np.subtract, scaled, ours[0])) > 1e-2
     for name in ("of_rows", "with_flags_of_rows"):
-        with pytest.raises(ConfigError, match=rf"algorithm\.surrogate='.*mine\.py:{name}' must return"):
+        with refused("algorithm.surrogate", f"{path}:{name}"):
             gradient(f"{path}:{name}")
 
 

@@ -7,6 +7,7 @@ import re
 import pytest
 from support.command_line import run_command
 from support.page import Page
+from support.refusal import raises_with
 
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze, to_json
 from jaxrl_llm.reports.charts import CHARTS
@@ -189,23 +190,23 @@ def test_the_same_run_gives_the_same_page(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "message"),
+    ("name", "text", "words"),
     [
-        ("metrics.jsonl", "", "is empty"),
-        ("metrics.jsonl", '{"iteration": 1\n', r"metrics\.jsonl:1: not JSON"),
-        ("metrics.jsonl", b"\xff\xfe\n", r"metrics\.jsonl:1: not JSON"),
-        ("samples.jsonl", bytes(9) + b"\n", r"samples\.jsonl:1: not JSON"),
-        ("config.json", "{", r"config\.json: not readable JSON"),
-        ("config.json", b"", r"config\.json: not readable JSON"),
-        ("config.json", b"{\x80", r"config\.json: not readable JSON"),
-        ("config.json", '{"sed": 1}', r"config\.json: unknown config key sed"),
-        ("eval_after.json", "[]", r"eval_after\.json: not readable JSON \(\[\] is no object"),
+        ("metrics.jsonl", "", ["metrics.jsonl"]),
+        ("metrics.jsonl", '{"iteration": 1\n', ["metrics.jsonl:1:", "JSON"]),
+        ("metrics.jsonl", b"\xff\xfe\n", ["metrics.jsonl:1:", "JSON"]),
+        ("samples.jsonl", bytes(9) + b"\n", ["samples.jsonl:1:", "JSON"]),
+        ("config.json", "{", ["config.json", "JSON"]),
+        ("config.json", b"", ["config.json", "JSON"]),
+        ("config.json", b"{\x80", ["config.json", "JSON"]),
+        ("config.json", '{"sed": 1}', ["config.json", "sed=1"]),
+        ("eval_after.json", "[]", ["eval_after.json", "JSON", "[]"]),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, message):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, text, words):
     (tmp_path / "metrics.jsonl").write_text('{"iteration": 1, "update/loss": 1.0}\n')
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match=message):
+    with raises_with(ConfigError, *words):
         write_report(tmp_path)
 
 
