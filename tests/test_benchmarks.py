@@ -608,6 +608,7 @@ def test_a_peer_whose_installation_failed_is_tried_again(bench):
     assert bench.log[0].startswith(TRL)
 
 
+@pytest.mark.tier("slow")  # plain: test_micro_and_gpu_run_on_a_cpu
 def test_saves_are_timed_by_size_and_leave_nothing_behind(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["saves", f"--workdir={tmp_path}", "--gb=0.001,0.2"])
     read, restore = [], saves.Checkpointer.restore

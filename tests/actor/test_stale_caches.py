@@ -129,6 +129,7 @@ def test_an_answer_that_goes_on_keeps_its_tokens_their_log_probs_and_their_versi
     assert went_on > 12
 
 
+@pytest.mark.tier("slow")  # plain: test_turns.test_a_run_that_stops_inside_a_generation_goes_on_...
 @pytest.mark.parametrize("chunk", [1, pytest.param(2, marks=pytest.mark.tier("slow"))])
 def test_a_call_that_stops_inside_goes_on_bit_by_bit_and_reads_nothing_again(chunk):
     def at_version_2(sampling):

@@ -188,6 +188,7 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
     jax.tree.map(lambda new, a, p: near(new, (0.9 * a + p) / 1.9), after.others["average"], average, moved)
 
 
+@pytest.mark.tier("slow")  # plain: first loss of remix in test_recipes.py
 def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to_the_policy_before():
     """By the paper's equations, of three policies: r within c -+ 0.2, + 0.3 (l KL(base) + (1 - l) KL(pi_(k-1)))."""
     rows = building.random_experience()

@@ -285,6 +285,7 @@ def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
     check_decoded("splash", *cached(seed, C))
 
 
+@pytest.mark.tier("slow")  # plain: test_a_decode_step_attends_to_the_live_part_of_each_rows_cache
 def test_a_decode_step_attends_to_what_is_live_of_caches_of_32k_tokens():
     check_decoded("splash", *cached(0, 2**15))
 

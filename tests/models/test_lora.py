@@ -103,6 +103,7 @@ def test_experts_have_adapters_of_their_own_and_the_shared_one_has_none():
     assert np.abs(logits_of(model.base, base, tokens) - expected).max() > 0.1 * largest
 
 
+@pytest.mark.tier("slow")  # plain: test_experts_have_adapters_of_their_own_and_the_shared_one_has_none
 def test_experts_adapters_are_served_beside_dora_of_other_matrices():
     """Experts have no magnitudes: what both can be computed as has those of ``k`` alone."""
     arch, mesh = dataclasses.replace(TINY, **MIXTURE), mesh_of(ONE)

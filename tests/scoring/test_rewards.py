@@ -176,6 +176,7 @@ def test_close_ends_a_hanging_worker_and_collect_says_so():
         rewards.submit(EXAMPLE, ["1"])
 
 
+@pytest.mark.tier("kills")  # plain: test_what_a_function_starts_ends_with_its_worker_...
 def test_workers_end_when_the_parent_is_killed():
     program = (
         "import sys, time; sys.stdout.reconfigure(line_buffering=True)\n"
@@ -408,6 +409,7 @@ def test_whatever_is_raised_is_one_line_and_costs_no_worker(monkeypatch):
     assert len(processes) == 1 and not np.isnan(list(processes)).any()
 
 
+@pytest.mark.tier("slow")  # plain: test_every_failure_is_counted_as_what_it_is_and_never_a_zero
 def test_what_cannot_be_mended_is_counted_and_the_next_call_has_another_process(monkeypatch):
     monkeypatch.chdir(FUNCTIONS.parents[2])
     deeds = {
@@ -552,6 +554,7 @@ def test_what_is_printed_without_end_is_cut_and_blocks_nothing():
     assert int(most_kib) < 2**20
 
 
+@pytest.mark.tier("slow")  # plain: test_what_is_printed_without_end_is_cut_and_blocks_nothing
 def test_output_that_nobody_reads_holds_up_a_call_until_its_deadline_and_no_longer():
     # The error stream is a pipe that is full: whoever writes into it waits.
     program = (
@@ -690,6 +693,7 @@ def test_of_a_function_that_scores_one_by_one_a_completion_fails_alone(name):
     assert len(got.errors) == 5 and after.total.tolist() == [3.0]
 
 
+@pytest.mark.tier("slow")  # plain: test_siblings_of_completions_that_hang_keep_their_scores
 def test_completions_that_all_hang_take_the_time_of_one_call():
     with pool(user("alone"), timeout_s=1.6) as rewards:
         assert rewards.collect([rewards.submit(EXAMPLE, ["1"])]).total.tolist() == [1.0]

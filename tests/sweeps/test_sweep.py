@@ -333,6 +333,7 @@ def test_points_run_once_in_few_processes_and_failures_stop_nothing(tmp_path, ca
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.tier("slow")  # plain: test_points_run_once_in_few_processes_and_failures_stop_nothing
 def test_a_point_that_wrote_its_last_row_and_no_report_is_not_finished(tmp_path):
     points = make_points(grid({"optimizer.learning_rate": [stand_in.NO_END]}))
     failed, _ = run(tmp_path, points)
@@ -403,6 +404,7 @@ def test_what_comes_after_a_point_is_in_the_table_and_is_tried_again_where_it_fa
     assert "<th>transfer" in (folder / "sweep.html").read_text()
 
 
+@pytest.mark.tier("slow")  # plain: test_what_comes_after_a_point_is_in_the_table_...
 def test_what_came_after_a_point_is_gone_once_its_run_goes_on_and_not_before(tmp_path, monkeypatch):
     """A longer run that was refused lost it, and ended no more; one that was launched kept that of its earlier end."""
     ghosts.haunt(monkeypatch)
@@ -420,6 +422,7 @@ def test_what_came_after_a_point_is_gone_once_its_run_goes_on_and_not_before(tmp
     assert train(config(2), workdir) == 0 and not sweep_module.is_finished(workdir, config(2), sweep)
 
 
+@pytest.mark.tier("slow")  # plain: test_what_was_tuned_on_some_seeds_is_run_on_others
 def test_the_table_has_what_a_second_stage_alone_sets(tmp_path):
     rate = "optimizer.learning_rate"
     sweep = Sweep([{rate: 0.1}], then=lambda runs: [{rate: 0.1, "seed": 3}])
@@ -490,6 +493,7 @@ def test_a_point_that_another_sweep_has_finished_is_not_run_again(tmp_path):
     assert (len(turns(tmp_path, first)), turns(tmp_path, second)) == (1, [])
 
 
+@pytest.mark.tier("hosts")  # plain: test_points_run_once_in_few_processes_and_failures_stop_nothing
 def test_two_workers_run_side_by_side_and_a_signal_lets_them_end(tmp_path, monkeypatch):
     points = make_points(product(grid({"optimizer.learning_rate": [stand_in.WAIT]}), seeds(3)))
     first = [tmp_path / name / "metrics.jsonl" for name in points]

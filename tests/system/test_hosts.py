@@ -411,6 +411,7 @@ cli.run(main)
 """
 
 
+@pytest.mark.tier("hosts")  # plain: test_checkpoint.test_a_damaged_file_makes_the_checkpoint_before_it_be_taken_...
 def test_a_file_that_one_host_alone_reads_and_is_cut_short_makes_all_take_the_checkpoint_before(tmp_path):
     """They went to other checkpoints, and met in a sum of both: none was whole to any of them."""
     (tmp_path / "damaged.py").write_text(DAMAGED)

@@ -98,6 +98,7 @@ def test_packing_does_not_change_loss_and_gradient_on_one_device_or_eight(suppor
     assert_same(building.gradient(eight, garbage(rows), mesh=EIGHT), expected)
 
 
+@pytest.mark.tier("slow")  # plain: test_collectives.test_gradients_are_one_devices_on_any_mesh
 def test_sharded_parameters_do_not_change_loss_and_gradient():
     settings = building.LOSSES["token mean, k3"]
     rows = building.random_experience()

@@ -156,6 +156,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_those_before_and_ends_the_run_at_
     assert iterations(tmp_path) == [1, 2, 3, 4]
 
 
+@pytest.mark.tier("slow")  # plain: test_a_full_disk_is_one_error_that_names_the_folder
 @ORPHANS
 def test_a_disk_that_is_full_and_gets_room(train, small_disk, capfd):
     disk, enlarge = small_disk
