@@ -562,7 +562,10 @@ def program_text(config_text, name, arch=TINY):
     return text_of(traced.jaxpr.jaxpr)
 
 
-def program(name, arch=TINY):
+NO_LAYERS = dataclasses.replace(TINY, num_layers=0)  # traced in half the time
+
+
+def program(name, arch=NO_LAYERS):
     """Look at the text of one program of the run on one device."""
 
     def look(config, folder, monkeypatch):
@@ -802,7 +805,7 @@ def time_to_write(config, folder, monkeypatch):
 
 def checkpoints_in(config, folder, monkeypatch):
     """The folder that checkpoints are written into, of a bucket or of the workdir."""
-    monkeypatch.setattr(bucket, "place", lambda where: folder / str(where).removeprefix(bucket.PREFIX))
+    monkeypatch.setattr(bucket, "place", lambda where, field: folder / str(where).removeprefix(bucket.PREFIX))
     with contextlib.closing(Checkpointer(folder, config.checkpoint)) as checkpointer:
         return checkpointer.directory
 
@@ -1243,10 +1246,17 @@ def seen(look, settings, folder, monkeypatch):
 BEFORE = {}  # what is seen before the change; several rows of ghosts begin alike
 
 
+WHOLE_RUNS = (asked, cache, compares, ends, ghost_run, loaded_models, opened, taken_from)
+
+
 def setting(path):
-    """Settings of quantised weights need an optional package."""
+    """Return a case of a setting in its tier: quantised weights need a package, and some looks take a whole run."""
     needs_package = path.endswith(".weights") and path != "rewards.weights"
-    return pytest.param(path, marks=[pytest.mark.tier("extras")] if needs_package else [])
+    if needs_package:
+        return pytest.param(path, marks=pytest.mark.tier("extras"))
+    # Plain: test_unread_settings.py, that a run reads the setting.
+    _, look, _ = ALIVE.get(path, (None, None, None))
+    return pytest.param(path, marks=[pytest.mark.tier("slow")] * (look in WHOLE_RUNS))
 
 
 @pytest.mark.parametrize("path", [setting(name) for name in sorted(flatten(Config(), whole=True))])

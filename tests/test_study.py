@@ -427,6 +427,8 @@ def test_a_table_takes_what_came_after_the_runs(tmp_path):
 # ---- the page --------------------------------------------------------------------------------------------------
 
 
+# Plain: the tables by hand, above; test_every_table_of_arms_has_a_mark.
+@pytest.mark.tier("slow")
 def test_every_table_and_figure_of_the_page_is_what_the_raw_metrics_give(tmp_path):
     """``python -m studies.all`` makes them; whoever changes raw metrics or a table runs it."""
     assert everything.differing(tmp_path) == []

@@ -9,6 +9,7 @@ import pytest
 from support import building
 from support.building import Sampling, interrupt, make_prompts, make_sampler
 from support.moving import gaps, generated, has_one_version, params_of
+from support.tiers import mostly_in
 
 from jaxrl_llm.actor import turns
 from jaxrl_llm.config import LoraConfig, MeshConfig
@@ -42,7 +43,7 @@ def sampling_of(stale_cache, model=None, **settings):
     return Sampling(sampler, compiled=compile_all(programs, sampler.mesh))
 
 
-@pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
+@pytest.mark.parametrize("stale_cache", mostly_in("slow", ["keep", "recompute"]))
 @pytest.mark.parametrize(
     "name",
     ["attention", *(pytest.param(name, marks=pytest.mark.tier("slow")) for name in MODELS if name != "attention")],

@@ -23,6 +23,7 @@ from support.building import (
     make_sampler,
 )
 from support.replies import by
+from support.tiers import mostly_in
 
 from jaxrl_llm.actor import redistribution
 from jaxrl_llm.actor import turns as turns_of_rows
@@ -386,7 +387,7 @@ def test_turns_under_new_weights_have_the_probabilities_of_those_weights(arch, s
         assert np.median(gap[~is_one].max(axis=1)) > 0.01
 
 
-@pytest.mark.parametrize("chunk", [2, 3, 5, 6])
+@pytest.mark.parametrize("chunk", mostly_in("slow", [2, 3, 5, 6]))
 def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_in_flight(chunk):
     """Its environment is another then, which has never heard of them."""
     settings = {"num_slots": 7, "chunk_steps": 3, "lookahead": 8}

@@ -10,6 +10,7 @@ from reference import turns as oracle
 from support.building import algorithm_config
 from support.refusal import refused
 from support.rows import make_rows
+from support.tiers import mostly_in
 
 from jaxrl_llm.algorithms import turns
 from jaxrl_llm.config import freeze
@@ -105,7 +106,7 @@ def by_turn(advantage, arrays, number):
         pytest.param("ui_s1", {"min_std": 0.0, "matched": 0.5, "std": False}, marks=pytest.mark.tier("slow")),
     ],
 )
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", mostly_in("slow", [0, 1]))
 def test_matches_float64_loops_on_rows_of_unequal_turns(kind, settings, seed):
     arrays, rows, number = table(seed)
     advantage, _ = compute(arrays, kind, tuple(settings.items()))
@@ -171,7 +172,7 @@ def test_rows_that_draw_the_same_turn_by_chance_have_parted_all_the_same():
     ("kind", "settings"),
     [("turn_returns", {}), ("gigpo", {"discount": 1.0}), ("logo", {}), ("step_values", {"std": True})],
 )
-@pytest.mark.parametrize("step", [0.1, 0.01, 1 / 3])
+@pytest.mark.parametrize("step", mostly_in("slow", [0.1, 0.01, 1 / 3]))
 def test_rows_that_come_to_the_same_by_other_steps_are_tied(kind, settings, step):
     """Their float32 sums are not, and a deviation of nothing but rounding divides it by itself."""
     rng = np.random.default_rng(0)

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from support.refusal import refused
+from support.tiers import mostly_in
 
 from jaxrl_llm.config import Config, OptimizerConfig, freeze
 from jaxrl_llm.learner import faults, low_memory, optim, publish
@@ -315,14 +316,18 @@ WIDE = dataclasses.replace(TINY, width=256, ffn=512, num_layers=4, head_size=64)
 
 @pytest.mark.parametrize(
     ("param_dtype", "settings", "most"),
-    [
-        ("float32", {}, 18.002),  # weights 4, gradient 4, two moments 8, the sampler's copy 2, and 4 of norms
-        ("bfloat16", {"moment_dtype": "bfloat16"}, 10.0),
-        ("bfloat16", {"moment_dtype": "int8"}, 8.1),  # and a row's largest value
-        ("bfloat16", {"name": "subset_norm", "moment_dtype": "bfloat16"}, 8.1),
-        ("bfloat16", {"name": "subset_norm", "moment_dtype": "int8"}, 7.1),
-        ("bfloat16", {"name": "adafactor"}, 6.05),  # and a number by row and by column
-    ],
+    mostly_in(
+        "slow",
+        [
+            ("float32", {}, 18.002),  # weights 4, gradient 4, two moments 8, the sampler's copy 2, and 4 of norms
+            ("bfloat16", {"moment_dtype": "bfloat16"}, 10.0),
+            ("bfloat16", {"moment_dtype": "int8"}, 8.1),  # and a row's largest value
+            ("bfloat16", {"name": "subset_norm", "moment_dtype": "bfloat16"}, 8.1),
+            ("bfloat16", {"name": "subset_norm", "moment_dtype": "int8"}, 7.1),
+            ("bfloat16", {"name": "adafactor"}, 6.05),  # and a number by row and by column
+        ],
+        plain=2,
+    ),
 )
 def test_bytes_a_parameter(param_dtype, settings, most):
     model = Model(WIDE, "bfloat16", remat="full", param_dtype=param_dtype)

@@ -15,6 +15,7 @@ from reference import values as critics
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, mesh_of
 from support.refusal import refused
+from support.tiers import mostly_in
 
 from jaxrl_llm.config import MeshConfig, OptimizerConfig, freeze
 from jaxrl_llm.learner import optim
@@ -62,7 +63,10 @@ def oracle_loss(policy_logp, rows, algorithm):
     return losses.aggregate(term, mask, rows.trainable, algorithm.aggregation.name, COMPLETION_TOKENS)
 
 
-@pytest.mark.parametrize("name", CASES)
+# The terms of building.LOSSES have first losses in test_recipes.py.
+@pytest.mark.parametrize(
+    "name", mostly_in("slow", ["kept support", "no reference, filters", *building.LOSSES], plain=2)
+)
 def test_loss_and_gradient_are_those_of_a_float64_model(name):
     settings, filters = CASES[name]
     update = building.make_update(settings, filters)
@@ -301,7 +305,7 @@ def oracle_value_loss(params, head, rows, critic):
     return losses.aggregate(loss, mask, rows.trainable, "token_mean", COMPLETION_TOKENS), value
 
 
-@pytest.mark.parametrize(("name", "group_size"), [("critic, clipped value", 1), ("critic, bins", 2)])
+@pytest.mark.parametrize(("name", "group_size"), mostly_in("slow", [("critic, clipped value", 1), ("critic, bins", 2)]))
 def test_the_critics_loss_and_its_gradients_are_those_of_a_float64_model(name, group_size):
     # Without advantages the critic's loss is all there is.
     settings = building.CRITICS[name] | {"micro_batch_size": 8, "step_size": "effective_sample_size"}

@@ -20,6 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu import splash_attention
 from reference import attention as oracle
 from support.building import TINY, Sampling, completions, host_params, make_prompts, make_sampler, needs_libtpu
+from support.tiers import mostly_in
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.models.architecture import PRESETS
@@ -110,7 +111,7 @@ def test_blocks_of_a_packed_line_that_show_nothing_are_passed_over():
         np.testing.assert_allclose(one[0], other, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", mostly_in("slow", [None, 40]))
 def test_units_of_a_line_are_a_rule_to_splash_which_passes_over_blocks_where_none_meet(window):
     """Five blocks of 128: units over their borders, one of a single token, and an empty end."""
     rng, lengths = np.random.default_rng(0), [130, 250, 1, 120, 49, 50]

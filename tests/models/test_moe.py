@@ -13,6 +13,7 @@ import pytest
 from reference import experts as oracle
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, Sampling, make_prompts, make_sampler
+from support.tiers import mostly_in
 
 from jaxrl_llm.config import ConfigError, LoraConfig, MeshConfig, freeze
 from jaxrl_llm.models import moe
@@ -119,7 +120,7 @@ def test_the_balance_cost_is_that_of_transformers():
         assert float(jnp.sum(found["expert_counts"])) == 2 * 2 * kept.sum()
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("turned", mostly_in("slow", [False, True]))
 def test_the_kernel_of_tpus_computes_the_same_and_its_gradient(turned):
     """Interpreted; experts without rows, and rows of no expert, among them."""
     rng, sizes = np.random.default_rng(8), np.array([70, 0, 33, 1], np.int32)

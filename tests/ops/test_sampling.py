@@ -217,7 +217,10 @@ def by_part(function, parts, *args):
 
 
 # Parts of 33, 250 and 768 tokens: less than a block, no multiple of blocks, and three blocks.
-@pytest.mark.parametrize(("num_tokens", "parts"), [(264, 8), (1000, 4), pytest.param(1536, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("num_tokens", "parts"),
+    [(264, 8), pytest.param(1000, 4, marks=pytest.mark.tier("slow")), pytest.param(1536, 2, marks=pytest.mark.slow)],
+)
 def test_devices_with_parts_of_a_vocabulary_draw_what_one_draws(num_tokens, parts):
     rng = np.random.default_rng(8)
     logits = rng.normal(size=(4000, num_tokens)).astype(np.float32) * 3

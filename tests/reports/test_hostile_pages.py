@@ -14,6 +14,7 @@ from support.command_line import run_command
 from support.page import Page
 from support.parsing import config_of
 from support.refusal import refused
+from support.tiers import mostly_in
 from test_report import make_run
 
 from jaxrl_llm.actor.actor import too_many_failures
@@ -211,7 +212,8 @@ def stand_ins(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "template", ["print", "sbatch --job-name={name} --wrap={command}", "sh -c {command}", OF_SEVERAL]
+    "template",
+    mostly_in("slow", ["print", "sbatch --job-name={name} --wrap={command}", "sh -c {command}", OF_SEVERAL]),
 )
 def test_a_shell_runs_exactly_the_command_of_each_point(template, stand_ins, tmp_path, monkeypatch, capfd):
     file = tmp_path / "it's a $sweep; file.py"

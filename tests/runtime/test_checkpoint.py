@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support.comparing import assert_same
 from support.refusal import raises_with, refused
+from support.tiers import mostly_in
 
 from jaxrl_llm.config import CheckpointConfig, Config, ConfigError, freeze, to_json
 from jaxrl_llm.ops.checksum import checksums
@@ -97,7 +98,7 @@ def test_restored_state_is_bitwise_the_saved_one_on_the_same_and_on_another_mesh
         assert shardings == jax.tree.map(lambda x: x.sharding, target)
 
 
-@pytest.mark.parametrize("layout", ["one device", "sharded", "replicated"])
+@pytest.mark.parametrize("layout", mostly_in("slow", ["sharded", "one device", "replicated"]))
 def test_saved_bytes_are_those_at_the_time_of_save_though_the_buffers_are_donated_at_once(checkpointer, layout):
     m = mesh(8, 1)
     sharding = {

@@ -22,6 +22,7 @@ from support.building import (
 )
 from support.comparing import assert_same
 from support.refusal import refused
+from support.tiers import mostly_in
 
 from jaxrl_llm.config import CheckpointConfig, freeze
 from jaxrl_llm.replay import ring as replay
@@ -156,7 +157,9 @@ def rings(on_host, config):
 
 
 # Two lanes; pages for little more than the rows of an iteration.
-@pytest.mark.parametrize("setting", [{"positive_fraction": 1 / 3}, {"capacity_tokens": 18 * ROW_TOKENS}])
+@pytest.mark.parametrize(
+    "setting", mostly_in("slow", [{"positive_fraction": 1 / 3}, {"capacity_tokens": 18 * ROW_TOKENS}])
+)
 def test_a_ring_on_the_host_keeps_and_draws_the_same_rows(setting):
     config = replay_config(capacity=48, draw="priority", **setting)
     on_device, on_host = rings(False, config), rings(True, config)

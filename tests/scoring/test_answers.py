@@ -9,6 +9,7 @@ import time
 from fractions import Fraction
 
 import pytest
+from support.tiers import mostly_in
 
 from jaxrl_llm.scoring import answers
 from jaxrl_llm.scoring.quantities import grade, listed_numbers, number_text, quantity
@@ -615,7 +616,7 @@ FLOODS = [
 ]
 
 
-@pytest.mark.parametrize("flood", FLOODS, ids=lambda flood: ascii(flood[:12]))
+@pytest.mark.parametrize("flood", mostly_in("slow", FLOODS, plain=12), ids=lambda flood: ascii(flood[:12]))
 @pytest.mark.parametrize("around", ["{}", r"7 \boxed{{{}}}", "x\n{}x"])
 def test_time_grows_with_the_length_alone(flood, around):
     """The seven calls take 0.2 s at most; a search that is quadratic in 30,000 characters takes over 3 s."""

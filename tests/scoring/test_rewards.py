@@ -17,6 +17,7 @@ import pytest
 from support.building import needs_reasoning_gym
 from support.echo import echo
 from support.refusal import refused
+from support.tiers import mostly_in
 
 from jaxrl_llm.actor.episodes import Played
 from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TURN, Column
@@ -682,7 +683,7 @@ def test_what_a_worker_prints_before_its_first_call_is_not_half_shown(capfd):
 # ---- functions that score completions one by one -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["alone", "alone_by_class"])
+@pytest.mark.parametrize("name", mostly_in("slow", ["alone", "alone_by_class"]))
 def test_of_a_function_that_scores_one_by_one_a_completion_fails_alone(name):
     texts = ["1", "hang", "0.5", "raise", "die", "nan", "count", "killed", "exit", "-2"]
     with pool(user(name), timeout_s=4.0) as rewards:
@@ -778,26 +779,30 @@ def test_a_line_that_comes_between_two_calls_fails_neither(kind):
 
 @pytest.mark.parametrize(
     "answer",
-    [
-        "null",
-        "[]",
-        "[[], [], []]",
-        "[[1.0, 1.0], [], [[], []]]",
-        "[[NaN], [], [[]]]",
-        "[[1e999], [], [[]]]",
-        "[[1e13], [], [[]]]",
-        "[[true], [], [[]]]",
-        '[["1.0"], [], [[]]]',
-        "[[{}], [], [[]]]",
-        "[[[[1.0]]], [], [[]]]",
-        "[[1.0], [1], [[]]]",
-        '[[1.0], "", [[]]]',
-        "[[1.0], [], [0]]",
-        "[[1.0], [], [[0]]]",
-        "[[1.0], [], [[[0]]]]",
-        '[[1.0], [], [[["a", 1]]]]',
-        '{"scores": [1.0]}',
-    ],
+    mostly_in(
+        "slow",
+        [
+            "null",
+            "[]",
+            "[[], [], []]",
+            "[[1.0, 1.0], [], [[], []]]",
+            "[[NaN], [], [[]]]",
+            "[[1e999], [], [[]]]",
+            "[[1e13], [], [[]]]",
+            "[[true], [], [[]]]",
+            '[["1.0"], [], [[]]]',
+            "[[{}], [], [[]]]",
+            "[[[[1.0]]], [], [[]]]",
+            "[[1.0], [1], [[]]]",
+            '[[1.0], "", [[]]]',
+            "[[1.0], [], [0]]",
+            "[[1.0], [], [[0]]]",
+            "[[1.0], [], [[[0]]]]",
+            '[[1.0], [], [[["a", 1]]]]',
+            '{"scores": [1.0]}',
+        ],
+        plain=4,
+    ),
 )
 def test_an_answer_of_another_form_is_an_error_of_its_call(answer):
     with pool(user("forges"), user("process_id"), timeout_s=5.0) as rewards:

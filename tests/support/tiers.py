@@ -3,6 +3,8 @@
 A test outside the plain suite names the plain test of the same law in its docstring or in a comment.
 """
 
+from collections.abc import Iterable
+
 import pytest
 
 PLAIN = "plain"
@@ -32,3 +34,17 @@ def tier_of(item: pytest.Item) -> str:
     if item.get_closest_marker("torch"):
         return "parity"
     return "slow" if item.get_closest_marker("slow") else PLAIN
+
+
+def mostly_in(tier: str, values: Iterable, *, plain: int = 1) -> list:
+    """Return the values of a parametrised test: the first ones stay in the plain suite, and the others are in a tier.
+
+    Args:
+        values: a tuple holds the values of several parameters.
+        plain: how many stay in the plain suite.
+    """
+    params = []
+    for index, value in enumerate(values):
+        marks = () if index < plain else (pytest.mark.tier(tier),)
+        params.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return params

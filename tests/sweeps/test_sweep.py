@@ -19,6 +19,7 @@ from support.building import ONE, mesh_of, settings_of
 from support.command_line import run_command
 from support.page import Page
 from support.parsing import config_of
+from support.tiers import mostly_in
 
 from jaxrl_llm.commands import sweep as sweep_module
 from jaxrl_llm.commands import sweep_worker
@@ -578,7 +579,7 @@ def get_sweep():
 FILES = sorted((pathlib.Path(__file__).parents[2] / "configs" / "sweeps").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", mostly_in("slow", FILES, plain=2), ids=lambda path: path.stem)
 def test_every_sweep_file_has_points_that_can_be(path):
     sweep = sweep_module.read_sweep(str(path))
     module = runpy.run_path(str(path))

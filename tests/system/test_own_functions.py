@@ -241,7 +241,11 @@ def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
         (["algorithm.advantage={}:of_groups"], ["algorithm.advantage", "'group_mean'"]),
         (["algorithm.surrogate={}:unsure"], ["algorithm.surrogate", "must not need 'entropy'"]),
         (["algorithm.advantage={}:centred", "rollout.group_size=1"], ["rollout.group_size=1", "centred"]),
-        (["algorithm.surrogate={}:centred", "replay.unit=group"], ["centred, line 11", "AttributeError"]),
+        pytest.param(
+            ["algorithm.surrogate={}:centred", "replay.unit=group"],
+            ["centred, line 11", "AttributeError"],
+            marks=pytest.mark.tier("slow"),
+        ),
     ],
 )
 def test_bad_own_functions_are_refused_in_one_line(run, methods, tmp_path, settings, names):

@@ -37,6 +37,8 @@ FOLDER = pathlib.Path(__file__).parents[2] / "jaxrl_llm" / "recipes"
 RECIPES = sorted(path.stem for path in FOLDER.glob("[!_]*.py"))
 
 SMALL = Architecture(vocab_size=32, width=8, num_layers=1, num_heads=2, num_kv_heads=1, head_size=4, ffn=16)
+# How functions combine into a loss needs no layers: embedding, norm and head give log-probs, and it compiles faster.
+BARE = dataclasses.replace(SMALL, num_layers=0)
 PROMPT_TOKENS, COMPLETION_TOKENS = 4, 8
 ROW_TOKENS = PROMPT_TOKENS + COMPLETION_TOKENS
 NUM_ROWS = 32  # eight devices with a group of four each
@@ -175,7 +177,7 @@ class Iteration:
 
 
 @functools.cache
-def make_rollout(group_size, *, lengths="ragged", seed=0, has_turns=False):
+def make_rollout(group_size, *, lengths="ragged", seed=0, has_turns=False, arch=SMALL):
     """Every other row exactly the model's own, the others as another policy would have drawn them.
 
     ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all cut off). With turns an
@@ -196,9 +198,9 @@ def make_rollout(group_size, *, lengths="ragged", seed=0, has_turns=False):
     is_answer = has_turns & ((place == 2) | (place == 5)) & (place < completion[:, None] - 1)
     tokens = np.where(is_answer, 3 + tokens % 2, tokens)
     drawn = mask & ~is_answer
-    params = host_params(Model(SMALL))
+    params = host_params(Model(arch))
     logp = np.stack(
-        [transformer.completion_logp(params, SMALL, *row) for row in zip(tokens, prompt_length, length, strict=True)]
+        [transformer.completion_logp(params, arch, *row) for row in zip(tokens, prompt_length, length, strict=True)]
     )
     logp += np.where(np.arange(NUM_ROWS) % 2, 0.3, 0.0)[:, None] * rng.normal(size=logp.shape)
     return Rollout(
@@ -368,17 +370,17 @@ def critic_head(abstract):
 # --- what the papers say ---
 
 
-def batch_of(config, rows, critic, others=None):
+def batch_of(config, rows, critic, others=None, arch=SMALL):
     """Rows with a reward as tests/reference/recipes.py has them, by a float64 model.
 
     ``others``: the weights of other policies by name; those that are not named are the current one.
     """
     rollout, scores, columns = rows
-    params, batch = host_params(Model(SMALL)), []
+    params, batch = host_params(Model(arch)), []
     for i in np.flatnonzero(~FAILED):
         tokens, first, end = rollout.tokens[i], rollout.prompt_length[i], rollout.length[i]
-        states = transformer.hidden(params, SMALL, tokens[:end])[:-1]
-        logits = transformer.logits(params, SMALL, tokens[:end])[:-1]
+        states = transformer.hidden(params, arch, tokens[:end])[:-1]
+        logits = transformer.logits(params, arch, tokens[:end])[:-1]
         drawn = rollout.policy_version[i, first:end] >= 0
 
         def of_tokens(x, i=i, first=first, end=end, drawn=drawn):
@@ -407,7 +409,7 @@ def batch_of(config, rows, critic, others=None):
             row[name] = row["policy"]
             if others and name in others:
                 how = {"temperature": config.sampling.temperature}
-                given = others[name], SMALL, tokens, int(first), int(end)
+                given = others[name], arch, tokens, int(first), int(end)
                 row[name] = transformer.completion_logp(*given, **how)[first:end].tolist()
         row["parts"] = [float(part[i]) for part in scores.parts]
         if "question_mean" in scores.columns:
@@ -437,9 +439,9 @@ def turns_of(rollout, scores, i):
     return turns | {"turn": number[first:][number[first:] >= 0].tolist()}
 
 
-def expected_loss(recipe, config, rows, critic):
+def expected_loss(recipe, config, rows, critic, arch=SMALL):
     """Return the loss by the paper's equation."""
-    batch = batch_of(config, rows, critic)
+    batch = batch_of(config, rows, critic, arch=arch)
     further = {"regression": rows[1].memory["regression"]} if recipe == "poise" else {}
     return oracle.LOSSES[recipe](batch, COMPLETION_TOKENS, **further)
 
@@ -451,8 +453,8 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
     Only the forward pass is compiled: rewards, credit and every term of the loss.
     """
     config = config_of(recipe, updates=1)
-    run = assemble(config, SMALL, (5,), mesh_of(ONE))
-    rows = make_rows(config, rollout_of(config))
+    run = assemble(config, BARE, (5,), mesh_of(ONE))
+    rows = make_rows(config, rollout_of(config, arch=BARE))
     params = host_params(run.model)
     learned = {"policy": params}
     critic = None
@@ -465,7 +467,7 @@ def test_the_first_loss_is_that_of_the_papers_equation(recipe):
     state = TrainState(learned, optimizers, np.int32(0), others)
     sums = loss_of(run, config)(state, params, rows, np.int32(0))
     # Measured: 3e-6 at most.
-    np.testing.assert_allclose(sums["loss_sum"], expected_loss(recipe, config, rows, critic), rtol=3e-5)
+    np.testing.assert_allclose(sums["loss_sum"], expected_loss(recipe, config, rows, critic, BARE), rtol=3e-5)
 
 
 @most_in_tier("cispo")
@@ -486,8 +488,8 @@ def test_the_first_loss_of_a_whole_iteration_is_that_of_the_papers_equation(reci
 def test_a_later_loss_is_that_of_the_papers_equation(recipe):
     """The same with weights before the iteration, before the one before and on average that are others than these."""
     config, iterations = config_of(recipe), 65
-    run = assemble(config, SMALL, (5,), mesh_of(ONE))
-    rows = make_rows(config, rollout_of(config))
+    run = assemble(config, BARE, (5,), mesh_of(ONE))
+    rows = make_rows(config, rollout_of(config, arch=BARE))
     params = host_params(run.model)
     noise = lambda name, x: 0.3 * np.random.default_rng(len(name)).normal(size=x.shape)
     others = {
@@ -503,14 +505,16 @@ def test_a_later_loss_is_that_of_the_papers_equation(recipe):
     )
 
     used = loss_of(run, config)(state, others["start"], rows, np.int32(iterations))
-    batch = batch_of(config, rows, None, others)
+    batch = batch_of(config, rows, None, others, BARE)
     given = {"iteration": iterations} if recipe == "remix" else {}
     expected = oracle.LOSSES[recipe](batch, COMPLETION_TOKENS, **given)
     # Measured: 2e-6 at most.
     np.testing.assert_allclose(used["loss_sum"], expected, rtol=2e-5)
     assert used["clipped_count"] > 0 or recipe == "kimi_k15"
     # Without the other policies it would be another loss.
-    assert abs(oracle.LOSSES[recipe](batch_of(config, rows, None), COMPLETION_TOKENS, **given) / expected - 1) > 1e-3
+    batch = batch_of(config, rows, None, arch=BARE)
+    without = oracle.LOSSES[recipe](batch, COMPLETION_TOKENS, **given)
+    assert abs(without / expected - 1) > 1e-3
 
 
 def test_every_recipe_has_its_equation():

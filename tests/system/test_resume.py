@@ -25,6 +25,7 @@ import orbax.checkpoint as ocp
 import pytest
 from support import building, ghosts
 from support.refusal import raises_with
+from support.tiers import mostly_in
 
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.commands import train as train_module
@@ -338,7 +339,7 @@ def test_another_answer_or_another_held_out_question_is_refused_unless_allowed(t
     assert run(2, asked="6+6=", allow_config_changes=True) == run(3, asked="6+6=") == 0
 
 
-@pytest.mark.parametrize("prints", [True, False])
+@pytest.mark.parametrize("prints", mostly_in("slow", [True, False]))
 def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints, tmp_path, monkeypatch, capfd):
     """Its questions were others after midnight, and it was refused."""
 
@@ -454,7 +455,7 @@ def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, 
     assert pass_rates(tmp_path / "checkpoints")[2] == 0.5  # what keep_best goes by
 
 
-@pytest.mark.parametrize("num_prompts", [0, 2])
+@pytest.mark.parametrize("num_prompts", mostly_in("slow", [0, 2]))
 def test_a_run_that_has_ended_on_another_machine_ends_here_too(num_prompts, tmp_path, monkeypatch, capfd):
     """A job that is started again after its last checkpoint in a bucket, on a disk that has nothing of it."""
     ghosts.haunt(monkeypatch)
