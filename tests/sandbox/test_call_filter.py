@@ -5,7 +5,6 @@ What a program tries to reach was made by the test itself.
 
 import ctypes
 import errno
-import functools
 import os
 import pathlib
 import platform
@@ -13,45 +12,32 @@ import socket
 import subprocess
 
 import pytest
+from support import sandboxes
 
 from jaxrl_llm.sandbox import call_filter
-from jaxrl_llm.sandbox.sandbox import ISOLATIONS, Limits, Sandbox, SandboxError
+from jaxrl_llm.sandbox.sandbox import ISOLATIONS
 
-LIMITS = Limits(seconds=5.0, memory_mb=256, processes=8, output_kb=16, disk_mb=4, open_files=32)
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
-@functools.cache
-def opened(isolation):
-    """A pool that all tests share, or why there is none."""
-    try:
-        return Sandbox(LIMITS, isolation=isolation)
-    except SandboxError as error:
-        return str(error)
-
-
 @pytest.fixture(scope="module", autouse=True)
-def closing():
+def closed_pools():
+    """Close the shared pools after the tests of this module."""
     yield
-    for isolation in ISOLATIONS:
-        if isinstance(opened(isolation), Sandbox):
-            opened(isolation).close()
-    opened.cache_clear()
+    sandboxes.close_pools()
 
 
 @pytest.fixture(params=ISOLATIONS)
 def sandbox(request):
-    """Each isolation that this machine allows; afterwards it still runs programs."""
-    pool = opened(request.param)
-    if not isinstance(pool, Sandbox):
-        pytest.skip(pool)
+    """Each isolation that this machine allows. After the test it must still run programs."""
+    pool = sandboxes.shared_pool(request.param)
     yield pool
     assert pool.run("print(6 * 7)").stdout == "42\n"
 
 
 @pytest.fixture
 def victim():
-    """A process of the same user; afterwards it must still be alive, with its limits."""
+    """A process of the same user. After the test it must still be alive."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process.pid
         is_alive = process.poll() is None
