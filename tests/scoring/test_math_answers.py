@@ -1,16 +1,18 @@
-"""The reward `math`: numbers as JSON and people write them, and answers that are none."""
+"""The reward `math`: numbers as JSON and people write them, and answers that cannot be read."""
 
 import time
 
 import pytest
+from support.refusal import refused
 
 math_answers = pytest.importorskip("jaxrl_llm.scoring.math_answers")
 math = math_answers.reward
 
 
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
+# Rows of answer, right completions and wrong completions.
+TABLES = {
+    # JSON writes 0.00001 as 1e-05, which is not e - 5; a letter is a name and not text.
+    "number": [
         (0.00001, [r"\boxed{0.00001}", r"\boxed{10^{-5}}", "The answer is 1e-5.", "0.00001"], ["0", "1", "0.00002"]),
         (-2e-5, ["-2e-5", r"\boxed{-0.00002}"], ["2e-5"]),
         ("1e-8", ["1e-8", "0.00000001", r"\boxed{10^{-8}}"], ["0", "2e-8", r"\boxed{0.00000002}"]),
@@ -22,9 +24,43 @@ math = math_answers.reward
         (r"\text{Paris}", [r"\boxed{\text{Paris}}"], [r"\boxed{\text{Rome}}"]),
         ("3 apples", ["3"], ["4"]),
     ],
-)
-def test_small_and_large_numbers_and_letters_are_what_they_mean(answer, right, wrong):
-    """A JSON file's 0.00001 was 1e-05, which is e - 5; 6.02e23 was 6.02 e + 23."""
+    # A minus sign and a price as people write them, in prose and in labels.
+    "price": [
+        ("-3", ["The answer is \u22123.", "\\boxed{\u22123}", "<answer>It is \u22123</answer>"], ["The answer is 3."]),
+        ("\u22123", ["-3", "The answer is \u22123."], ["3"]),
+        ("1e-5", ["1e\u22125", r"$10^{-5}$"], ["1"]),
+        (
+            "18",
+            [r"He pays \$18 in all.", r"$\$18$", r"\boxed{\$18}", r"\[\$18\]", r"<answer>\$18 a day</answer>"],
+            ["17"],
+        ),
+        (r"\$36", ["36", r"It is \$36.", "$36$", r"<answer>\$36</answer>"], ["6", r"\$3"]),
+        (r"\$18.90", ["18.9", r"$\$18.90$"], ["18"]),
+        (r"$\$1,000$", ["1000", r"\$1,000"], ["1"]),
+        (r"so \$5 #### \$7", ["7"], ["5"]),
+        (r"$$x+1 \\$$", [r"$$x+1 \\$$"], ["$x$"]),  # a line's end, and the end of the formula
+    ],
+    # Large labels, and large numbers in a completion.
+    "large": [
+        ("4", [r"$9^{9^9}$ is large. The answer is 4.", r"not \(9^{9^9}\), but \boxed{4}"], ["5"]),
+        ("2^{100}", [r"\boxed{2^{100}}", r"\boxed{1267650600228229401496703205376}"], [r"\boxed{2^{99}}"]),
+        ("100!", [r"\boxed{100!}", r"\boxed{99!\cdot 100}"], [r"\boxed{99!}"]),
+        ("10^{100}", [r"\boxed{10^{100}}"], [r"\boxed{10^{99}}"]),
+        (
+            r"\binom{100}{50}",
+            [r"\boxed{\binom{100}{50}}", "100891344545564193334812497256"],
+            [r"\boxed{\binom{100}{49}}"],
+        ),
+        # Labels that cannot be computed are compared by their text.
+        ("2024!", [r"\boxed{2024!}"], [r"\boxed{2023!}", "2024"]),
+        ("9^{9^{9}}", [r"\boxed{9^{9^{9}}}", "$9^{ 9^{9} }$"], [r"\boxed{9^{9^{8}}}", r"\boxed{10^{10^{10}}}", "9"]),
+    ],
+}
+CASES = [pytest.param(*row, id=f"{kind}-{row[0]}") for kind, table in TABLES.items() for row in table]
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), CASES)
+def test_right_completions_score_1_and_wrong_ones_0(answer, right, wrong):
     got = math([], right + wrong, answer=[answer] * len(right + wrong))
     assert got == [1.0] * len(right) + [0.0] * len(wrong)
 
@@ -33,8 +69,8 @@ def test_small_and_large_numbers_and_letters_are_what_they_mean(answer, right, w
     "answer", [None, True, "None", "N/A", "nan", "unknown", "Paris", "New York", r"so \boxed{unknown}", "#### unknown"]
 )
 def test_words_are_a_fault_of_the_data(answer):
-    """They were products of their letters, so that every completion was wrong."""
-    with pytest.raises(ValueError, match=r"answer=.* has words.*scores:exact.*\\text\{\}"):
+    """A word would be read as a product of its letters, and every completion would be wrong."""
+    with refused("answer", answer, "scores:exact", r"\text{}", raises=ValueError):
         math([], ["1"], answer=[answer])
 
 
@@ -55,32 +91,8 @@ def test_words_are_a_fault_of_the_data(answer):
     ],
 )
 def test_of_a_completion_with_tags_what_is_inside_is_read(inside, label, score):
-    """A number of the thinking was taken: math did not see inside tags without spaces."""
+    """The text before the tags is thinking, and its numbers do not count."""
     assert math([], [f"<think>Is it 5? 48 + 24 = 72.</think>\n<answer>{inside}</answer>"], answer=[label]) == [score]
-
-
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        ("-3", ["The answer is \u22123.", "\\boxed{\u22123}", "<answer>It is \u22123</answer>"], ["The answer is 3."]),
-        ("\u22123", ["-3", "The answer is \u22123."], ["3"]),
-        ("1e-5", ["1e\u22125", r"$10^{-5}$"], ["1"]),
-        (
-            "18",
-            [r"He pays \$18 in all.", r"$\$18$", r"\boxed{\$18}", r"\[\$18\]", r"<answer>\$18 a day</answer>"],
-            ["17"],
-        ),
-        (r"\$36", ["36", r"It is \$36.", "$36$", r"<answer>\$36</answer>"], ["6", r"\$3"]),
-        (r"\$18.90", ["18.9", r"$\$18.90$"], ["18"]),
-        (r"$\$1,000$", ["1000", r"\$1,000"], ["1"]),
-        (r"so \$5 #### \$7", ["7"], ["5"]),
-        (r"$$x+1 \\$$", [r"$$x+1 \\$$"], ["$x$"]),  # a line's end, and the end of the formula
-    ],
-)
-def test_a_minus_and_prices_as_people_write_them(answer, right, wrong):
-    """Prose had neither of them, and a price was no label."""
-    got = math([], right + wrong, answer=[answer] * len(right + wrong))
-    assert got == [1.0] * len(right) + [0.0] * len(wrong)
 
 
 BOMBS = [
@@ -105,28 +117,13 @@ def test_formulas_that_cannot_be_computed_are_worth_nothing_at_once(bomb):
     assert time.monotonic() - began < 3.0
 
 
-@pytest.mark.parametrize(
-    ("answer", "right", "wrong"),
-    [
-        ("4", [r"$9^{9^9}$ is large. The answer is 4.", r"not \(9^{9^9}\), but \boxed{4}"], ["5"]),
-        ("2^{100}", [r"\boxed{2^{100}}", r"\boxed{1267650600228229401496703205376}"], [r"\boxed{2^{99}}"]),
-        ("100!", [r"\boxed{100!}", r"\boxed{99!\cdot 100}"], [r"\boxed{99!}"]),
-        ("10^{100}", [r"\boxed{10^{100}}"], [r"\boxed{10^{99}}"]),
-        (
-            r"\binom{100}{50}",
-            [r"\boxed{\binom{100}{50}}", "100891344545564193334812497256"],
-            [r"\boxed{\binom{100}{49}}"],
-        ),
-        # Labels that cannot be computed are compared by their text.
-        ("2024!", [r"\boxed{2024!}"], [r"\boxed{2023!}", "2024"]),
-        ("9^{9^{9}}", [r"\boxed{9^{9^{9}}}", "$9^{ 9^{9} }$"], [r"\boxed{9^{9^{8}}}", r"\boxed{10^{10^{10}}}", "9"]),
-    ],
+# Completions that correct a first box 4 by a second box 5.
+TWO_BOXES = (
+    r"I first got \boxed{4}, but the correct one is \boxed{5}.",
+    r"Trying \boxed{4}. Actually, \boxed{5}",
+    "I first got \\boxed{4}.\n\nWait: 2+3 = 5.\n\nSo the answer is \\boxed{5}",
+    r"$\boxed{4}$, no: $\boxed{5}$",
 )
-def test_large_labels_and_large_numbers_on_the_way_still_compare(answer, right, wrong):
-    got = math([], right + wrong, answer=[answer] * len(right + wrong))
-    assert got == [1.0] * len(right) + [0.0] * len(wrong)
-
-
 # Answer of the column, completion, reward: decided by hand.
 VERDICTS = [
     ("5", r"\boxed{5.}", 1),
@@ -254,25 +251,15 @@ VERDICTS = [
     (r"(3,\infty)", r"\boxed{(3,\infty)}", 1),
     ("2,3,4", r"\boxed{2,3}", 0),
     ("1", r"\boxed{\text{N/A}}", 0),
+    (r"1.6\times 10^{-19}", r"\boxed{9.1\times 10^{-31}}", 0),
+    (r"6.63\times10^{-34}", r"\boxed{1.38\times10^{-23}}", 0),
+    ("1.6e-19", r"\boxed{1.6\times10^{-18}}", 0),
+    (r"\frac{1}{2^{99}}", r"\boxed{\frac{1}{2^{98}}}", 0),
+    *((answer, text, answer == "5") for answer in ("4", "5") for text in TWO_BOXES),
 ]
 
 
 @pytest.mark.parametrize(("answer", "text", "score"), VERDICTS)
 def test_verdicts_are_ours_whatever_the_library_says(answer, text, score):
-    """Two boxes were a set, constants below 1e-17 were equal, 10_3 was 10_2, and ``12\\,000`` was no number."""
+    """The library alone reads two boxes as a set, small constants as equal, 10_3 as 10_2, and not ``12\\,000``."""
     assert math([], [text], answer=[answer]) == [score]
-
-
-def test_the_cases_of_tiny_values_and_of_two_boxes():
-    tiny = [
-        (r"\boxed{9.1\times 10^{-31}}", r"1.6\times 10^{-19}"),
-        (r"\boxed{1.38\times10^{-23}}", r"6.63\times10^{-34}"),
-    ]
-    tiny += [(r"\boxed{1.6\times10^{-18}}", "1.6e-19"), (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}")]
-    assert [math([], [text], answer=[answer])[0] for text, answer in tiny] == [0.0] * 4
-    boxes = [r"I first got \boxed{4}, but the correct one is \boxed{5}.", r"Trying \boxed{4}. Actually, \boxed{5}"]
-    boxes += [
-        "I first got \\boxed{4}.\n\nWait: 2+3 = 5.\n\nSo the answer is \\boxed{5}",
-        r"$\boxed{4}$, no: $\boxed{5}$",
-    ]
-    assert math([], boxes, answer=["5"] * 4) == [1.0] * 4 and math([], boxes, answer=["4"] * 4) == [0.0] * 4
