@@ -272,7 +272,7 @@ def freeze_points(
     frozen = {}
     for point in points:
         if not isinstance(point, dict) or not all(isinstance(field, str) for field in point):
-            raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
+            raise ConfigError(f"point={point!r} of a sweep must be {{setting: value}}")
         try:
             point = plain(point)
             _check_overrides(point, overrides)

@@ -7,6 +7,7 @@ import functools
 import warnings
 
 import pytest
+from support.refusal import raises_with
 
 from jaxrl_llm.questions.tasks.code import question
 from jaxrl_llm.sandbox.sandbox import Sandbox, SandboxError
@@ -1731,7 +1732,7 @@ def test_a_forged_report_of_a_program_without_tests_fails_no_sandbox(isolation):
 def test_a_sandbox_whose_process_of_tests_fails_raises(isolation, monkeypatch):
     row, right = QUESTIONS["number"]
     monkeypatch.setattr("jaxrl_llm.sandbox.sandbox._report_of_tests", lambda file: {"failed": "OSError: no room"})
-    with pytest.raises(SandboxError, match="no room"):
+    with raises_with(SandboxError, "no room"):
         rewards(row, right, isolation=isolation)
     monkeypatch.undo()
     assert rewards(row, right, isolation=isolation) == [1]

@@ -4,6 +4,7 @@ import textwrap
 import time
 
 import pytest
+from support.refusal import raises_with
 
 from jaxrl_llm.config import PromptsConfig
 from jaxrl_llm.questions.tasks.code import load, question
@@ -164,7 +165,7 @@ def test_a_sandbox_that_fails_is_no_score(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.sandbox.sandbox.GRACE_S", 0.0)
     worker = pool._workers[0]
     monkeypatch.setattr(worker, "_next_message", lambda *_: {"error": "no process starts"})
-    with pytest.raises(SandboxError, match="no process starts"):
+    with raises_with(SandboxError, "no process starts"):
         score(passed, MBPP, RIGHT)
     monkeypatch.undo()
     assert score(passed, MBPP, RIGHT) == [1.0]
