@@ -119,7 +119,7 @@ def parameters(arch: Architecture) -> Iterator[Parameter]:
     """
     E, D, F, k = arch.num_experts, arch.width, arch.ffn, arch.experts_per_token
     if not 1 <= k <= E:
-        raise ConfigError(f"a model of {E} experts, {k} for each token (num_experts_per_tok): must be from 1 to {E}")
+        raise ConfigError(f"num_experts_per_tok={k} must be from 1 to {E}, the number of the model's experts")
     yield Parameter("router", (E, D), ("activation", "embed"))
     yield Parameter("experts_gate", (E, F, D), _AXES["experts_gate"])
     yield Parameter("experts_up", (E, F, D), _AXES["experts_up"])

@@ -18,7 +18,7 @@ from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampli
 from support.refusal import ANY, refused
 
 from jaxrl_llm.commands.generate import generate
-from jaxrl_llm.config import ConfigError, SamplingConfig
+from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models import blocks as block_forms
 from jaxrl_llm.models import rope
@@ -306,68 +306,80 @@ def test_a_window_s_cache_holds_the_window():
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "named"),
     [
-        ("llama_swish", {"logit_scale": 0.5}, "logit_scale=0.5 is not supported for model_type='llama'"),
-        ("llama_swish", {"no_rope_layers": [1, 0, 1]}, "no_rope_layers="),
-        ("llama_swish", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config={'quant"),
-        ("llama_swish", {"sliding_window": 9}, ": sliding_window=9 .*model_type='llama'"),
-        ("llama_swish", {"is_causal": False}, "is_causal=False is not supported; supported: True"),
-        ("gemma3", {"is_causal": None}, "is_causal=None is not supported; supported: True"),
-        ("qwen3_next", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
-        ("qwen3_5_experts", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported: 'silu'"),
-        ("qwen3_5", {"hidden_act": "relu"}, "hidden_act='relu' is not supported; supported: 'silu'"),
-        ("mistral_window", {"layer_types": ["full_attention"] * 3}, "layer_types="),
-        ("mistral_window", {"sliding_window": 2.5}, "sliding_window=2.5 must be a whole number"),
-        ("qwen2", {"attention_bias": True}, ": attention_bias=True .*model_type='qwen2'"),
-        ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window='yes' must be true or false"),
-        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types=.* must be a list of 3"),
-        ("qwen3", {"layer_types": ["full_attention", "chunked_attention", 3]}, "layer_types=.* each one of"),
-        ("qwen3", {"hidden_act": ["silu"]}, "hidden_act=.* is not supported; supported: silu, swish"),
-        ("qwen3", {"num_experts": 8}, ": num_experts=8 .*model_type='qwen3'"),
-        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 is not supported; supported: 1"),
-        ("qwen3_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers=\[1\] is not supported; supported: \[\]"),
-        ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be a whole number above 0"),
-        ("qwen3_moe", {"num_local_experts": "7"}, "num_experts='7' must be a whole number"),
-        ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+        ("llama_swish", {"logit_scale": 0.5}, ("logit_scale", 0.5, "model_type='llama'")),
+        ("llama_swish", {"no_rope_layers": [1, 0, 1]}, ("no_rope_layers", [1, 0, 1])),
+        (
+            "llama_swish",
+            {"quantization_config": {"quant_method": "gptq"}},
+            ("quantization_config", {"quant_method": "gptq"}),
+        ),
+        ("llama_swish", {"sliding_window": 9}, ("sliding_window", 9, "model_type='llama'")),
+        ("llama_swish", {"is_causal": False}, ("is_causal", False)),
+        ("gemma3", {"is_causal": None}, ("is_causal", None)),
+        ("qwen3_next", {"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+        ("qwen3_5_experts", {"hidden_act": "gelu"}, ("hidden_act", "gelu")),
+        ("qwen3_5", {"hidden_act": "relu"}, ("hidden_act", "relu")),
+        ("mistral_window", {"layer_types": ["full_attention"] * 3}, ("layer_types",)),
+        ("mistral_window", {"sliding_window": 2.5}, ("sliding_window", 2.5)),
+        ("qwen2", {"attention_bias": True}, ("attention_bias", True, "model_type='qwen2'")),
+        ("qwen2", {"use_sliding_window": "yes"}, ("use_sliding_window", "yes")),
+        ("qwen3", {"layer_types": ["full_attention"]}, ("layer_types", ["full_attention"], "3")),
+        (
+            "qwen3",
+            {"layer_types": ["full_attention", "chunked_attention", 3]},
+            ("layer_types", ANY, "chunked_attention"),
+        ),
+        ("qwen3", {"hidden_act": ["silu"]}, ("hidden_act", ["silu"], "silu, swish")),
+        ("qwen3", {"num_experts": 8}, ("num_experts", 8, "model_type='qwen3'")),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, ("decoder_sparse_step", 2)),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, ("mlp_only_layers", [1])),
+        ("qwen3_moe", {"num_experts_per_tok": 0}, ("num_experts_per_tok", 0)),
+        ("qwen3_moe", {"num_local_experts": "7"}, ("num_experts", "7")),
+        ("qwen3_moe", {"norm_topk_prob": 1}, ("norm_topk_prob", 1)),
         (
             "qwen3_moe",
             {"shared_expert_intermediate_size": 8},
-            ": shared_expert_intermediate_size=8 .*model_type='qwen3_moe'",
+            ("shared_expert_intermediate_size", 8, "model_type='qwen3_moe'"),
         ),
-        ("mixtral", {"moe_intermediate_size": 8}, ": moe_intermediate_size=8 .*model_type='mixtral'"),
-        ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha=1.0 is not supported; supported: 1.702"),
-        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit=0 must be a number above 0"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "awq"}}, "quantization_config=.* quant_method 'mxfp4'"),
-        ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 2]}, "no_rope_layers=.* must be a list of 5"),
-        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, "no_rope_layer_interval=0"),
-        ("gemma3", {"final_logit_softcapping": 30.0}, ": final_logit_softcapping=30.0 .*model_type='gemma3_text'"),
-        ("gemma3", {"attn_logit_softcapping": 50.0}, ": attn_logit_softcapping=50.0 .*model_type='gemma3_text'"),
+        ("mixtral", {"moe_intermediate_size": 8}, ("moe_intermediate_size", 8, "model_type='mixtral'")),
+        ("gpt_oss", {"swiglu_alpha": 1.0}, ("swiglu_alpha", 1.0)),
+        ("gpt_oss", {"swiglu_limit": 0}, ("swiglu_limit", 0)),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "awq"}},
+            ("quantization_config", {"quant_method": "awq"}, "'mxfp4'"),
+        ),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 2]}, ("no_rope_layers", [1, 0, 1, 0, 2], "5")),
+        ("smollm3", {"no_rope_layers": None, "no_rope_layer_interval": 0}, ("no_rope_layer_interval", 0)),
+        ("gemma3", {"final_logit_softcapping": 30.0}, ("final_logit_softcapping", 30.0, "model_type='gemma3_text'")),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, ("attn_logit_softcapping", 50.0, "model_type='gemma3_text'")),
         (
             "gemma3",
             {"use_bidirectional_attention": True},
-            ": use_bidirectional_attention=True .*model_type='gemma3_text'",
+            ("use_bidirectional_attention", True, "model_type='gemma3_text'"),
         ),
-        ("gemma3", {"query_pre_attn_scalar": "9"}, "query_pre_attn_scalar='9' must be"),
-        ("gemma3", {"model_type": "gemma3"}, "model_type='gemma3' is not supported; supported: llama"),
+        ("gemma3", {"query_pre_attn_scalar": "9"}, ("query_pre_attn_scalar", "9")),
+        ("gemma3", {"model_type": "gemma3"}, ("model_type", "gemma3")),
         (
             "llama_yarn",
             {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "ext": 1}},
-            ": ext=1 .*'yarn'.* truncate",
+            ("ext", 1, "'yarn'", "truncate"),
         ),
-        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0}}, "factor is missing"),
-        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, "truncate=1 must be"),
-        ("llama_yarn", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 must be 1"),
-        ("llama_yarn", {"partial_rotary_factor": 0.5}, ": partial_rotary_factor=0.5 .*model_type='llama'"),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5.0}}, ("factor",)),
+        ("llama_yarn", {"rope_parameters": {"rope_type": "yarn", "factor": 2, "truncate": 1}}, ("truncate", 1)),
+        ("llama_yarn", {"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor", 0.5)),
+        ("llama_yarn", {"partial_rotary_factor": 0.5}, ("partial_rotary_factor", 0.5, "model_type='llama'")),
         (
             "llama_longrope",
             {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0] * 5}},
-            "short_factor=.* must be a list of 5 numbers",
+            ("short_factor", [1.0] * 4, "5"),
         ),
     ],
 )
-def test_what_may_change_the_computation_and_is_not_known_is_refused(tmp_path, name, changes, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_what_may_change_the_computation_and_is_not_known_is_refused(tmp_path, name, changes, named):
+    with refused(*named) as caught:
         hf.read_architecture(write(tmp_path / "model", name, **changes))
     assert str(tmp_path / "model" / "config.json") in str(caught.value) and "\n" not in str(caught.value)
 
@@ -421,7 +433,7 @@ def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path, kind
     hf.export(params, model, make_byte_tokenizer(), tmp_path / "half", like=seeing)
     half = safetensors.numpy.load_file(tmp_path / "half" / "model.safetensors")
     assert {x.dtype for x in half.values()} == {np.dtype(np.float16)} and set(half) == set(tensors)
-    with pytest.raises(ConfigError, match="attn_output_gate=False is not supported; supported: True"):
+    with refused("attn_output_gate", False):
         hf.read_architecture(write(tmp_path / "other", "qwen3_5", attn_output_gate=False))
 
 
@@ -565,35 +577,23 @@ def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_ex
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "message"),
+    ("name", "changes", "named"),
     [
-        (
-            "qwen3_next_experts",
-            {"mlp_only_layers": [1]},
-            r": mlp_only_layers=\[1\] .*decoder_sparse_step=1 .*all .*none",
-        ),
-        (
-            "qwen3_next_experts",
-            {"decoder_sparse_step": 2},
-            "decoder_sparse_step=2 must give experts",
-        ),
-        ("qwen3_next_experts", {"mlp_only_layers": 1}, "mlp_only_layers=1 and decoder"),
-        (
-            "qwen3_5_experts",
-            {"shared_expert_intermediate_size": 0},
-            "shared_expert_intermediate_size=0 must be a whole",
-        ),
-        ("qwen3_next", {"linear_num_value_heads": 3}, "value_heads=3 must be a multiple of key_heads="),
-        ("qwen3_5", {"linear_conv_kernel_dim": 1}, "taps=1 must be at least 2"),
-        ("qwen3_5", {"linear_key_head_dim": None}, "linear_key_head_dim=None must be a whole number above 0"),
-        ("qwen3_5", {"layer_types": ["sliding_attention"] * 5}, "layer_types=.* must be a list of 5"),
+        ("qwen3_next_experts", {"mlp_only_layers": [1]}, ("mlp_only_layers", [1], "decoder_sparse_step=1")),
+        ("qwen3_next_experts", {"decoder_sparse_step": 2}, ("decoder_sparse_step", 2)),
+        ("qwen3_next_experts", {"mlp_only_layers": 1}, ("mlp_only_layers", 1)),
+        ("qwen3_5_experts", {"shared_expert_intermediate_size": 0}, ("shared_expert_intermediate_size", 0)),
+        ("qwen3_next", {"linear_num_value_heads": 3}, ("value_heads", 3)),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, ("taps", 1)),
+        ("qwen3_5", {"linear_key_head_dim": None}, ("linear_key_head_dim", None)),
+        ("qwen3_5", {"layer_types": ["sliding_attention"] * 5}, ("layer_types", ANY, "5")),
         (
             "qwen3_5",
             {"rope_parameters": {"rope_theta": 10, "partial_rotary_factor": 0.2}},
-            "partial_rotary_factor=0.2 must .* 3$",
+            ("partial_rotary_factor", 0.2, "3"),
         ),
     ],
 )
-def test_sizes_of_a_delta_rule_are_checked(tmp_path, name, changes, message):
-    with pytest.raises(ConfigError, match=message):
+def test_sizes_of_a_delta_rule_are_checked(tmp_path, name, changes, named):
+    with refused(*named):
         hf.read_architecture(write(tmp_path / "theirs", name, **changes))

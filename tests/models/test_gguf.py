@@ -14,6 +14,7 @@ import tokenizers
 from support import gguf_files
 from support.building import make_mesh
 from support.comparing import assert_same, raw
+from support.refusal import raises_with, refused
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.architecture import RopeScaling
@@ -192,21 +193,18 @@ def _with(name, value):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "words"),
     [
-        (lambda w, t: t.pop("blk.1.ffn_up.weight"), "tensor blk.1.ffn_up.weight is missing"),
-        (_with("blk.0.attn_norm.weight", np.ones(31, np.float32)), r"attn_norm.weight has shape \(31,\), not \(32,\)"),
-        (
-            _with("blk.0.attn_q.bias", np.ones(48, np.float32)),
-            "blk.0.attn_q.bias .* not part of a model of the family llama",
-        ),
-        (_with("rope_freqs.weight", np.ones(6, np.float32)), "scaled rope"),
-        (_with("blk.0.ffn_norm.weight", np.ones(32, np.int32)), "blk.0.ffn_norm.weight is I32"),
+        (lambda w, t: t.pop("blk.1.ffn_up.weight"), ["blk.1.ffn_up.weight"]),
+        (_with("blk.0.attn_norm.weight", np.ones(31, np.float32)), ["blk.0.attn_norm.weight", "(31,)", "(32,)"]),
+        (_with("blk.0.attn_q.bias", np.ones(48, np.float32)), ["blk.0.attn_q.bias", "llama"]),
+        (_with("rope_freqs.weight", np.ones(6, np.float32)), ["scaled rope"]),
+        (_with("blk.0.ffn_norm.weight", np.ones(32, np.int32)), ["blk.0.ffn_norm.weight", "I32"]),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path, change, message):
+def test_a_file_that_cannot_be_loaded_is_named(tmp_path, change, words):
     path = write_tiny(tmp_path / "tiny.gguf", change=change)
-    with pytest.raises(ConfigError, match=message):
+    with raises_with(ConfigError, str(path), *words):
         load(path, make_mesh())
 
 
@@ -215,9 +213,9 @@ def test_unreadable_files_are_named(tmp_path):
     for name, content in {"cut": good[:-100], "header": good[:200], "text": b"not a model", "empty": b""}.items():
         path = tmp_path / f"{name}.gguf"
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match=f"{name}.gguf: not a readable GGUF file"):
+        with raises_with(ConfigError, str(path), "GGUF"):
             gguf.read_architecture(path)
-    with pytest.raises(ConfigError, match=r"none.gguf: no such file"):
+    with raises_with(ConfigError, str(tmp_path / "none.gguf")):
         gguf.read_architecture(tmp_path / "none.gguf")
 
 
@@ -229,11 +227,9 @@ def test_other_architectures_and_tokenizers_are_refused(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match=r"general.architecture='qwen2' is not supported; supported: llama"):
+    with refused("general.architecture", "qwen2", "llama"):
         gguf.read_architecture(tmp_path / "q.gguf")
-    with pytest.raises(
-        ConfigError, match=r"tokenizer.ggml.model='t5'.*supported: llama .*, or gpt2 with gpt-2 or smollm"
-    ):
+    with refused("tokenizer.ggml.model", "t5", "llama", "gpt2", "gpt-2", "smollm"):
         gguf.read_tokenizer(tmp_path / "q.gguf")
 
 
@@ -302,12 +298,13 @@ def test_a_file_says_how_its_texts_begin_and_end(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("how", "words"),
     [
-        ({"pre": "tekken"}, "tokenizer.ggml.pre='tekken' is not supported; supported: llama .SentencePiece., or gpt2"),
-        ({"roles": {}, "add_bos_token": True}, "begin or end with a token that it does not name"),
+        ({"pre": "tekken"}, ["tokenizer.ggml.pre='tekken'", "llama", "gpt2"]),
+        ({"roles": {}, "add_bos_token": True}, ["begin or end with a token"]),
     ],
 )
-def test_a_tokenizer_that_cannot_be_read_says_why(tmp_path, how, message):
-    with pytest.raises(ConfigError, match=message):
-        gguf.read_tokenizer(tokenizer_file(tmp_path, "llama", **how))
+def test_a_tokenizer_that_cannot_be_read_says_why(tmp_path, how, words):
+    path = tokenizer_file(tmp_path, "llama", **how)
+    with raises_with(ConfigError, str(path), *words):
+        gguf.read_tokenizer(path)

@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from support.building import host_params, make_mesh
 from support.command_line import run_command
 from support.comparing import assert_same
-from support.refusal import refused
+from support.refusal import raises_with, refused
 from support.runs import save_run
 
 from jaxrl_llm.commands.export import export
@@ -148,31 +148,30 @@ def _drop(name):
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("break_it", "words"),
     [
-        (lambda f: edit_weights(f, _drop("model.layers.1.mlp.up_proj.weight")), "1.mlp.up_proj.weight is missing"),
-        (lambda f: edit_weights(f, lambda t: {**t, "lm_head.weight": t["lm_head.weight"][:9]}), r"\(9, 32\), not \(96"),
-        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3)}), "x.bias is F64"),
-        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3, np.float32)}), "x.bias .* family llama with 9"),
-        (lambda f: _truncate(f / "model.safetensors"), "model.safetensors: not a readable"),
-        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor"),
-        (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
-        (lambda f: (f / "config.json").write_text("{"), "not readable JSON"),
-        (lambda f: edit_config(f, model_type="gpt2"), "'gpt2' is not supported; supported: llama, mistral, qwen2"),
-        (lambda f: edit_config(f, sliding_window=4096), "sliding_window=4096 is not supported for model_type='llama'"),
-        (lambda f: edit_config(f, attention_bias=True), "layers.0.self_attn.*.bias is missing"),
-        (lambda f: edit_config(f, attention_bias="yes"), "attention_bias='yes' must be true or false"),
-        (lambda f: edit_config(f, hidden_act="relu2"), "hidden_act='relu2' is not supported; supported: silu"),
-        (lambda f: edit_config(f, rope_parameters={**LLAMA3, "rope_type": "su"}), "rope_type='su'"),
-        (lambda f: edit_config(f, rope_parameters={"rope_type": "llama3"}), "factor is missing"),
-        (lambda f: edit_config(f, drop=("hidden_size",)), "hidden_size is missing"),
+        (lambda f: edit_weights(f, _drop("model.layers.1.mlp.up_proj.weight")), ["model.layers.1.mlp.up_proj.weight"]),
+        (lambda f: edit_weights(f, lambda t: {**t, "lm_head.weight": t["lm_head.weight"][:9]}), ["(9, 32)", "(96"]),
+        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3)}), ["x.bias", "F64"]),
+        (lambda f: edit_weights(f, lambda t: {**t, "x.bias": np.ones(3, np.float32)}), ["x.bias", "llama", "9"]),
+        (lambda f: _truncate(f / "model.safetensors"), ["model.safetensors"]),
+        (lambda f: (f / "model.safetensors").unlink(), ["model.safetensors"]),
+        (lambda f: (f / "config.json").unlink(), ["config.json"]),
+        (lambda f: (f / "config.json").write_text("{"), ["config.json", "JSON"]),
+        (lambda f: edit_config(f, model_type="gpt2"), ["model_type='gpt2'", "llama, mistral, qwen2"]),
+        (lambda f: edit_config(f, sliding_window=4096), ["sliding_window=4096", "model_type='llama'"]),
+        (lambda f: edit_config(f, attention_bias=True), ["layers.0.self_attn.", ".bias"]),
+        (lambda f: edit_config(f, attention_bias="yes"), ["attention_bias='yes'"]),
+        (lambda f: edit_config(f, hidden_act="relu2"), ["hidden_act='relu2'", "silu"]),
+        (lambda f: edit_config(f, rope_parameters={**LLAMA3, "rope_type": "su"}), ["rope_type='su'"]),
+        (lambda f: edit_config(f, rope_parameters={"rope_type": "llama3"}), ["factor"]),
+        (lambda f: edit_config(f, drop=("hidden_size",)), ["hidden_size"]),
     ],
 )  # fmt: skip
-def test_what_cannot_be_loaded_is_named_in_one_line(tiny, break_it, message):
+def test_a_folder_that_cannot_be_loaded_is_named(tiny, break_it, words):
     break_it(tiny)
-    with pytest.raises(ConfigError, match=message) as caught:
+    with raises_with(ConfigError, str(tiny), *words):
         hf.load_params(tiny, Model(hf.read_architecture(tiny)), make_mesh())
-    assert str(tiny) in str(caught.value)
 
 
 # In a process of its own, because memory that other tests have released changes where arrays begin.
@@ -362,7 +361,7 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path, tiny, monkeypatch)
     (out / "notes.txt").write_text("mine")
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     edit_weights(tiny, lambda t: {key: 1e6 * x.astype(np.float32) for key, x in t.items()})
-    with pytest.raises(ConfigError, match=r"tensor .* 65504.*float16.*bfloat16"):
+    with raises_with(ConfigError, "tensor ", "65504", "float16", "bfloat16"):
         export("", str(tiny), str(out), "float16")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     (out / hf.PARTIAL).mkdir()  # of an export that was killed
@@ -379,20 +378,20 @@ def test_a_checkpoint_outlives_the_place_of_its_model(tmp_path, tiny):
         export(str(run), "", str(tmp_path / "out"))
     export(str(run), str(tiny), str(tmp_path / "out"))
     assert_same(hf.load_params(tmp_path / "out", Model(hf.read_architecture(tiny)), make_mesh()), params)
-    with pytest.raises(ConfigError, match=r"and random:debug are not of one model: .* is .* and "):
+    with raises_with(ConfigError, str(run), "random:debug"):
         export(str(run), "random:debug", str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("flags", "words"),
     [
-        (("", "", "out"), "give --checkpoint=DIR, --model=PATH, or both"),
-        (("", "random:debug", "out", "int8"), "--dtype='int8' must be one of float32, bfloat16, float16"),
-        (("", "nowhere", "out"), "--model='nowhere' is not there"),
+        (("", "", "out"), ["--checkpoint=DIR", "--model=PATH"]),
+        (("", "random:debug", "out", "int8"), ["--dtype='int8'", "float32, bfloat16, float16"]),
+        (("", "nowhere", "out"), ["--model='nowhere'"]),
     ],
 )
-def test_what_cannot_be_exported_is_named(flags, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_cannot_be_exported_is_named(flags, words):
+    with raises_with(ConfigError, *words):
         export(*flags)
 
 
@@ -415,13 +414,12 @@ def test_an_export_over_a_model_removes_files_of_it_alone(tmp_path, tiny):
 @pytest.mark.parametrize("name", ["config.json", "vocab.txt", "model-00001-of-00002.safetensors"])
 def test_a_folder_with_files_of_no_model_takes_none(tmp_path, name):
     (tmp_path / name).write_text('{"mine": 1}')
-    message = rf"out(put)?='{tmp_path}' has {name} but no model.* another folder"
-    with pytest.raises(ConfigError, match=message):
+    with refused("--output", str(tmp_path), name):
         export("", "nowhere", str(tmp_path))  # before any work
-    with pytest.raises(ConfigError, match=message):
+    with refused("--out", str(tmp_path), name):
         sft(freeze({"eval": {"num_prompts": 2}, "model": {"path": "nowhere"}}), tmp_path)
     (tmp_path / hf.PARTIAL).mkdir()  # of an export that was killed where it took the place of an earlier one
-    with pytest.raises(ConfigError, match="--model='nowhere' is not there"):
+    with refused("--model", "nowhere"):
         export("", "nowhere", str(tmp_path))
 
 
@@ -443,11 +441,11 @@ def test_hosts_gather_one_layer_at_a_time(monkeypatch):
 
 
 def test_a_run_s_folder_takes_no_model(tmp_path):
-    """Its config.json, the run's settings, would be another's."""
+    """The export would replace config.json, which has the run's settings."""
     run = save_run(tmp_path / "run", "random:debug", host_params(Model(PRESETS["debug"])))
-    with pytest.raises(ConfigError, match=rf"--output='{run}' is the folder of a run"):
+    with refused("--output", str(run)):
         export("", "random:debug", str(run))
-    with pytest.raises(ConfigError, match=rf"--out='{run}' is the folder of a run"):
+    with refused("--out", str(run)):
         sft(freeze({"eval": {"num_prompts": 2}}), run)
 
 
@@ -461,7 +459,7 @@ def test_two_tables_are_compared_once(tmp_path, tiny, monkeypatch):
     hf.load_params(tiny, model, make_mesh())
     assert reads.count("lm_head.weight") == 1
     edit_weights(tiny, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] + 1})
-    with pytest.raises(ConfigError, match=r"lm_head.weight differs"):
+    with raises_with(ConfigError, "tie_word_embeddings=true", "lm_head.weight"):
         hf.load_params(tiny, model, make_mesh())
 
 

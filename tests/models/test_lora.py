@@ -13,6 +13,7 @@ import safetensors.numpy
 from reference import transformer as oracle
 from support import building, families, hybrids
 from support.building import CUBE, ONE, TINY, mesh_of
+from support.refusal import ANY, raises_with, refused
 
 from jaxrl_llm.config import ConfigError, freeze
 from jaxrl_llm.learner import publish
@@ -269,7 +270,7 @@ def test_what_is_written_is_read_back_and_named_as_peft_names_it(tmp_path, name,
             assert value == theirs[key] or sorted(value) == sorted(theirs[key]), key
     assert peft.read_config(tmp_path) == config
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"has a model \(config.json\)"):
+    with raises_with(ConfigError, str(tmp_path), "config.json"):
         peft.export(learned, model, make_byte_tokenizer(), tmp_path, "some/base")
 
 
@@ -340,56 +341,50 @@ def test_peft_computes_the_same_of_experts_adapters(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "named"),
     [
-        ({"peft_type": "IA3"}, r"peft_type='IA3' is not supported; supported: 'LORA'"),
-        ({"use_dora": True}, r"tensor base_model.*layers.0.*lora_magnitude_vector is missing"),
-        ({"use_dora": "yes"}, r"adapter_config.json: dora='yes' must be of type bool"),
-        ({"use_qalora": True}, r"use_qalora=True is not supported; supported: absent, null or false"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\] is not supported"),
-        ({"rank_pattern": {"q_proj": 2}}, r"rank_pattern=\{'q_proj': 2\} is not supported"),
-        ({"bias": "all"}, r"bias='all' is not supported"),
-        ({"init_lora_weights": "pissa"}, r"init_lora_weights='pissa' is not supported"),
-        ({"r": 3}, r"all: tensor base_model.*down_proj.lora_A.weight has shape \(4, 48\), not \(3, 48\)"),
-        ({"r": None}, r"adapter_config.json: r=None must be at least 1"),
-        ({"r": "4"}, r"adapter_config.json: rank='4' must be of type int"),
-        ({"lora_alpha": -1}, r"adapter_config.json: alpha=-1.0 must be more than 0"),
-        ({"base_model_name_or_path": "a/b", "revision": "v2"}, r"revision='v2' of 'a/b' must be 'main'"),
-        ({"base_model_name_or_path": None}, r"base_model_name_or_path=None must name the adapters' base"),
-        ({"base_model_name_or_path": "/nowhere"}, r"all: base_model_name_or_path='/nowhere' is not there"),
-        ({"base_model_name_or_path": str(ADAPTERS / "some")}, r"some' is a folder of adapters.*export --merge"),
+        ({"peft_type": "IA3"}, ("peft_type", "IA3", "'LORA'")),
+        ({"use_dora": True}, ("base_model.", ANY, "layers.0", "lora_magnitude_vector")),
+        ({"use_dora": "yes"}, ("dora", "yes", "adapter_config.json")),
+        ({"use_qalora": True}, ("use_qalora", True)),
+        ({"modules_to_save": ["lm_head"]}, ("modules_to_save", ["lm_head"])),
+        ({"rank_pattern": {"q_proj": 2}}, ("rank_pattern", {"q_proj": 2})),
+        ({"bias": "all"}, ("bias", "all")),
+        ({"init_lora_weights": "pissa"}, ("init_lora_weights", "pissa")),
+        ({"r": 3}, ("base_model.", ANY, "down_proj.lora_A.weight", "(4, 48)", "(3, 48)")),
+        ({"r": None}, ("r", None, "adapter_config.json")),
+        ({"r": "4"}, ("rank", "4", "adapter_config.json")),
+        ({"lora_alpha": -1}, ("alpha", -1.0, "adapter_config.json")),
+        ({"base_model_name_or_path": "a/b", "revision": "v2"}, ("revision", "v2", "'a/b'", "'main'")),
+        ({"base_model_name_or_path": None}, ("base_model_name_or_path", None)),
+        ({"base_model_name_or_path": "/nowhere"}, ("base_model_name_or_path", "/nowhere")),
+        ({"base_model_name_or_path": str(ADAPTERS / "some")}, (str(ADAPTERS / "some"), ANY, "export --merge")),
     ],
 )
-def test_folders_that_say_another_thing_are_refused(folder, changes, message):
+def test_folders_of_other_adapters_are_refused(folder, changes, named):
     edit(folder, **changes)
 
     def read():
         source = pretrained.resolve(str(folder))
         source.check_weights(Model(source.architecture()), mesh_of(ONE))
 
-    with pytest.raises(ConfigError, match=message):
+    with refused(*named):
         read()
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "words"),
     [
-        (
-            lambda t: {k: v for k, v in t.items() if "layers.1.mlp.up_proj.lora_B" not in k},
-            r"1.mlp.up_proj.lora_B.* miss",
-        ),
-        (
-            lambda t: t | {"base_model.model.lm_head.lora_A.weight": np.ones((4, 32), np.float32)},
-            r"head.* is not part of",
-        ),
-        (lambda t: {"other": np.ones(2, np.float32)}, r"safetensors: .*q_proj, k_proj"),
-        (lambda t: {k: v * np.float32("nan") for k, v in t.items()}, r"NaN or infinite"),
+        (lambda t: {k: v for k, v in t.items() if "layers.1.mlp.up_proj.lora_B" not in k}, ["1.mlp.up_proj.lora_B"]),
+        (lambda t: t | {"base_model.model.lm_head.lora_A.weight": np.ones((4, 32), np.float32)}, ["lm_head.lora_A"]),
+        (lambda t: {"other": np.ones(2, np.float32)}, ["q_proj, k_proj"]),
+        (lambda t: {k: v * np.float32("nan") for k, v in t.items()}, ["NaN"]),
     ],
 )
-def test_tensors_that_are_not_adapters_of_the_base_are_refused(folder, change, message):
+def test_tensors_that_are_not_adapters_of_the_base_are_refused(folder, change, words):
     path = folder / "adapter_model.safetensors"
     safetensors.numpy.save_file(change(safetensors.numpy.load_file(path)), path)
-    with pytest.raises(ConfigError, match=message):
+    with raises_with(ConfigError, str(folder), *words):
         peft.load(folder, Model(hf.read_architecture(LLAMA), lora=peft.read_config(folder)), mesh_of(ONE))
 
 
@@ -397,34 +392,34 @@ def test_a_start_that_the_settings_do_not_fit_is_refused(folder):
     arch, mesh = hf.read_architecture(LLAMA), mesh_of(ONE)
     start = dataclasses.replace(ALL, path=str(folder), targets=LORA_TARGETS[::-1])
     peft.check(Model(arch, lora=start), mesh, str(LLAMA))
-    for changes, message in (
-        ({"rank": 8}, r"model.lora.rank=8 must be 4.*model.lora.path='.*all'"),
-        ({"alpha": 4.0}, r"model.lora.alpha=4.0 must be 2.0"),
-        ({"rank_stabilised": False}, r"model.lora.rank_stabilised=False must be True"),
-        ({"dora": True}, r"model.lora.dora=True must be False"),
-        ({"targets": ("q",)}, r"model.lora.targets=\('q',\) must be \('q', 'k', .*\)"),
-        ({"path": "nowhere"}, r"nowhere/adapter_config.json: no such file"),
+    for changes, named in (
+        ({"rank": 8}, ("model.lora.rank", 8, "4", f"model.lora.path={str(folder)!r}")),
+        ({"alpha": 4.0}, ("model.lora.alpha", 4.0, "2.0")),
+        ({"rank_stabilised": False}, ("model.lora.rank_stabilised", False, "True")),
+        ({"dora": True}, ("model.lora.dora", True, "False")),
+        ({"targets": ("q",)}, ("model.lora.targets", ("q",), "('q', 'k', ")),
+        ({"path": "nowhere"}, ("nowhere/adapter_config.json",)),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with refused(*named):
             peft.check(Model(arch, lora=dataclasses.replace(start, **changes)), mesh, str(LLAMA))
-    with pytest.raises(ConfigError, match=r"model.path=.* is a folder of adapters.*model.lora.rank=4"):
+    with refused("model.path", str(folder), "model.lora.rank=4"):
         peft.check(Model(arch, lora=ALL), mesh, str(folder))
     experts = Model(PRESETS["debug_experts"], lora=dataclasses.replace(DORA, targets=("q", "up")))
-    with pytest.raises(ConfigError, match=r"targets=\('q', 'up'\) must be among q, k, v, o: with model.lora.dora=True"):
+    with refused("model.lora.targets", ("q", "up"), "q, k, v, o", "model.lora.dora=True"):
         peft.check(experts, mesh, "random:debug_experts")
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"alpha": 8.0}, r"model.lora.alpha=8.0 must be 32.0, its default, with model.lora.rank=0"),
-        ({"path": "x"}, r"model.lora.path='x' must be '', its default, with model.lora.rank=0"),
-        ({"rank": 4, "targets": ()}, r"model.lora.targets=\(\) must name a matrix, and none twice"),
-        ({"rank": 4, "targets": ("q", "q")}, r"model.lora.targets=\('q', 'q'\) must name a matrix, and none twice"),
-        ({"rank": 4, "targets": ("head",)}, r"model.lora.targets\[0\]='head' is not one of 'q', 'k', 'v', 'o', 'gate'"),
-        ({"rank": 2000}, r"model.lora.rank=2000 must be at least 0 and at most 1024"),
+        ({"alpha": 8.0}, ("model.lora.alpha", 8.0, "model.lora.rank=0")),
+        ({"path": "x"}, ("model.lora.path", "x", "model.lora.rank=0")),
+        ({"rank": 4, "targets": ()}, ("model.lora.targets", ())),
+        ({"rank": 4, "targets": ("q", "q")}, ("model.lora.targets", ("q", "q"))),
+        ({"rank": 4, "targets": ("head",)}, ("model.lora.targets[0]", "head")),
+        ({"rank": 2000}, ("model.lora.rank", 2000)),
     ],
 )
-def test_settings_that_cannot_be_are_refused(settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_cannot_be_are_refused(settings, named):
+    with refused(*named):
         freeze({"model": {"lora": settings}})

@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 from support import building, families
 from support.building import CUBE, ONE
+from support.refusal import raises_with
 
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import hf, mixtures
@@ -94,28 +95,20 @@ def test_a_released_folder_is_read_and_exported_as_what_it_stands_for(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        (
-            "down_proj_blocks",
-            (E, WIDTH, 1, 8),
-            "tensor .*down_proj_blocks has shape ",
-        ),
-        ("down_proj_scales", (E, WIDTH, 2), "tensor .*down_proj_scales is missing, or its shape is not"),
-        ("gate_up_proj_bias", (E,), "tensor .*gate_up_proj_bias has shape"),
-    ],
+    ("name", "shape"),
+    [("down_proj_blocks", (E, WIDTH, 1, 8)), ("down_proj_scales", (E, WIDTH, 2)), ("gate_up_proj_bias", (E,))],
 )
-def test_tensors_that_no_experts_are_shaped_like_are_refused(tmp_path, name, shape, message):
+def test_tensors_that_no_experts_are_shaped_like_are_refused(tmp_path, name, shape):
     released(tmp_path / "released", **{EXPERTS + name: np.zeros(shape, np.uint8 if "bias" not in name else np.float32)})
     model = Model(hf.read_architecture(tmp_path / "released"))
-    with pytest.raises(ConfigError, match=message):
+    with raises_with(ConfigError, name, "shape"):
         hf.check_weights(tmp_path / "released", model, building.mesh_of(ONE))
 
 
 def test_a_scale_that_means_no_number_is_refused(tmp_path):
     released(tmp_path / "released", **{f"{EXPERTS}down_proj_scales": np.full((E, WIDTH, 1), 255, np.uint8)})
     model = Model(hf.read_architecture(tmp_path / "released"))
-    with pytest.raises(ConfigError, match=r"tensor .* NaN or infinite"):
+    with raises_with(ConfigError, "down_proj", "NaN"):
         hf.load_params(tmp_path / "released", model, building.mesh_of(ONE))
 
 

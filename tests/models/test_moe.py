@@ -13,9 +13,10 @@ import pytest
 from reference import experts as oracle
 from support import building
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, TINY, Sampling, make_prompts, make_sampler
+from support.refusal import ANY, refused
 from support.tiers import mostly_in
 
-from jaxrl_llm.config import ConfigError, LoraConfig, MeshConfig, freeze
+from jaxrl_llm.config import LoraConfig, MeshConfig, freeze
 from jaxrl_llm.models import moe
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.row_logp import row_logp
@@ -372,15 +373,15 @@ def run_of(arch, devices=1, **settings):
     return assemble(freeze({"mesh": dataclasses.asdict(mesh), **settings}), arch, (0,), made)
 
 
-RULES = "mesh.rules=.*`mlp` of the model's experts.* It is: "
+RULES = ("mesh.rules", ANY, "`mlp`")
 
 
 @pytest.mark.parametrize(
-    ("arch", "settings", "message"),
+    ("arch", "settings", "named"),
     [
-        (EXPERTS, {"mesh": {"data": 1, "expert": 4}, "devices": 4}, "mesh.expert=4 must .* 6 experts: one of 1, 2, 3"),
-        (TINY, {"model": {"routing_replay": True}}, "model.routing_replay=True .*model.routing_replay=False"),
-        (TINY, {"update": {"load_balance": 0.1}}, "update.load_balance=0.1 .*update.load_balance=0.0"),
+        (EXPERTS, {"mesh": {"data": 1, "expert": 4}, "devices": 4}, ("mesh.expert", 4, "6 experts", "1, 2, 3")),
+        (TINY, {"model": {"routing_replay": True}}, ("model.routing_replay", True, "model.routing_replay=False")),
+        (TINY, {"update": {"load_balance": 0.1}}, ("update.load_balance", 0.1, "update.load_balance=0.0")),
         (
             EXPERTS,
             {
@@ -388,40 +389,40 @@ RULES = "mesh.rules=.*`mlp` of the model's experts.* It is: "
                 "external": {"groups_per_iteration": 8, "paths": ["x.jsonl"]},
                 "algorithm": {"cross_entropies": [{"name": "imitation", "coefficient": 0.5}]},
             },
-            "model.routing_replay=True .*external.groups_per_iteration=8",
+            ("model.routing_replay", True, "external.groups_per_iteration=8"),
         ),
         # Devices along data, fsdp, expert and context have other rows, whose sums would be added.
         (
             EXPERTS,
             {"mesh": {"data": 2, "rules": {"mlp": "data"}}, "devices": 2},
-            RULES + "experts_gate on data, ",
+            (*RULES, "experts_gate on data, "),
         ),
         (
             EXPERTS,
             {"mesh": {"data": 1, "fsdp": 2, "rules": {"embed": None, "mlp": "fsdp"}}, "devices": 2},
-            RULES + "experts_gate on fsdp, experts_up on fsdp, experts_down on fsdp",
+            (*RULES, "experts_gate on fsdp, experts_up on fsdp, experts_down on fsdp"),
         ),
         (
             EXPERTS,
             {"mesh": {"data": 1, "fsdp": 2, "tensor": 2, "rules": {"mlp": ["fsdp", "tensor"]}}, "devices": 4},
-            RULES + "experts_gate on fsdp and tensor, ",
+            (*RULES, "experts_gate on fsdp and tensor, "),
         ),
         # Gate and up take the axis for mlp, down for embed.
         (
             EXPERTS,
             {"mesh": {"data": 1, "tensor": 2, "rules": {"embed": "tensor"}}, "devices": 2},
-            RULES + "experts_gate on tensor, experts_up on tensor, experts_down on no axis",
+            (*RULES, "experts_gate on tensor, experts_up on tensor, experts_down on no axis"),
         ),
         # The sampler has rows along fsdp where the learner has parts of rows.
         (
             EXPERTS,
             {"mesh": {"data": 1, "context": 2, "rules": {"mlp": "fsdp"}}, "devices": 2},
-            RULES + "experts_gate on fsdp, experts_up on fsdp, experts_down on fsdp",
+            (*RULES, "experts_gate on fsdp, experts_up on fsdp, experts_down on fsdp"),
         ),
     ],
 )
-def test_settings_that_experts_cannot_have_are_refused_before_anything_is_compiled(arch, settings, message):
-    with pytest.raises(ConfigError, match=message):
+def test_settings_that_experts_cannot_have_are_refused_before_anything_is_compiled(arch, settings, named):
+    with refused(*named):
         run_of(dataclasses.replace(arch, max_positions=4096), **settings)
 
 
@@ -433,7 +434,7 @@ def test_experts_of_the_sampler_may_lie_where_the_learner_s_might_not():
 
 @pytest.mark.parametrize("k", [0, 7])
 def test_a_token_has_at_least_one_expert_and_at_most_all(k):
-    with pytest.raises(ConfigError, match=f"6 experts, {k} for each token"):
+    with refused("num_experts_per_tok", k, "6"):
         Model(dataclasses.replace(EXPERTS, experts_per_token=k)).abstract_params(building.mesh_of(ONE))
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import pathlib
-import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from support.building import ONE, mesh_of
-from support.refusal import refused
+from support.refusal import raises_with, refused
 from support.runs import save_run
 
 from jaxrl_llm.commands import train as train_module
@@ -46,12 +45,12 @@ def test_a_folder_is_a_model(mesh):
     source = pretrained.resolve(str(TINY))
     model = Model(source.architecture())
     assert source.load_params(model, mesh, seed=0)["blocks"]["q"].shape == (2, 4, 12, 32)
-    with pytest.raises(ConfigError, match=r"tokenizer.json: no such file"):
+    with raises_with(ConfigError, str(TINY), "tokenizer.json"):
         source.tokenizer()  # the fixture has none
 
 
 def test_the_folder_of_a_run_is_the_model_that_it_has_trained(mesh, tmp_path):
-    """The newest checkpoint, or the one that is named; a run may have been begun from another."""
+    """The folder of a run is its newest checkpoint, unless a path names one. A run may start from another run."""
     model, random = Model(PRESETS["debug"]), np.random.default_rng(3)
     draw = lambda x: random.normal(size=x.shape).astype(ml_dtypes.bfloat16)
     first, second, third = (jax.tree.map(draw, model.abstract_params(mesh)) for _ in range(3))
@@ -76,33 +75,33 @@ def test_the_folder_of_a_run_is_the_model_that_it_has_trained(mesh, tmp_path):
             np.testing.assert_array_equal(x, saved.astype(np.float32))
     assert [one.model.path for one in source.trained_by] == [f"{run}/checkpoints/1", "random:debug"]
     source.check_weights(model, mesh)
-    with pytest.raises(ConfigError, match=r"checkpoint .*other.* does not fit"):
+    with raises_with(ConfigError, str(other)):
         source.check_weights(Model(PRESETS["debug_wide"]), mesh)
-    with pytest.raises(ConfigError, match=r"other/best': no best one in .*other/checkpoints: none was written when"):
+    with refused("model.path", f"{other}/best", f"{other}/checkpoints"):
         pretrained.resolve(f"{other}/best")
     (tmp_path / "link").symlink_to(run / "checkpoints/1")
     assert is_run(f"{tmp_path}/link") and is_run(f"{run}/best/")
-    with pytest.raises(ConfigError, match=rf"model.path='{tmp_path}/best' is not there"):
+    with refused("model.path", f"{tmp_path}/best"):
         pretrained.resolve(f"{tmp_path}/best")
     (run / "best").mkdir()  # a folder of its own
-    with pytest.raises(ConfigError, match=r"run/best/config.json: no such file"):
+    with raises_with(ConfigError, f"{run}/best/config.json"):
         pretrained.resolve(f"{run}/best").architecture()
     shutil.rmtree(run)
     with refused("model.path", f"{run}/checkpoints/1", str(other), "jaxrl_llm.export"):
         pretrained.resolve(str(other))
     run.mkdir()
     (run / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=rf"model.path='{run}': no finished checkpoint in {run}"):
+    with refused("model.path", str(run)):
         pretrained.resolve(str(run))
     shutil.copy(TINY / "model.safetensors", run)
-    with pytest.raises(ConfigError, match=r"run/config.json"):
+    with raises_with(ConfigError, f"{run}/config.json"):
         pretrained.resolve(str(run)).architecture()  # a model's folder, whatever else lies there
     shutil.copytree(TINY, tmp_path / "checkpoints")
     assert pretrained.resolve(f"{tmp_path}/checkpoints").architecture().width == 32
 
 
 def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
-    """The newest may be another when it is resumed, and with it the reference and the base."""
+    """The newest checkpoint may be another one when the run resumes, and so may the reference and the base."""
     shapes = Model(PRESETS["debug"]).abstract_params(mesh_of(ONE))
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
     run = save_run(tmp_path / "run", "random:debug", zeros, zeros, pass_rates=(0.5, 0.4))
@@ -122,7 +121,7 @@ def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
         train_module.train(config(path=f"{run}/checkpoints/1", lora={"rank": 4}), tmp_path / "other")
     with refused("model.path", f"{run}/checkpoints/1", f"folder is '{run}'", "--workdir"):
         run_models.check(config(path=f"{run}/checkpoints/1"), run)
-    with pytest.raises(ConfigError, match=rf"best': no finished checkpoint in {tmp_path}/empty"):
+    with refused("model.path", f"{tmp_path}/empty/best"):
         (tmp_path / "empty/checkpoints").mkdir(parents=True)
         run_models.check(config(path=f"{tmp_path}/empty/best"), run)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -134,12 +133,12 @@ def test_a_run_is_begun_from_one_checkpoint_that_stays(tmp_path, monkeypatch):
 
 
 def test_a_path_may_begin_at_home(monkeypatch):
-    """A shell leaves the ~ of --config.model.path=~/model as it is, and a config file has none."""
+    """A shell does not expand the ~ of --config.model.path=~/model, and no shell reads a config file."""
     monkeypatch.setenv("HOME", str(TINY.parent))
     assert pretrained.resolve("~/tiny_llama").folder == str(TINY)
-    with pytest.raises(ConfigError, match=f"model.path='{TINY.parent}/none.gguf': no such file"):
+    with refused("model.path", f"{TINY.parent}/none.gguf"):
         pretrained.resolve("~/none.gguf")
-    with pytest.raises(ConfigError, match=f"{TINY}/adapter_config.json: no such file"):
+    with raises_with(ConfigError, f"{TINY}/adapter_config.json"):
         peft.read_config("~/tiny_llama")
 
 
@@ -158,19 +157,18 @@ def test_a_hub_id_is_downloaded(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("path", "message"),
+    ("path", "words"),
     [
-        ("random:huge", "no such preset; allowed: .*random:debug, .*random:debug_wide"),
-        ("none.gguf", "no such file"),
-        ("./none", "is not there; allowed: a Hugging Face folder, a .gguf file, the folder of a run, smollm2"),
-        ("", "is not there; allowed"),
-        ("gpt2", "is not there; allowed"),
+        ("random:huge", ["random:debug, ", "random:debug_wide"]),
+        ("none.gguf", []),
+        ("./none", ["Hugging Face", ".gguf", "smollm2"]),
+        ("", []),
+        ("gpt2", []),
     ],
 )
-def test_anything_else_is_refused_with_what_is_allowed(path, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_anything_else_is_refused_with_what_is_allowed(path, words):
+    with refused("model.path", path, *words):
         pretrained.resolve(path)
-    assert f"model.path={path!r}" in str(caught.value)
 
 
 def test_a_reference_is_the_models_own_source_or_another_that_reads_its_token_ids(monkeypatch):
@@ -179,15 +177,13 @@ def test_a_reference_is_the_models_own_source_or_another_that_reads_its_token_id
     # 264 rows of embeddings hold the 260 ids; the other way round there are too few.
     wide = pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
     assert wide.architecture() == PRESETS["debug_wide"]
-    with pytest.raises(
-        ConfigError, match=r"model.reference_path='random:debug' must have the token ids of model.path=.*260 embeddings"
-    ):
+    with refused("model.reference_path", "random:debug", "model.path=", "260 embeddings"):
         pretrained.resolve_reference(ModelConfig("random:debug_wide", reference_path="random:debug"), wide)
-    with pytest.raises(ConfigError, match=r"model.reference_path='random:huge': no such preset"):
+    with refused("model.reference_path", "random:huge"):
         pretrained.resolve_reference(ModelConfig(reference_path="random:huge"), learner)
     monkeypatch.setattr(Tokenizer, "encode", lambda self, text: [len(text), *range(next(calls))])
     calls = iter(range(9))  # each tokenizer cuts otherwise than the one before
-    with pytest.raises(ConfigError, match=r"model.reference_path=.*other tokens"):
+    with refused("model.reference_path", "random:debug_wide"):
         pretrained.resolve_reference(ModelConfig(reference_path="random:debug_wide"), learner)
 
 
@@ -197,15 +193,15 @@ SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|reserved_special_toke
 @pytest.mark.parametrize(
     ("special", "later", "told"),
     [
-        (["<s>", "<end>", "<user>", "<|im_end|>", "<pad>"], [], "id 1 is '</s>' to the one and '<end>' to the other"),
-        (SPECIAL[:3], ["!", "?"], "id 3 is '<|im_end|>' to the one and 'a' to the other"),  # no special token there
-        (SPECIAL, ["<think>"], ""),  # one more, as Qwen3 has besides Qwen2.5's
-        ([*SPECIAL[:4], "<|eom_id|>"], [], ""),  # as Llama 3.1 calls what no text of Llama 3's has
-        (SPECIAL, [], ""),
+        (["<s>", "<end>", "<user>", "<|im_end|>", "<pad>"], [], ["id 1 ", "'</s>'", "'<end>'"]),
+        (SPECIAL[:3], ["!", "?"], ["id 3 ", "'<|im_end|>'", "'a'"]),  # 'a' is not a special token
+        (SPECIAL, ["<think>"], []),  # one token more, as Qwen3 has compared with Qwen2.5
+        ([*SPECIAL[:4], "<|eom_id|>"], [], []),  # Llama 3.1 renames a token that no text of Llama 3 has
+        (SPECIAL, [], []),
     ],
 )
 def test_a_teacher_whose_special_tokens_are_others_is_refused(special, later, told, monkeypatch):
-    """As many tokens, and texts cut alike: a student's end of turn was some other token to the teacher."""
+    """Both tokenizers split texts alike, but the student's end of a turn is another token of the teacher."""
 
     def source(special, later=()):
         how = {
@@ -225,9 +221,7 @@ def test_a_teacher_whose_special_tokens_are_others_is_refused(special, later, to
     if not told:
         assert pretrained.resolve_reference(ModelConfig(reference_path="teacher"), student) is teacher
         return
-    with pytest.raises(
-        ConfigError, match=r"model.reference_path='teacher' must have the token ids of .*" + re.escape(told)
-    ):
+    with refused("model.reference_path", "teacher", *told):
         pretrained.resolve_reference(ModelConfig(reference_path="teacher"), student)
 
 
@@ -236,7 +230,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
         raise OSError("no network\nlong explanation")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(ConfigError, match=r"model.path='out/folder' .*no network") as caught:
+    with refused("model.path", "out/folder", "no network") as caught:
         pretrained.resolve("out/folder")
     assert "\n" not in str(caught.value)
 
@@ -256,5 +250,5 @@ assert "transformers" not in sys.modules and "torch" not in sys.modules, "import
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stderr == "", done.stderr
     monkeypatch.setattr(pretrained, "SMOLLM2_PACKAGE", "no_such_package_here")
-    with pytest.raises(ConfigError, match=r"is not installed; run bash launch/setup.sh"):
+    with refused("model.path", pretrained.SMOLLM2, "no_such_package_here", "launch/setup.sh"):
         pretrained.resolve(pretrained.SMOLLM2)

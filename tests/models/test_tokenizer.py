@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tokenizers
 from support.comparing import raw
+from support.refusal import raises_with, refused
 
 from jaxrl_llm.commands.generate import _prompt_ids
 from jaxrl_llm.commands.sft import answer_tokens
@@ -103,27 +104,15 @@ def test_merges_apply_in_order_and_digits_stand_alone_where_asked():
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "prompt", "chat_template", "system_prompt", "message"),
+    ("tokenizer", "prompt", "chat_template", "system_prompt", "words"),
     [
-        (make(), [{"role": "user", "content": "x"}], False, "", "messages needs prompts.chat_template=True"),
-        (make(), "x", False, "be", "prompts.system_prompt='be' needs prompts.chat_template=True"),
-        (make(chat_template=None), "x", True, "", "no chat template: .*chat_template=False, or --nochat_template"),
-        (make(chat_template="{{ raise_exception('no system') }}"), "x", True, "s", "refuses the messages .*no system"),
-        (
-            make_byte_tokenizer(),
-            [{"role": "user", "content": "x"}],
-            False,
-            "",
-            "messages needs prompts.chat_template=True",
-        ),
+        (make(), [{"role": "user", "content": "x"}], False, "", ["prompts.chat_template=False"]),
+        (make(), "x", False, "be", ["prompts.system_prompt='be'", "prompts.chat_template=True"]),
+        (make(chat_template=None), "x", True, "", ["prompts.chat_template=True", "--nochat_template"]),
+        (make(chat_template="{{ raise_exception('no system') }}"), "x", True, "s", ["'x'", "no system"]),
+        (make_byte_tokenizer(), [{"role": "user", "content": "x"}], False, "", ["prompts.chat_template=False"]),
         *[
-            (
-                tokenizer,
-                prompt,
-                chat_template,
-                system_prompt,
-                r"half a surrogate pair, '\\udc00' at 1, which is no text",
-            )
+            (tokenizer, prompt, chat_template, system_prompt, ["surrogate", r"'\udc00' at 1"])
             for tokenizer in (make(), make_byte_tokenizer())
             for prompt, chat_template, system_prompt in [
                 ("a\udc00", False, ""),
@@ -132,11 +121,11 @@ def test_merges_apply_in_order_and_digits_stand_alone_where_asked():
                 ([{"role": "user", "content": "a\udc00"}], True, ""),
             ]
         ],
-        (make(), [{"role": "a\udc00", "content": "a"}], True, "", "half a surrogate pair"),
+        (make(), [{"role": "a\udc00", "content": "a"}], True, "", ["surrogate"]),
     ],
 )
-def test_prompts_that_cannot_be_encoded_name_the_setting(tokenizer, prompt, chat_template, system_prompt, message):
-    with pytest.raises(ConfigError, match=message):
+def test_prompts_that_cannot_be_encoded_name_the_setting(tokenizer, prompt, chat_template, system_prompt, words):
+    with raises_with(ConfigError, *words):
         tokenizer.encode_prompt(prompt, chat_template=chat_template, system_prompt=system_prompt)
 
 
@@ -286,10 +275,10 @@ def test_calls_beside_a_text_are_written_as_the_template_writes_them():
     ids = tokenizer.encode_prompt(said, **how)
     assert raw(tokenizer, ids) == written
     assert special_in(tokenizer, ids) == ["</s>", "</s>"]  # the ends of turns, not those in texts and names
-    with pytest.raises(ConfigError, match=r"refuses the messages .* 'it has no place for these tool_calls'"):
+    with raises_with(ConfigError, "tool_calls"):
         make(NINE).encode_prompt(said, **how)
     call["function"]["arguments"] = {"\ud83d": 1}
-    with pytest.raises(ConfigError, match="has half a surrogate pair"):
+    with raises_with(ConfigError, "surrogate"):
         tokenizer.encode_prompt(said, **how)
 
 
@@ -324,7 +313,7 @@ def test_calls_have_ids_that_their_answers_have_in_any_order():
 
 
 def test_a_template_that_leaves_out_calls_is_refused():
-    """They were gone from the prompt without a word."""
+    """Otherwise the calls would be missing from the prompt."""
     how = {"chat_template": True, "special_tokens": False, "system_prompt": ""}
     call = lambda name: {"type": "function", "function": {"name": name, "arguments": {}}}
     one = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call("add")]}]
@@ -349,7 +338,7 @@ def test_a_template_that_leaves_out_calls_is_refused():
     ):
         tokenizer = make(template)
         if written is None:
-            with pytest.raises(ConfigError, match="it has no place for these tool_calls"):
+            with raises_with(ConfigError, "tool_calls"):
                 tokenizer.encode_prompt(messages, chat_template_kwargs=told, **how)
         else:
             assert raw(tokenizer, tokenizer.encode_prompt(messages, chat_template_kwargs=told, **how)) == written
@@ -360,7 +349,7 @@ def test_a_template_that_knows_no_such_role_is_refused():
         "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tool') }}{% endif %}{% endfor %}"
     )
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
-    with pytest.raises(ConfigError, match="the chat template refuses an answer by a tool: no tool"):
+    with raises_with(ConfigError, "chat template", "no tool"):
         make(chat_template=template).encode_answer([{"role": "tool", "content": "x"}], **how)
 
 
@@ -549,10 +538,10 @@ def test_a_token_that_cannot_be_spelled_is_refused():
     from tokenizers import models
 
     tokenizer = sentencepiece(lambda vocab: models.Unigram([(token, -1.0) for token in vocab], unk_id=0))
-    with pytest.raises(ConfigError, match=r"cannot spell '<s>'; prompts\.special_tokens=True"):
+    with refused("prompts.special_tokens", True, "'<s>'"):
         tokenizer.encode("x<s>é")
     assert tokenizer.encode("x<s>", special_tokens=True)[-1] == 1
-    assert tokenizer.encode("é") == [96, 0]  # what is unknown is no special token that was written
+    assert tokenizer.encode("é") == [96, 0]  # an unknown character is not a special token of the text
 
 
 def test_what_is_decoded_has_the_text_that_was_spelled_and_no_special_token(smollm2):
@@ -578,7 +567,7 @@ def test_special_ids_of_bytes_come_from_no_text_but_where_that_is_asked():
 
 def test_a_refusal_does_not_repeat_a_long_prompt():
     template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(ConfigError, match=r"refuses the messages .*: '?roles must alternate") as error:
+    with raises_with(ConfigError, "roles must alternate") as error:
         make(template).encode_prompt("x" * 10**6, chat_template=True, system_prompt="")
     assert len(str(error.value)) < 300
 
@@ -632,10 +621,10 @@ def test_a_saved_tokenizer_is_read_back_the_same(tmp_path):
 
 
 def test_unreadable_folders_are_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"tokenizer.json: no such file"):
+    with raises_with(ConfigError, str(tmp_path / "tokenizer.json")):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match=f"{tmp_path}: its tokenizer cannot be read"):
+    with raises_with(ConfigError, f"{tmp_path}: "):
         load_tokenizer(tmp_path)
 
 
@@ -686,26 +675,27 @@ def test_a_template_is_told_its_switches_and_tools():
 
 
 def test_a_template_prints_the_day_that_it_is_told():
-    """As Llama 3.2, SmolLM3 and GPT-OSS ask for it, each in a form of its own."""
+    """Llama 3.2, SmolLM3 and GPT-OSS ask for the day, each in a form of its own."""
     date = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') + strftime_now( \"%Y-%m-%d\" ) }}{% endif %}"
     how = {"chat_template": True, "system_prompt": "", "chat_template_kwargs": {"strftime_now": "2024-07-09"}}
     plain = make().encode_prompt("yo", chat_template=True, system_prompt="")
     assert make(date + TEMPLATE).encode_prompt("yo", **how) == ids_of("09 Jul 20242024-07-09") + plain
-    for given, said in ((7, "=7 must be the day that the template prints"), ("9 July", "='9 July' must be the day")):
-        with pytest.raises(ConfigError, match=f"prompts.chat_template_kwargs.strftime_now{said}"):
+    for given in (7, "9 July"):
+        with refused("prompts.chat_template_kwargs.strftime_now", given):
             make(date + TEMPLATE).encode_prompt("yo", **how | {"chat_template_kwargs": {"strftime_now": given}})
 
 
 @pytest.mark.parametrize(
-    ("given", "chat_template", "message"),
+    ("given", "chat_template", "named"),
     [
-        ({"enable_thinkin": False}, True, "chat_template_kwargs has 'enable_thinkin', which the model's chat template"),
-        ({"add_generation_prompt": False}, True, "chat_template_kwargs has 'add_generation_prompt'"),
-        ({"enable_thinking": False}, False, "chat_template_kwargs=.* needs prompts.chat_template=True; it is False"),
+        ({"enable_thinkin": False}, True, ("enable_thinkin", False)),
+        ({"add_generation_prompt": False}, True, ("add_generation_prompt", False)),
+        ({"enable_thinking": False}, False, ("", {"enable_thinking": False}, "prompts.chat_template=True")),
     ],
 )
-def test_what_no_template_would_see_is_refused(given, chat_template, message):
-    with pytest.raises(ConfigError, match=message):
+def test_what_no_template_would_see_is_refused(given, chat_template, named):
+    name, *others = named
+    with refused(f"prompts.chat_template_kwargs.{name}".rstrip("."), *others):
         make(SWITCHED).encode_prompt("yo", chat_template=chat_template, system_prompt="", chat_template_kwargs=given)
 
 
@@ -713,7 +703,7 @@ def test_stop_tokens_are_ends_besides_the_models_own():
     tokenizer = make()
     assert tokenizer.ending_at(("<|im_start|>", "12", "</s>")).eos_ids == (1, 3, 2, 100)
     assert tokenizer.eos_ids == (1, 3)
-    with pytest.raises(ConfigError, match=r"sampling.stop_tokens has 'hi!', which is 3 tokens of the model's"):
+    with refused("sampling.stop_tokens", ("hi!",), "3 tokens"):
         tokenizer.ending_at(("hi!",))
 
 

@@ -7,6 +7,7 @@ import threading
 import urllib.error
 
 import pytest
+from support.refusal import refused
 
 from jaxrl_llm.config import RewardsConfig
 from jaxrl_llm.scoring import judges
@@ -133,10 +134,10 @@ def test_a_policy_that_judges_its_own_answer_is_given_both_by_turn():
 
 
 def test_a_label_that_is_not_there_is_met_by_nothing():
-    """`null` was compared as the word "None"."""
+    """`null` must not be compared as the word "None"."""
     said = [[{"role": "assistant", "content": "None"}]]
     for score in (lambda: judges.fapo(["p"], ["None"], [None]), lambda: judges.own(["p"], ["None"], said, [None])):
-        with pytest.raises(ValueError, match="there is nothing to compare with"):
+        with refused("answer", None, raises=ValueError):
             score()
 
 

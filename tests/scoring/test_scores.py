@@ -1,6 +1,7 @@
 """Rewards that suit many tasks, by hand."""
 
 import pytest
+from support.refusal import refused
 
 from jaxrl_llm.scoring import scores
 
@@ -28,15 +29,15 @@ def test_format(text, expected):
 
 
 def test_a_label_without_anything_after_its_mark_is_no_score():
-    with pytest.raises(ValueError, match="there is nothing to compare with"):
+    with refused("answer", "so\n#### ", raises=ValueError):
         scores.short_steps([], [""], ["so\n#### "])
 
 
 @pytest.mark.parametrize("answer", [None, [], ["", None], "", [" "]])
 def test_an_answer_that_is_not_there_is_no_score(answer):
-    """`null` was compared as the word "None", and a completion of nothing met ""."""
+    """`null` must not be compared as the word "None", and an empty completion must not equal an empty answer."""
     for score in (scores.exact, scores.f1, scores.short_steps):
-        with pytest.raises(ValueError, match="there is nothing to compare with"):
+        with refused("answer", answer, raises=ValueError):
             score([], [""], [answer])
 
 

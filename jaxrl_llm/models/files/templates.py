@@ -41,9 +41,10 @@ def checked_kwargs(kwargs: Mapping[str, Any], template: Any, hide: Callable[[str
     Raises:
         ConfigError: the template does not use a key, so the key would have no effect; or the date is not valid.
     """
-    for key in kwargs:
+    for key, value in kwargs.items():
         if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(template)):
-            raise ConfigError(f"prompts.chat_template_kwargs has {key!r}, which the model's chat template does not")
+            named = f"prompts.chat_template_kwargs.{key}={value!r:.200}"
+            raise ConfigError(f"{named} must be left out: the model's chat template does not read it")
     if DATE in kwargs:
         try:
             datetime.date.fromisoformat(kwargs[DATE])

@@ -97,7 +97,10 @@ class Tokenizer:
         for text in stop_tokens:
             ids = self.encode(text, special_tokens=True)
             if len(ids) != 1:
-                raise ConfigError(f"sampling.stop_tokens has {text!r:.200}, which is {len(ids)} tokens of the model's")
+                raise ConfigError(
+                    f"sampling.stop_tokens={tuple(stop_tokens)!r:.200} must each be one token: {text!r:.200} is "
+                    f"{len(ids)} tokens of the model's"
+                )
             other.eos_ids = tuple(dict.fromkeys([*other.eos_ids, *ids]))
         return other
 
@@ -140,7 +143,7 @@ class Tokenizer:
         hide = _checked if special_tokens else self._hide
         if not chat_template:
             if not all(isinstance(prompt, str) for prompt in prompts):
-                raise ConfigError("a prompt of messages needs prompts.chat_template=True; it is False")
+                raise ConfigError("prompts.chat_template=False must be True for a prompt of messages")
             for name, given in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
                 if given:
                     raise ConfigError(f"prompts.{name}={given!r:.200} needs prompts.chat_template=True; it is False")
@@ -149,7 +152,10 @@ class Tokenizer:
             # Keep one BOS token if the text already has one.
             return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in encoded]
         if not self._fast.chat_template:
-            raise ConfigError("the tokenizer has no chat template: prompts.chat_template=False, or --nochat_template")
+            raise ConfigError(
+                "prompts.chat_template=True needs a chat template, and the tokenizer has none: set "
+                "prompts.chat_template=False, or give --nochat_template"
+            )
         kwargs = templates.checked_kwargs(chat_template_kwargs or {}, self._fast.chat_template, hide)
         texts = []
         for prompt in prompts:
