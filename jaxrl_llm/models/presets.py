@@ -360,8 +360,10 @@ def model_of(config: Config, preset: str = "") -> Model:
     if preset not in PRESETS:
         raise ConfigError(f"--preset={preset!r} must be one of {', '.join(PRESETS)}")
     if config.model.reference_path:
-        raise ConfigError(f"--preset={preset!r} takes the place of model.path; model.reference_path must be ''")
+        named = f"model.reference_path={config.model.reference_path!r:.200}"
+        raise ConfigError(f"{named} must be '' with --preset={preset!r}, which takes the place of model.path")
     if config.sampling.stop_tokens:
-        raise ConfigError(f"--preset={preset!r} has no tokenizer; sampling.stop_tokens must be ()")
+        named = f"sampling.stop_tokens={config.sampling.stop_tokens!r:.200}"
+        raise ConfigError(f"{named} must be () with --preset={preset!r}, which has no tokenizer")
     arch = PRESETS[preset]
     return Model(preset, arch, eos_ids(preset), arch)
