@@ -37,8 +37,10 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
     Returns:
         [] u32.
     """
-    strides = [np.uint32(math.prod(x.shape[dim + 1 :]) % 2**32) for dim in range(x.ndim)]
-    offsets = [stride * jnp.arange(size, dtype=jnp.uint32) for stride, size in zip(strides, x.shape, strict=True)]
+    offsets = []
+    for dim, size in enumerate(x.shape):
+        stride = np.uint32(math.prod(x.shape[dim + 1 :]) % 2**32)
+        offsets.append(stride * jnp.arange(size, dtype=jnp.uint32))
 
     def on_device(x: Array, *offsets: Array) -> Array:
         # On a CPU, the program of a long sum would write all terms to one more array. On a TPU, the program of short
@@ -50,7 +52,8 @@ def checksum(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
             default=partial(_weighted_sum, False),
         )
 
-    return jax.device_put(where_it_lies(on_device, x, *offsets), jax.memory.Space.Device)
+    result = where_it_lies(on_device, x, *offsets)
+    return jax.device_put(result, jax.memory.Space.Device)
 
 
 def _weighted_sum(in_steps: bool, x: Array, *offsets: Array) -> Array:
@@ -65,16 +68,21 @@ def _weighted_sum(in_steps: bool, x: Array, *offsets: Array) -> Array:
     for dim, offset in enumerate(offsets):
         other_dims = [*range(dim), *range(dim + 1, x.ndim)]
         index = index + jnp.expand_dims(offset, other_dims)
-    weight = index * np.uint32(MULTIPLIER)
-    terms = (bits ^ bits >> 16) * (weight ^ weight >> 16 | 1)
+    hashed_index = index * np.uint32(MULTIPLIER)
+    mixed = bits ^ (bits >> 16)
+    weight = (hashed_index ^ (hashed_index >> 16)) | 1
+    terms = mixed * weight
     if in_steps:
         size = x.shape[-1] if x.ndim else 1
-        terms = terms.reshape(*x.shape[:-1], -1, math.gcd(size, TERMS_PER_STEP))
-        terms = jax.lax.optimization_barrier(jnp.sum(terms, axis=-1, dtype=jnp.uint32))
+        run = math.gcd(size, TERMS_PER_STEP)
+        runs = terms.reshape(*x.shape[:-1], -1, run)
+        sums = jnp.sum(runs, axis=-1, dtype=jnp.uint32)
+        terms = jax.lax.optimization_barrier(sums)
     return jnp.sum(terms, dtype=jnp.uint32)
 
 
 @jax.jit
 def checksums(tree: PyTree[Shaped[Array, "..."]]) -> UInt32[Array, " K"]:
     """Return ``checksum`` of each of the K leaves in the order of ``jax.tree.leaves``, [K] u32."""
-    return jnp.array([checksum(leaf) for leaf in jax.tree.leaves(tree)], jnp.uint32)
+    sums = [checksum(leaf) for leaf in jax.tree.leaves(tree)]
+    return jnp.array(sums, jnp.uint32)

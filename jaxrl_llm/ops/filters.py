@@ -87,29 +87,39 @@ def filter_logits(
         arXiv:2407.01082, section 3. Differs: ties at a threshold are kept.
     """
     temperature, top_k, top_p, min_p = settings
-    assert temperature > 0 and top_k >= 0 and 0 < top_p <= 1 and 0 <= min_p <= 1
+    assert temperature > 0
+    assert top_k >= 0
+    assert 0 < top_p <= 1
+    assert 0 <= min_p <= 1
+    vocab_size = logits.shape[-1]
     tempered = logits.astype(jnp.float32)
     if temperature != 1:
         tempered = tempered / temperature
     constant = jax.lax.stop_gradient(tempered)
     kept = constant
-    if 0 < top_k < logits.shape[-1]:
+    if 0 < top_k < vocab_size:
         kept = _keep_largest(kept, jnp.ones_like(kept), top_k)
     if top_p < 1:
-        kept = _keep_largest(kept, jax.nn.softmax(kept, axis=-1), top_p)
+        probability = jax.nn.softmax(kept, axis=-1)
+        kept = _keep_largest(kept, probability, top_p)
     if min_p > 0:
-        threshold = jnp.max(kept, axis=-1, keepdims=True) + math.log(min_p)
+        maximum = jnp.max(kept, axis=-1, keepdims=True)
+        threshold = maximum + math.log(min_p)
         kept = jnp.where(kept >= threshold, kept, -jnp.inf)
     if kept is constant:
         return tempered
     is_kept = kept > -jnp.inf
     if keep_token is not None:
-        token_ids = jnp.arange(logits.shape[-1]).reshape((1,) * (logits.ndim - 1) + (-1,))
+        token_ids = jnp.arange(vocab_size).reshape((1,) * (logits.ndim - 1) + (-1,))
         is_kept = is_kept | (token_ids == keep_token[..., None])
     return jnp.where(is_kept, tempered, -jnp.inf)
 
 
-def support_of(logits: Float[Array, "S V"], size: int, axis: tuple[str, ...] = ()) -> Int[Array, "S {size}"]:
+def support_of(
+    logits: Float[Array, "S V"],
+    size: int,
+    axis: tuple[str, ...] = (),
+) -> Int[Array, "S {size}"]:
     """Return the ids of the possible tokens, at most ``size``. In a tie, the lowest ids are kept.
 
     Args:
@@ -118,28 +128,36 @@ def support_of(logits: Float[Array, "S V"], size: int, axis: tuple[str, ...] = (
     Returns:
         [S, size] i32 ascending ids; ``NO_TOKEN`` after the last id.
     """
-    value, token = jax.lax.top_k(logits, min(size, logits.shape[-1]))
+    num_tokens = logits.shape[-1]
+    value, token = jax.lax.top_k(logits, min(size, num_tokens))
     if axis:
         # Choose among the candidates of all devices. Equal candidates stay in the order of the vocabulary.
-        token += jax.lax.axis_index(axis) * logits.shape[-1]
+        token += jax.lax.axis_index(axis) * num_tokens
         value = jax.lax.all_gather(value, axis, axis=1, tiled=True)
         token = jax.lax.all_gather(token, axis, axis=1, tiled=True)
         value, place = jax.lax.top_k(value, size)
         token = jnp.take_along_axis(token, place, axis=1)
-    return jnp.sort(jnp.where(value > -jnp.inf, token, NO_TOKEN).astype(jnp.int32), axis=-1)
+    is_possible = value > -jnp.inf
+    ids = jnp.where(is_possible, token, NO_TOKEN).astype(jnp.int32)
+    return jnp.sort(ids, axis=-1)
 
 
 def keep_support(
-    logits: Float[Array, "S V"], support: Int[Array, "S K"], axis: tuple[str, ...] = ()
+    logits: Float[Array, "S V"],
+    support: Int[Array, "S K"],
+    axis: tuple[str, ...] = (),
 ) -> Float[Array, "S V"]:
     """Return ``logits`` [S, V] with -inf at every id that is not in ``support`` [S, K] i32."""
+    num_tokens = logits.shape[1]
     if axis:
         # Make ids relative to the part of this device. A negative id would count from the end of the part.
-        support = support - jax.lax.axis_index(axis) * logits.shape[1]
+        first_id = jax.lax.axis_index(axis) * num_tokens
+        support = support - first_id
         support = jnp.where(support < 0, NO_TOKEN, support)
 
     def mark(ids: Array) -> Array:
-        return jnp.zeros(logits.shape[1], bool).at[ids].set(True, mode="drop")
+        unmarked = jnp.zeros(num_tokens, bool)
+        return unmarked.at[ids].set(True, mode="drop")
 
     # Work row by row. If the index contained the rows, a mesh would gather the array.
     is_kept = jax.vmap(mark)(support)
@@ -147,20 +165,26 @@ def keep_support(
 
 
 def _keep_largest(
-    values: Float[Array, "*rows V"], weight: Float[Array, "*rows V"], target: float
+    values: Float[Array, "*rows V"],
+    weight: Float[Array, "*rows V"],
+    target: float,
 ) -> Float[Array, "*rows V"]:
     """Return ``values`` [..., V] with -inf below a threshold t.
 
     t is the largest number with ``sum(weight where values >= t) >= target``. It is built bit by bit, on integers in the
     order of the floats, with 32 sums over the vocabulary. This is exact, and on a CPU several times faster than a sort.
     """
-    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.int32)  # -0.0 equals 0.0
+    unsigned_zero = jnp.where(values == 0, 0.0, values)  # -0.0 equals 0.0
+    bits = jax.lax.bitcast_convert_type(unsigned_zero, jnp.int32)
     # The bits of positive floats sort like the floats. The bits of negative floats sort in reverse order.
-    rank = jax.lax.bitcast_convert_type(jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))), jnp.uint32)
+    ordered_bits = jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31)))
+    rank = jax.lax.bitcast_convert_type(ordered_bits, jnp.uint32)
 
     def set_bit(i: Array, threshold: Array) -> Array:
-        candidate = threshold | (jnp.uint32(2**31) >> i.astype(jnp.uint32))
-        mass = jnp.sum(jnp.where(rank >= candidate, weight, 0.0), axis=-1, keepdims=True)
+        bit = jnp.uint32(2**31) >> i.astype(jnp.uint32)
+        candidate = threshold | bit
+        kept_weight = jnp.where(rank >= candidate, weight, 0.0)
+        mass = jnp.sum(kept_weight, axis=-1, keepdims=True)
         return jnp.where(mass >= target, candidate, threshold)
 
     lowest = jnp.zeros((*values.shape[:-1], 1), jnp.uint32)

@@ -26,7 +26,10 @@ LIVE_CHUNK = "live_chunk"  # name scope by which `plan` recognises a chunk that 
 Arrays = TypeVar("Arrays")  # pytree of arrays
 
 
-def project(hidden_XD: Float[Array, "X D"], head_VD: Float[Array, "V D"]) -> Float32[Array, "X V"]:
+def project(
+    hidden_XD: Float[Array, "X D"],
+    head_VD: Float[Array, "V D"],
+) -> Float32[Array, "X V"]:
     """Return the logits [X,V] in float32."""
     return jnp.einsum(
         "XD,VD->XV",
@@ -51,19 +54,23 @@ def _filtered_logits(
     logits_XV = project(hidden_XD, cast_VD)
     if support_XK is None:
         return filter_logits(logits_XV, settings, keep_token=target_X)
-    return keep_support(
-        logits_XV / settings.temperature,
-        jnp.append(support_XK, target_X[:, None], axis=1),
-    )
+    tempered_XV = logits_XV / settings.temperature
+    support_and_target = jnp.append(support_XK, target_X[:, None], axis=1)
+    return keep_support(tempered_XV, support_and_target)
 
 
-def _if_live(is_live: Array | None, compute: Callable[..., Arrays], *operands: Array | None) -> Arrays:
+def _if_live(
+    is_live: Array | None,
+    compute: Callable[..., Arrays],
+    *operands: Array | None,
+) -> Arrays:
     """Return ``compute(*operands)`` if the chunk is live, else zeros. None = the chunk is live."""
     if is_live is None:
         return compute(*operands)
 
     def zeros(*operands: Array | None) -> Arrays:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *operands))
+        shapes = jax.eval_shape(compute, *operands)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
     with jax.named_scope(LIVE_CHUNK):
         return jax.lax.cond(is_live, compute, zeros, *operands)
@@ -89,7 +96,8 @@ def _projected_logp(
 
         dlogp/dlogit_v = [v = target] - p_v,     dentropy/dlogit_v = -p_v (log p_v + entropy)
     """
-    return _projected_logp_forward(settings, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live)[0]
+    values, _ = _projected_logp_forward(settings, head_VD, hidden_XD, cast_VD, target_X, support_XK, is_live)
+    return values
 
 
 def _projected_logp_forward(
@@ -104,11 +112,15 @@ def _projected_logp_forward(
     del head_VD
 
     def compute(
-        hidden_XD: Array, cast_VD: Array, target_X: Array, support_XK: Array | None
+        hidden_XD: Array,
+        cast_VD: Array,
+        target_X: Array,
+        support_XK: Array | None,
     ) -> tuple[Array, Array, Array]:
         filtered_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK)
         logp, entropy = token_logp(filtered_XV, target_X)
-        log_total = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)[:, 0] - logp
+        target_logit_X1 = jnp.take_along_axis(filtered_XV, target_X[:, None], axis=-1)
+        log_total = target_logit_X1[:, 0] - logp
         return logp, entropy, log_total
 
     inputs = (hidden_XD, cast_VD, target_X, support_XK)
@@ -120,12 +132,16 @@ def _projected_logp_backward(settings: Filter, residuals, gradients):
     inputs, is_live, log_total, entropy = residuals
 
     def compute(hidden_XD, cast_VD, target_X, support_XK, log_total, entropy, g_logp, g_entropy):
-        logp_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK) - log_total[:, None]
+        filtered_XV = _filtered_logits(settings, hidden_XD, cast_VD, target_X, support_XK)
+        logp_XV = filtered_XV - log_total[:, None]
         p_XV = jnp.exp(logp_XV)
-        finite_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
-        is_target = jnp.arange(logp_XV.shape[-1])[None, :] == target_X[:, None]
-        g_XV = g_logp[:, None] * (is_target - p_XV) - g_entropy[:, None] * p_XV * (finite_XV + entropy[:, None])
-        g_XV = (g_XV / settings.temperature).astype(hidden_XD.dtype)
+        finite_logp_XV = jnp.where(logp_XV > -jnp.inf, logp_XV, 0.0)
+        vocabulary = jnp.arange(logp_XV.shape[-1])[None, :]
+        is_target_XV = vocabulary == target_X[:, None]
+        of_logp_XV = g_logp[:, None] * (is_target_XV - p_XV)
+        of_entropy_XV = g_entropy[:, None] * p_XV * (finite_logp_XV + entropy[:, None])
+        g_tempered_XV = of_logp_XV - of_entropy_XV
+        g_XV = (g_tempered_XV / settings.temperature).astype(hidden_XD.dtype)
         g_hidden = jnp.einsum("XV,VD->XD", g_XV, cast_VD, preferred_element_type=jnp.float32)
         g_head = jnp.einsum("XV,XD->VD", g_XV, hidden_XD, preferred_element_type=jnp.float32)
         return g_head, g_hidden.astype(hidden_XD.dtype)
@@ -168,6 +184,7 @@ def chunked_logp(
     chunk = min(chunk, C)
     num_chunks = -(-C // chunk)
     num_spare = num_chunks * chunk - C
+    may_skip = live is not None and num_chunks > 1
     if cast_VD is None:
         cast_VD = head_VD.astype(hidden_BCD.dtype)
     cast_VD = jax.lax.stop_gradient(cast_VD)
@@ -176,28 +193,40 @@ def chunked_logp(
 
     def next_chunk(first: Array, inputs):
         hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), inputs)
-        is_live = None if live is None or num_chunks == 1 else first < live
+        is_live = first < live if may_skip else None
         logp, entropy = _projected_logp(settings, head_VD, hidden, cast_VD, target, support, is_live)
         return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
     def split(x: Array) -> Array:  # [B, C, ...] -> [chunks, B, chunk, ...]
-        x = jnp.pad(x, ((0, 0), (0, num_spare)) + ((0, 0),) * (x.ndim - 2))
-        return x.reshape(B, num_chunks, chunk, *x.shape[2:]).swapaxes(0, 1)
+        pad_width = [(0, 0)] * x.ndim
+        pad_width[1] = (0, num_spare)
+        chunks = jnp.pad(x, pad_width).reshape(B, num_chunks, chunk, *x.shape[2:])
+        return chunks.swapaxes(0, 1)
 
     def join(x: Array) -> Array:  # [chunks, B, chunk] -> [B, C]
-        return x.swapaxes(0, 1).reshape(B, num_chunks * chunk)[:, :C]
+        with_spare = x.swapaxes(0, 1).reshape(B, num_chunks * chunk)
+        return with_spare[:, :C]
 
-    support = None if support_BCK is None else split(support_BCK)
-    _, (logp, entropy) = jax.lax.scan(next_chunk, jnp.int32(0), (split(hidden_BCD), split(target_BC), support))
+    support = None
+    if support_BCK is not None:
+        support = split(support_BCK)
+    inputs = (split(hidden_BCD), split(target_BC), support)
+    _, (logp, entropy) = jax.lax.scan(next_chunk, jnp.int32(0), inputs)
     return join(logp), join(entropy)
 
 
 def completion_window(
-    x_BS: Shaped[Array, "B S *rest"], first: Int[Array, " B"], width: int
+    x_BS: Shaped[Array, "B S *rest"],
+    first: Int[Array, " B"],
+    width: int,
 ) -> Shaped[Array, "B {width} *rest"]:
     """Return ``width`` positions of each row [B,S,...] from ``first`` [B] on, clipped to the row: [B,width,...]."""
-    at = jnp.minimum(first[:, None] + jnp.arange(width)[None, :], x_BS.shape[1] - 1)
-    return jnp.take_along_axis(x_BS, at.reshape(*at.shape, *(1,) * (x_BS.ndim - 2)), axis=1)
+    last_position = x_BS.shape[1] - 1
+    position = first[:, None] + jnp.arange(width)[None, :]
+    clipped = jnp.minimum(position, last_position)
+    num_other_dims = x_BS.ndim - clipped.ndim
+    index = clipped.reshape(*clipped.shape, *[1] * num_other_dims)
+    return jnp.take_along_axis(x_BS, index, axis=1)
 
 
 def place_completion(
@@ -207,6 +236,9 @@ def place_completion(
     row_width: int,
 ) -> Float[Array, "B {row_width}"]:
     """Return the values of completion tokens [B,C] at the tokens' positions in rows [B,S]; 0.0 off the completion."""
-    back = jnp.clip(jnp.arange(row_width)[None, :] - prompt_length[:, None], 0, x_BC.shape[1] - 1)
+    last_place = x_BC.shape[1] - 1
+    place_in_completion = jnp.arange(row_width)[None, :] - prompt_length[:, None]
+    clipped = jnp.clip(place_in_completion, 0, last_place)
+    value_BS = jnp.take_along_axis(x_BC, clipped, axis=1)
     mask_BS = completion_mask(prompt_length, length, row_width)
-    return jnp.where(mask_BS, jnp.take_along_axis(x_BC, back, axis=1), 0.0)
+    return jnp.where(mask_BS, value_BS, 0.0)

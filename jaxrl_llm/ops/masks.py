@@ -12,7 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
-def completion_mask(prompt_length: Int[Array, " B"], length: Int[Array, " B"], width: int) -> Bool[Array, "B {width}"]:
+def completion_mask(
+    prompt_length: Int[Array, " B"],
+    length: Int[Array, " B"],
+    width: int,
+) -> Bool[Array, "B {width}"]:
     """Return the mask ``prompt_length <= t < length``: all tokens after the prompt, with the end-of-sequence token.
 
     Args:
@@ -28,7 +32,9 @@ def completion_mask(prompt_length: Int[Array, " B"], length: Int[Array, " B"], w
         Array([[False,  True,  True, False]], dtype=bool)
     """
     position_1T = jnp.arange(width)[None, :]
-    return (position_1T >= prompt_length[:, None]) & (position_1T < length[:, None])
+    is_after_prompt = position_1T >= prompt_length[:, None]
+    is_in_row = position_1T < length[:, None]
+    return is_after_prompt & is_in_row
 
 
 def sampled_mask(
@@ -44,4 +50,7 @@ def sampled_mask(
         >>> sampled_mask(jnp.array([1]), jnp.array([4]), jnp.array([[-1, 0, -1, 2, -1]]))
         Array([[False,  True, False,  True, False]], dtype=bool)
     """
-    return completion_mask(prompt_length, length, policy_version.shape[1]) & (policy_version >= 0)
+    width = policy_version.shape[1]
+    is_completion = completion_mask(prompt_length, length, width)
+    is_of_policy = policy_version >= 0
+    return is_completion & is_of_policy

@@ -49,7 +49,10 @@ def units_per_line(width: int, unit_width: int) -> int:
     return DENSEST * width // unit_width
 
 
-def unit_size(prompt_length: Int[Array, "*units"], own: Int[Array, "*units G"]) -> Int[Array, "*units"]:
+def unit_size(
+    prompt_length: Int[Array, "*units"],
+    own: Int[Array, "*units G"],
+) -> Int[Array, "*units"]:
     """Return the number of places that each unit needs in its line.
 
     The size is the number of tokens, or the number of targets if that is larger (many rows with short prompts).
@@ -61,12 +64,17 @@ def unit_size(prompt_length: Int[Array, "*units"], own: Int[Array, "*units G"]) 
     Returns:
         [...] i32 ``max(prompt + sum(own - 1), sum(own))`` over rows with a completion.
     """
-    places = prompt_length + jnp.sum(jnp.maximum(own - 1, 0), axis=-1)
-    return jnp.maximum(places, jnp.sum(own, axis=-1))
+    own_places = jnp.sum(jnp.maximum(own - 1, 0), axis=-1)
+    num_places = prompt_length + own_places
+    num_targets = jnp.sum(own, axis=-1)
+    return jnp.maximum(num_places, num_targets)
 
 
 def first_fit(
-    size: Int[Array, " U"], *, width: int, max_units: int
+    size: Int[Array, " U"],
+    *,
+    width: int,
+    max_units: int,
 ) -> tuple[Int[Array, "U {max_units}"], Int[Array, ""]]:
     """Assign units to lines by first-fit decreasing: the largest unit first, each to the first line that has room.
 
@@ -85,19 +93,22 @@ def first_fit(
 
     def put(lines: tuple[Array, Array, Array], unit: Array):
         filled, count, unit_of = lines
-        has_room = (filled + size[unit] <= width) & (count < max_units)
+        unit_size = size[unit]
+        has_room = (filled + unit_size <= width) & (count < max_units)
         # Take the first line with room; an empty line always has room. Index U drops a unit of size 0.
-        line = jnp.where(size[unit] > 0, jnp.argmax(has_room), U)
+        line = jnp.where(unit_size > 0, jnp.argmax(has_room), U)
         unit_of = unit_of.at[line, count[line]].set(unit, mode="drop")
-        filled = filled.at[line].add(size[unit], mode="drop")
+        filled = filled.at[line].add(unit_size, mode="drop")
         count = count.at[line].add(1, mode="drop")
         return (filled, count, unit_of), None
 
     empty = jnp.zeros(U, jnp.int32)
     free = jnp.full((U, max_units), -1, jnp.int32)
     largest_first = jnp.argsort(-size, stable=True).astype(jnp.int32)
-    (_, count, unit_of), _ = jax.lax.scan(put, (empty, empty, free), largest_first)
-    return unit_of, jnp.sum(count > 0, dtype=jnp.int32)
+    lines, _ = jax.lax.scan(put, (empty, empty, free), largest_first)
+    _, count, unit_of = lines
+    num_used_lines = jnp.sum(count > 0, dtype=jnp.int32)
+    return unit_of, num_used_lines
 
 
 def lay(
@@ -120,65 +131,96 @@ def lay(
         The lines, whose fields ``Line`` describes.
     """
     n, K, S = tokens.shape
-    own = length - prompt_length
-    laid = jnp.maximum(own - 1, 0)
-    own_before = _sum_before(own)
-    laid_before = _sum_before(laid)
-
-    def by_unit(x: Array) -> Array:
-        return x.reshape(n, K // group_size, group_size)
-
-    def by_row(x: Array) -> Array:
-        return jnp.repeat(x, group_size, axis=1)
-
-    unit_prompt = by_unit(prompt_length)[..., 0]
-    prompts_before = _sum_before(unit_prompt)
-    prompt_at = by_row(prompts_before + by_unit(laid_before)[..., 0])  # [n,K]
-    completion_at = by_row(prompts_before + unit_prompt) + laid_before
-
-    at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (n, K, S))
+    shape = (n, K, S)
+    prompt_start, completion_start = _starts(prompt_length, length, group_size)
+    at = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), shape)
     in_prompt = at < prompt_length[..., None]
-    place = jnp.where(
-        in_prompt,
-        prompt_at[..., None] + at,
-        (completion_at - prompt_length)[..., None] + at,
-    )
+    place_in_prompt = prompt_start[..., None] + at
+    place_in_completion = (completion_start - prompt_length)[..., None] + at
+    token_place = jnp.where(in_prompt, place_in_prompt, place_in_completion)
+
     # The last token of the prompt predicts the first token of the completion. Every other token predicts the next one.
     is_first = at == prompt_length[..., None]
-    source = jnp.where(is_first, (prompt_at + prompt_length)[..., None] - 1, place - 1)
-    place = jnp.where(in_prompt | (at + 1 < length[..., None]), place, width)  # index W is dropped
-    prompt_targets = jnp.maximum(unit_prompt - 1, 0)  # the first token of a prompt is not predicted
-    prompt_targets_before = by_row(_sum_before(prompt_targets))
-    row_number = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], (n, K, S))
+    last_of_prompt = (prompt_start + prompt_length)[..., None] - 1
+    source = jnp.where(is_first, last_of_prompt, token_place - 1)
+    predicts = in_prompt | (at + 1 < length[..., None])
+    place = jnp.where(predicts, token_place, width)  # index W is dropped
 
-    def put(values: Array, places: Array) -> Array:
-        """Write values [n,K,S] to the lines [n,W]. Rows of a group write the same prompt to the same places."""
-        return jax.vmap(put_line)(values.reshape(n, -1), places.reshape(n, -1))
+    own = length - prompt_length
+    is_completion = (at < length[..., None]) & ~in_prompt
+    first_of_row = (_sum_before(own) - prompt_length)[..., None]
+    completion_index = jnp.where(is_completion, first_of_row + at, width)
+
+    unit_prompt = _by_unit(prompt_length, group_size)[..., 0]
+    prompt_targets = jnp.maximum(unit_prompt - 1, 0)  # the first token of a prompt is not predicted
+    is_prompt_target = in_prompt & (at > 0)
+    first_of_prompt = (_by_row(_sum_before(prompt_targets), group_size) - 1)[..., None]
+    prompt_index = jnp.where(is_prompt_target, first_of_prompt + at, width)
+
+    row = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], shape)
+    unit = (row - 1) // group_size + 1
+    return Line(
+        position=_put(at, place, width),
+        unit=_put(unit, place, width),
+        row=_put(jnp.where(in_prompt, 0, row), place, width),
+        tokens=_put(tokens, place, width),
+        completions=_reading(source, tokens, completion_index, jnp.sum(own, axis=1), width),
+        prompts=_reading(source, tokens, prompt_index, jnp.sum(prompt_targets, axis=1), width),
+    )
+
+
+def _starts(
+    prompt_length: Array,
+    length: Array,
+    group_size: int,
+) -> tuple[Array, Array]:
+    """Return the place in the line where each row's prompt and each row's completion begins, [n,K] i32 each."""
+    own = length - prompt_length
+    laid = jnp.maximum(own - 1, 0)  # the last token of a completion has no place
+    laid_before = _sum_before(laid)
+    unit_laid_before = _by_unit(laid_before, group_size)[..., 0]
+    unit_prompt = _by_unit(prompt_length, group_size)[..., 0]
+    prompts_before = _sum_before(unit_prompt)
+    prompt_start = _by_row(prompts_before + unit_laid_before, group_size)
+    completion_start = _by_row(prompts_before + unit_prompt, group_size) + laid_before
+    return prompt_start, completion_start
+
+
+def _by_unit(x: Array, group_size: int) -> Array:
+    """Return values of rows [n,K] by unit, [n,X,G]."""
+    n, K = x.shape
+    return x.reshape(n, K // group_size, group_size)
+
+
+def _by_row(x: Array, group_size: int) -> Array:
+    """Return values of units [n,X] at the rows of each unit, [n,K]."""
+    return jnp.repeat(x, group_size, axis=1)
+
+
+def _put(values: Array, places: Array, width: int) -> Array:
+    """Write values [n,K,S] to the lines [n,W]. Rows of a group write the same prompt to the same places."""
 
     def put_line(values: Array, places: Array) -> Array:
-        return jnp.zeros(width, jnp.int32).at[places].set(values, mode="drop")
+        empty = jnp.zeros(width, jnp.int32)
+        return empty.at[places].set(values, mode="drop")
 
-    def read(part: Array, first: Array | int, targets_before: Array, count: Array) -> Reading:
-        index = jnp.where(part, (targets_before - first)[..., None] + at, width)
-        return Reading(put(source, index), put(tokens, index), count, index)
+    n = values.shape[0]
+    return jax.vmap(put_line)(values.reshape(n, -1), places.reshape(n, -1))
 
-    return Line(
-        position=put(at, place),
-        unit=put((row_number - 1) // group_size + 1, place),
-        row=put(jnp.where(in_prompt, 0, row_number), place),
-        tokens=put(tokens, place),
-        completions=read(
-            (at < length[..., None]) & ~in_prompt,
-            prompt_length,
-            own_before,
-            jnp.sum(own, axis=1),
-        ),
-        prompts=read(
-            in_prompt & (at > 0),
-            1,
-            prompt_targets_before,
-            jnp.sum(prompt_targets, axis=1),
-        ),
+
+def _reading(
+    source: Array,
+    tokens: Array,
+    index: Array,
+    count: Array,
+    width: int,
+) -> Reading:
+    """Return the ``Reading`` of the tokens that have an index below W."""
+    return Reading(
+        source=_put(source, index, width),
+        target=_put(tokens, index, width),
+        count=count,
+        index=index,
     )
 
 
@@ -201,7 +243,10 @@ def visible(line: Line) -> Bool[Array, "n W W"]:
     return same_unit & (is_prompt | same_row) & is_causal
 
 
-def of_targets(values: Shaped[Array, "n K S *rest"], reading: Reading) -> Shaped[Array, "n W *rest"]:
+def of_targets(
+    values: Shaped[Array, "n K S *rest"],
+    reading: Reading,
+) -> Shaped[Array, "n W *rest"]:
     """Return the values [n,K,S,...] of the rows' tokens in the order of the targets. Inverse of ``take_rows``.
 
     Returns:
@@ -211,12 +256,18 @@ def of_targets(values: Shaped[Array, "n K S *rest"], reading: Reading) -> Shaped
     W = reading.target.shape[1]
 
     def put_line(values: Array, index: Array) -> Array:
-        return jnp.zeros((W, *rest), values.dtype).at[index].set(values, mode="drop")
+        empty = jnp.zeros((W, *rest), values.dtype)
+        return empty.at[index].set(values, mode="drop")
 
-    return jax.vmap(put_line)(values.reshape(n, K * S, *rest), reading.index.reshape(n, K * S))
+    values_of_line = values.reshape(n, K * S, *rest)
+    index_of_line = reading.index.reshape(n, K * S)
+    return jax.vmap(put_line)(values_of_line, index_of_line)
 
 
-def take_rows(values: Shaped[Array, "n W *rest"], reading: Reading) -> Shaped[Array, "n K S *rest"]:
+def take_rows(
+    values: Shaped[Array, "n W *rest"],
+    reading: Reading,
+) -> Shaped[Array, "n K S *rest"]:
     """Return the values of the targets at the tokens of the rows.
 
     Args:
@@ -226,6 +277,12 @@ def take_rows(values: Shaped[Array, "n W *rest"], reading: Reading) -> Shaped[Ar
         [n,K,S,...], 0 outside the part of the rows that ``reading`` lists.
     """
     W = values.shape[1]
-    taken = jax.vmap(lambda line, index: line[index])(values, jnp.minimum(reading.index, W - 1))
-    is_read = (reading.index < W).reshape(*reading.index.shape, *(1,) * (taken.ndim - 3))
-    return jnp.where(is_read, taken, jnp.zeros((), taken.dtype))
+
+    def take_line(values: Array, index: Array) -> Array:
+        return values[index]
+
+    taken = jax.vmap(take_line)(values, jnp.minimum(reading.index, W - 1))
+    is_read = reading.index < W
+    num_other_dims = taken.ndim - is_read.ndim
+    mask = is_read.reshape(*is_read.shape, *[1] * num_other_dims)
+    return jnp.where(mask, taken, jnp.zeros((), taken.dtype))

@@ -18,7 +18,11 @@ from jaxrl_llm.ops import ring_buffer
 
 
 def next_pages(
-    oldest: Int[Array, " M"], length: Int[Array, "M n"], *, num_pages: int, page: int
+    oldest: Int[Array, " M"],
+    length: Int[Array, "M n"],
+    *,
+    num_pages: int,
+    page: int,
 ) -> tuple[Int[Array, "M n"], Int[Array, " M"]]:
     """Return the first page of each new row, [M, n] i32, and the oldest page that the log then holds, [M] i32.
 
@@ -28,9 +32,12 @@ def next_pages(
         num_pages: N.
         page: T.
     """
-    pages = -(-length // page)
-    end = jnp.cumsum(pages, axis=1)
-    return oldest[:, None] + num_pages + end - pages, oldest + end[:, -1]
+    pages_of_row = _num_pages(length, page)
+    pages_so_far = jnp.cumsum(pages_of_row, axis=1)
+    next_page = oldest[:, None] + num_pages
+    first = next_page + pages_so_far - pages_of_row
+    new_oldest = oldest + pages_so_far[:, -1]
+    return first, new_oldest
 
 
 def is_held(first: Int[Array, "M n"], oldest: Int[Array, " M"]) -> Bool[Array, "M n"]:
@@ -56,13 +63,17 @@ def write(
     num_pages, page = jax.tree.leaves(log)[0].shape[1:3]
     width = jax.tree.leaves(rows)[0].shape[2]
     index, is_used = _pages(first, length, num_pages=num_pages, page=page, width=width)
-    index = jnp.where(is_used, index, num_pages)  # a write to page number N is dropped
+    target = jnp.where(is_used, index, num_pages)  # a write to page number N is dropped
 
     def cut(x: Array) -> Array:
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, -width % page)) + ((0, 0),) * (x.ndim - 3))
-        return x.reshape(x.shape[0], -1, page, *x.shape[3:])
+        """Cut rows [M, n, W, ...] into pages [M, n * k, T, ...]."""
+        pad_width = [(0, 0)] * x.ndim
+        pad_width[2] = (0, -width % page)
+        padded = jnp.pad(x, pad_width)
+        return padded.reshape(x.shape[0], -1, page, *x.shape[3:])
 
-    return ring_buffer.put(log, index, jax.tree.map(cut, rows))
+    pages = jax.tree.map(cut, rows)
+    return ring_buffer.put(log, target, pages)
 
 
 def take(
@@ -84,19 +95,38 @@ def take(
     """
     num_pages, page = jax.tree.leaves(log)[0].shape[1:3]
     index, _ = _pages(first, length, num_pages=num_pages, page=page, width=width)
-    is_token = jnp.arange(width)[None, None, :] < length[:, :, None]
+    position = jnp.arange(width)[None, None, :]
+    is_token = position < length[:, :, None]
 
-    def join(x: Array, fill: jax.typing.ArrayLike) -> Array:
-        x = x.reshape(*length.shape, -1, *x.shape[3:])[:, :, :width]
-        mask = is_token.reshape(*is_token.shape, *(1,) * (x.ndim - 3))
-        return jnp.where(mask, x, jnp.asarray(fill, x.dtype))
+    def join(pages: Array, padding_value: jax.typing.ArrayLike) -> Array:
+        """Join pages [M, n * k, T, ...] to rows [M, n, W, ...]."""
+        with_surplus = pages.reshape(*length.shape, -1, *pages.shape[3:])
+        tokens = with_surplus[:, :, :width]
+        num_other_dims = tokens.ndim - is_token.ndim
+        mask = is_token.reshape(*is_token.shape, *[1] * num_other_dims)
+        return jnp.where(mask, tokens, jnp.asarray(padding_value, tokens.dtype))
 
-    return jax.tree.map(join, ring_buffer.take(log, index), padding)
+    pages = ring_buffer.take(log, index)
+    return jax.tree.map(join, pages, padding)
 
 
-def _pages(first: Array, length: Array, *, num_pages: int, page: int, width: int) -> tuple[Array, Array]:
+def _num_pages(length: Array, page: int) -> Array:
+    """Return the number of pages of rows, ceil(length / T)."""
+    return -(-length // page)
+
+
+def _pages(
+    first: Array,
+    length: Array,
+    *,
+    num_pages: int,
+    page: int,
+    width: int,
+) -> tuple[Array, Array]:
     """Return the indices of k pages of each row, [M, n * k] i32, and whether the row's length needs each page."""
-    ahead = jnp.arange(-(-width // page), dtype=jnp.int32)[None, None, :]
-    index = (first[:, :, None] + ahead) % num_pages
-    is_used = ahead * page < length[:, :, None]
-    return index.reshape(first.shape[0], -1), is_used.reshape(first.shape[0], -1)
+    num_shards = first.shape[0]
+    pages_per_row = -(-width // page)
+    page_of_row = jnp.arange(pages_per_row, dtype=jnp.int32)[None, None, :]
+    index = (first[:, :, None] + page_of_row) % num_pages
+    is_used = page_of_row * page < length[:, :, None]
+    return index.reshape(num_shards, -1), is_used.reshape(num_shards, -1)

@@ -50,7 +50,10 @@ class Lane(NamedTuple):
         """Return the slots [M, k] i32 at positions [M, k] i32. Position 0 is the last row written."""
         return take(self.order, (self.size - 1 - position) % self.size)
 
-    def count_newest(self, is_in: Callable[[Int[Array, "M 1"]], Bool[Array, "M 1"]]) -> Int[Array, " M"]:
+    def count_newest(
+        self,
+        is_in: Callable[[Int[Array, "M 1"]], Bool[Array, "M 1"]],
+    ) -> Int[Array, " M"]:
         """Return the number of newest rows for which ``is_in`` is true, [M] i32.
 
         If ``is_in`` is false for a row, it must be false for all older rows.
@@ -63,16 +66,23 @@ class Lane(NamedTuple):
         def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds
             middle = (low + high) // 2
-            inside = is_in(self.newest_first(middle[:, None]))[:, 0] & (middle < high)
-            return jnp.where(inside, middle + 1, low), jnp.where(inside, high, middle)
+            slot = self.newest_first(middle[:, None])
+            inside = is_in(slot)[:, 0] & (middle < high)
+            new_low = jnp.where(inside, middle + 1, low)
+            new_high = jnp.where(inside, high, middle)
+            return new_low, new_high
 
         bounds = (jnp.zeros_like(self.filled), self.filled)
-        return jax.lax.fori_loop(0, self.size.bit_length(), halve, bounds)[0]
+        num_steps = self.size.bit_length()
+        num_in, _ = jax.lax.fori_loop(0, num_steps, halve, bounds)
+        return num_in
 
 
 def slots_of_groups(group: Int[Array, "M k"], group_size: int) -> Int[Array, "M _"]:
     """Return the neighbouring slots [M, k * group_size] i32 of groups [M, k] i32."""
-    slots = group[:, :, None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
+    first_slot = group[:, :, None] * group_size
+    offset = jnp.arange(group_size, dtype=jnp.int32)[None, None, :]
+    slots = first_slot + offset
     return slots.reshape(group.shape[0], -1)
 
 
@@ -98,14 +108,19 @@ def renew(
     groups = lane.of_groups(group_size)
     num_groups = groups.size
     count = count // group_size
-    spent = jnp.all(is_spent.reshape(is_spent.shape[0], -1, group_size), axis=2)
-    spent = take(spent, groups.order)
-    spare = _rank(spent)
-    is_next = jnp.where(spent, spare <= count, _rank(~spent) <= count - spare[:, -1:])
-    place = jnp.where(is_next, num_groups - count + _rank(is_next), _rank(~is_next)) - 1
+    is_spent_by_group = is_spent.reshape(is_spent.shape[0], -1, group_size)
+    is_spent_group = jnp.all(is_spent_by_group, axis=2)
+    spent = take(is_spent_group, groups.order)
+    rank_of_spent = _rank(spent)
+    rank_of_unspent = _rank(~spent)
+    num_spent = rank_of_spent[:, -1:]
+    is_next = jnp.where(spent, rank_of_spent <= count, rank_of_unspent <= count - num_spent)
+    rank_at_end = num_groups - count + _rank(is_next)
+    place = jnp.where(is_next, rank_at_end, _rank(~is_next)) - 1
 
     def permute(place: Array, slot: Array) -> Array:
-        return jnp.zeros_like(slot).at[place].set(slot, unique_indices=True)
+        permuted = jnp.zeros_like(slot)
+        return permuted.at[place].set(slot, unique_indices=True)
 
     order = jax.vmap(permute)(place, groups.order)
     return slots_of_groups(order, group_size)
@@ -127,13 +142,15 @@ def write_some(
 
     If the lane has too few slots for the kept rows, only the last rows are written.
     """
-    rank = _rank(is_kept)
-    total = rank[:, -1:]
-    is_kept = is_kept & (total - rank < lane.size)
-    order = renew(lane, is_spent, jnp.minimum(total, lane.size))
-    target = take(order, jnp.maximum(lane.size - 1 - (total - rank), 0))
     num_slots = jax.tree.leaves(slots)[0].shape[1]
-    return put(slots, jnp.where(is_kept, target, num_slots), rows), order
+    rank = _rank(is_kept)
+    num_kept = rank[:, -1:]
+    num_later = num_kept - rank
+    is_written = is_kept & (num_later < lane.size)
+    order = renew(lane, is_spent, jnp.minimum(num_kept, lane.size))
+    place = jnp.maximum(lane.size - 1 - num_later, 0)
+    target = jnp.where(is_written, take(order, place), num_slots)  # a row at index C is dropped
+    return put(slots, target, rows), order
 
 
 def put(
@@ -146,26 +163,34 @@ def put(
     def put_shard(slot_C: Array, index: Array, row_b: Array) -> Array:
         return slot_C.at[index].set(row_b, mode="drop")
 
-    return jax.tree.map(
-        lambda slot, row: where_it_lies(jax.vmap(put_shard), slot, slot_index, row),
-        slots,
-        rows,
-    )
+    def put_leaf(slot: Array, row: Array) -> Array:
+        return where_it_lies(jax.vmap(put_shard), slot, slot_index, row)
+
+    return jax.tree.map(put_leaf, slots, rows)
 
 
-def take(slots: PyTree[Shaped[Array, "M C ..."]], slot_index: Int[Array, "M b"]) -> PyTree[Shaped[Array, "M b ..."]]:
+def take(
+    slots: PyTree[Shaped[Array, "M C ..."]],
+    slot_index: Int[Array, "M b"],
+) -> PyTree[Shaped[Array, "M b ..."]]:
     """Return the rows of a pytree of [M, C, ...] at ``slot_index`` [M, b] i32, on the device: [M, b, ...]."""
-    take_rows = jax.vmap(lambda slot_C, index: slot_C[index])
+
+    def take_shard(slot_C: Array, index: Array) -> Array:
+        return slot_C[index]
 
     def take_leaf(leaf: Array) -> Array:
-        rows = where_it_lies(take_rows, leaf, slot_index)
-        return jax.device_put(rows, jax.memory.Space.Device) if _is_on_host(rows) else rows
+        rows = where_it_lies(jax.vmap(take_shard), leaf, slot_index)
+        if _is_on_host(rows):
+            return jax.device_put(rows, jax.memory.Space.Device)
+        return rows
 
     return jax.tree.map(take_leaf, slots)
 
 
 def zeros(
-    shapes: PyTree[Shaped[jax.ShapeDtypeStruct, "M _ ..."]], *, on_host: bool = False
+    shapes: PyTree[Shaped[jax.ShapeDtypeStruct, "M _ ..."]],
+    *,
+    on_host: bool = False,
 ) -> PyTree[Shaped[Array, "M _ ..."]]:
     """Return zeros of a pytree of shapes [M, C, ...], on the device or in the host's memory.
 
@@ -174,10 +199,15 @@ def zeros(
     """
 
     def zeros_of(x: jax.ShapeDtypeStruct) -> Array:
-        slot = jnp.zeros((x.shape[0], 1, *x.shape[2:]), x.dtype)
+        num_shards, _, *row_shape = x.shape
+        slot = jnp.zeros((num_shards, 1, *row_shape), x.dtype)
         if on_host:
             slot = jax.device_put(slot, jax.memory.Space.Host)
-        return where_it_lies(lambda slot: jnp.broadcast_to(slot, x.shape), slot)
+
+        def repeat(slot: Array) -> Array:
+            return jnp.broadcast_to(slot, x.shape)
+
+        return where_it_lies(repeat, slot)
 
     return jax.tree.map(zeros_of, shapes)
 

@@ -20,7 +20,9 @@ BLOCK_TOKENS = 256
 
 
 def sample_inverse_cdf(
-    logits: Float[Array, "S V"], uniform: Float[Array, " S"], axis: tuple[str, ...] = ()
+    logits: Float[Array, "S V"],
+    uniform: Float[Array, " S"],
+    axis: tuple[str, ...] = (),
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Draw one token per row by inverse CDF, from one uniform number per row.
 
@@ -43,23 +45,29 @@ def sample_inverse_cdf(
         logp: [S] f32, ``logit - max - log(sum(exp(logit - max)))`` of the token.
     """
     num_rows, num_tokens = logits.shape
+    num_padding = -num_tokens % BLOCK_TOKENS
     top_S1 = _max_over(axis, jnp.max(logits, axis=-1, keepdims=True))
-    weight_SV = jnp.pad(jnp.exp(logits - top_S1), ((0, 0), (0, -num_tokens % BLOCK_TOKENS)))
-    weight_SN = jnp.sum(weight_SV.reshape(num_rows, -1, BLOCK_TOKENS), axis=-1)
+    weight_SV = jnp.exp(logits - top_S1)
+    padded_SV = jnp.pad(weight_SV, ((0, 0), (0, num_padding)))
+    blocks_SNK = padded_SV.reshape(num_rows, -1, BLOCK_TOKENS)
+    weight_SN = jnp.sum(blocks_SNK, axis=-1)
     running_SN = jnp.cumsum(weight_SN, axis=-1)
-    total = running_SN[:, -1]
+    part_total = running_SN[:, -1]
     if not axis:
-        token, shifted = _search(logits, top_S1, weight_SN, running_SN, uniform * total)
-        return token, shifted - jnp.log(total)
+        token, shifted = _search(logits, top_S1, weight_SN, running_SN, uniform * part_total)
+        return token, shifted - jnp.log(part_total)
     # With several devices the search has a third level above the blocks: the sums of the devices' parts.
-    total_ST = jax.lax.all_gather(total, axis, axis=1)
+    total_ST = jax.lax.all_gather(part_total, axis, axis=1)
     running_ST = jnp.cumsum(total_ST, axis=-1)
     total = running_ST[:, -1]
-    part, mass_before = _first_above(total_ST, running_ST, uniform * total)
-    token, shifted = _search(logits, top_S1, weight_SN, running_SN, uniform * total - mass_before)
+    target = uniform * total
+    part, mass_before = _first_above(total_ST, running_ST, target)
+    token_of_part, shifted_of_part = _search(logits, top_S1, weight_SN, running_SN, target - mass_before)
+    # One device has the part with the token. The other devices add 0.
     is_own = part == jax.lax.axis_index(axis)
-    token = jax.lax.psum(jnp.where(is_own, token + part * num_tokens, 0), axis)
-    shifted = jax.lax.psum(jnp.where(is_own, shifted, 0), axis)
+    token_id = part * num_tokens + token_of_part
+    token = jax.lax.psum(jnp.where(is_own, token_id, 0), axis)
+    shifted = jax.lax.psum(jnp.where(is_own, shifted_of_part, 0), axis)
     return token, shifted - jnp.log(total)
 
 
@@ -78,17 +86,24 @@ def _search(
         running_SN: running sums of ``weight_SN``.
     """
     num_tokens = logits.shape[1]
+    offsets = jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)
     block, mass_before = _first_above(weight_SN, running_SN, target)
-    token_SK = block[:, None] * BLOCK_TOKENS + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)[None, :]
-    shifted_SK = jnp.take_along_axis(logits, jnp.minimum(token_SK, num_tokens - 1), axis=-1) - top_S1
+    first_token = block * BLOCK_TOKENS
+    token_SK = first_token[:, None] + offsets[None, :]
+    logits_SK = jnp.take_along_axis(logits, jnp.minimum(token_SK, num_tokens - 1), axis=-1)
+    shifted_SK = logits_SK - top_S1
     weight_SK = jnp.where(token_SK < num_tokens, jnp.exp(shifted_SK), 0.0)
-    offset, _ = _first_above(weight_SK, jnp.cumsum(weight_SK, axis=-1), target - mass_before)
-    shifted = jnp.take_along_axis(shifted_SK, offset[:, None], axis=-1)[:, 0]
-    return block * BLOCK_TOKENS + offset, shifted
+    running_SK = jnp.cumsum(weight_SK, axis=-1)
+    offset, _ = _first_above(weight_SK, running_SK, target - mass_before)
+    shifted_S1 = jnp.take_along_axis(shifted_SK, offset[:, None], axis=-1)
+    return first_token + offset, shifted_S1[:, 0]
 
 
 def _max_over(axis: tuple[str, ...], x: Array) -> Array:
-    return jax.lax.pmax(x, axis) if axis else x
+    """Return the largest ``x`` of all devices that split the vocabulary."""
+    if not axis:
+        return x
+    return jax.lax.pmax(x, axis)
 
 
 def _first_above(
@@ -102,17 +117,21 @@ def _first_above(
     up to the total. Weights of zero are therefore excluded explicitly. If no sum exceeds the target, the result is the
     last positive index.
     """
+    last_index = weight.shape[-1] - 1
     is_positive = weight > 0
     is_above = is_positive & (running > target[:, None])
-    last_positive = weight.shape[-1] - 1 - jnp.argmax(is_positive[:, ::-1], axis=-1)
+    last_positive = last_index - jnp.argmax(is_positive[:, ::-1], axis=-1)
     first_above = jnp.argmax(is_above, axis=-1)
-    index = jnp.where(jnp.any(is_above, axis=-1), first_above, last_positive).astype(jnp.int32)
-    before = jnp.take_along_axis(running - weight, index[:, None], axis=-1)[:, 0]
-    return index, before
+    index = jnp.where(jnp.any(is_above, axis=-1), first_above, last_positive)
+    index = index.astype(jnp.int32)
+    sum_before_SN = running - weight
+    sum_before_S1 = jnp.take_along_axis(sum_before_SN, index[:, None], axis=-1)
+    return index, sum_before_S1[:, 0]
 
 
 def surprise_moments(
-    logits: Float[Array, "*rows V"], axis: tuple[str, ...] = ()
+    logits: Float[Array, "*rows V"],
+    axis: tuple[str, ...] = (),
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Return mean and variance of ``-log p`` of a token of the distribution, each [...] f32. The mean is the entropy.
 
@@ -121,21 +140,25 @@ def surprise_moments(
     Args:
         logits: [..., V] f32, already filtered; -inf = impossible. Each row has a finite entry.
     """
-    shifted = logits - _max_over(axis, jnp.max(logits, axis=-1, keepdims=True))
+    maximum = _max_over(axis, jnp.max(logits, axis=-1, keepdims=True))
+    shifted = logits - maximum
     weight = jnp.exp(shifted)
-    surprise = jnp.where(shifted > -jnp.inf, -shifted, 0.0)
+    surprise = jnp.where(shifted > -jnp.inf, -shifted, 0.0)  # without log Z, which the variance does not depend on
 
     def total_of(x: Array) -> Array:
         return jax.lax.psum(jnp.sum(x, axis=-1), axis)  # without an axis, psum returns the sum itself
 
     total = total_of(weight)
     mean = total_of(weight * surprise) / total
-    square = total_of(weight * jnp.square(surprise)) / total
-    return mean + jnp.log(total), jnp.maximum(square - jnp.square(mean), 0.0)
+    mean_square = total_of(weight * jnp.square(surprise)) / total
+    entropy = mean + jnp.log(total)
+    variance = mean_square - jnp.square(mean)
+    return entropy, jnp.maximum(variance, 0.0)
 
 
 def token_logp(
-    logits: Float[Array, "*rows V"], token: Int[Array, "*rows"]
+    logits: Float[Array, "*rows V"],
+    token: Int[Array, "*rows"],
 ) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
     """Return the log-probability of a token and the entropy of the distribution.
 
@@ -160,6 +183,11 @@ def token_logp(
     log_total = jnp.log(total)
     # Read the token's logit from ``logits``, because XLA's CPU backend would store ``shifted``. Sum a ``where`` of the
     # product, because that backend sums a plain product 8 times slower.
-    chosen = (jnp.take_along_axis(logits, token[..., None], axis=-1) - maximum)[..., 0]
-    summand = jnp.where(is_possible, weight * jnp.where(is_possible, shifted, 0.0), 0.0)
-    return chosen - log_total, log_total - jnp.sum(summand, axis=-1) / total
+    token_logit = jnp.take_along_axis(logits, token[..., None], axis=-1)
+    token_shifted = (token_logit - maximum)[..., 0]
+    finite_shifted = jnp.where(is_possible, shifted, 0.0)
+    summand = jnp.where(is_possible, weight * finite_shifted, 0.0)
+    mean_shifted = jnp.sum(summand, axis=-1) / total
+    logp = token_shifted - log_total
+    entropy = log_total - mean_shifted
+    return logp, entropy

@@ -69,62 +69,81 @@ def draw(
     Source: Efraimidis and Spirakis 2006 (weighted sampling without replacement); as Gumbel top-k, Kool et al.
         2019, arXiv:1903.06059. The combination of rejection and a sort of the rest is not from a paper.
     """
-    num_shards = length.shape[0]
     if taken is None:
-        taken = (
-            jnp.zeros((num_shards, 0), jnp.int32),
-            jnp.zeros((num_shards, 0), bool),
-        )
+        taken = _none_taken(num_shards=length.shape[0])
     num_candidates = min(max_length, max(MIN_CANDIDATES, CANDIDATES_PER_DRAW * num))
     keys = jax.vmap(jax.random.split)(keys)
-    bits = jax.vmap(lambda key: jax.random.bits(key, (2, num_candidates), jnp.uint32))(keys[:, 0])
+    bits = _random_bits(keys[:, 0], (2, num_candidates))
     chance = _uniform(bits[:, 0])
-    first_positions = jnp.broadcast_to(jnp.arange(num_candidates, dtype=jnp.int32), chance.shape)
     if num_candidates == max_length:
-        return _first(*_sorting(slot_at, first_positions, chance, length, weight, taken), num)
+        slot, order = _sorting(slot_at, chance, length, weight, taken)
+        return _first(slot, order, num)
 
-    # Sort a shard with few slots. Try random positions in a shard with many slots.
     is_short = (length <= num_candidates)[:, None]
-    random_positions, is_even = _anywhere(length[:, None], bits[:, 1])
-    slot = slot_at(jnp.where(is_short, first_positions, random_positions))
-    w = weight(slot)
-    is_accepted = jnp.where(is_short, (first_positions < length[:, None]) & (w > 0), (chance < w) & is_even)
-    is_accepted &= _is_new(taken, (slot, is_accepted))
-    order = jnp.where(is_short, _race(chance, w), first_positions.astype(jnp.float32))
-    candidates = _first(slot, jnp.where(is_accepted, order, jnp.inf), num)
+    slot, order = _candidates(slot_at, is_short, chance, bits[:, 1], length, weight, taken)
+    candidates = _first(slot, order, num)
 
     def sort_the_rest(drawn: Drawn) -> Drawn:
-        chance = _uniform(jax.vmap(lambda key: jax.random.bits(key, (max_length,), jnp.uint32))(keys[:, 1]))
-        positions = jnp.broadcast_to(jnp.arange(max_length, dtype=jnp.int32), chance.shape)
-        all_taken = _joined(taken, drawn)
-        return chain(
-            drawn,
-            _first(*_sorting(slot_at, positions, chance, length, weight, all_taken), num),
-        )
+        chance = _uniform(_random_bits(keys[:, 1], (max_length,)))
+        slot, order = _sorting(slot_at, chance, length, weight, joined(taken, drawn))
+        return chain(drawn, _first(slot, order, num))
 
-    is_missing = jnp.any(~is_short & ~candidates[1])
-    return jax.lax.cond(is_missing, sort_the_rest, lambda drawn: drawn, candidates)
+    def keep(drawn: Drawn) -> Drawn:
+        return drawn
+
+    _, was_drawn = candidates
+    is_missing = jnp.any(~is_short & ~was_drawn)
+    return jax.lax.cond(is_missing, sort_the_rest, keep, candidates)
 
 
 def chain(first: Drawn, second: Drawn) -> Drawn:
     """Return the drawn slots of ``first``, then the slots of ``second``, cut to the width [M, b] of ``second``."""
-    num_first = first[0].shape[1]
-    num = second[0].shape[1]
+    first_slot, was_drawn_first = first
+    second_slot, was_drawn_second = second
+    num_first = first_slot.shape[1]
+    num = second_slot.shape[1]
+    num_drawn_first = jnp.sum(was_drawn_first, axis=1, keepdims=True)
     place = jnp.arange(num)[None, :]
-    place_in_second = place - jnp.sum(first[1], axis=1, keepdims=True)
+    place_in_first = jnp.minimum(place, num_first - 1)
+    place_in_second = place - num_drawn_first
 
-    def join(a: Array, b: Array) -> Array:
-        a = jnp.take_along_axis(a, jnp.minimum(place, num_first - 1), axis=1)
-        b = jnp.take_along_axis(b, jnp.maximum(place_in_second, 0), axis=1)
-        return jnp.where(place_in_second < 0, a, b)
+    def join(x: Array, y: Array) -> Array:
+        of_first = jnp.take_along_axis(x, place_in_first, axis=1)
+        of_second = jnp.take_along_axis(y, jnp.maximum(place_in_second, 0), axis=1)
+        return jnp.where(place_in_second < 0, of_first, of_second)
 
-    return join(first[0], second[0]), join(first[1], second[1])
+    slot = join(first_slot, second_slot)
+    was_drawn = join(was_drawn_first, was_drawn_second)
+    return slot, was_drawn
 
 
-def _joined(first: Drawn, second: Drawn) -> Drawn:
+def _none_taken(num_shards: int) -> Drawn:
+    """Return an empty list of slots of each shard."""
+    slot = jnp.zeros((num_shards, 0), jnp.int32)
+    counts = jnp.zeros((num_shards, 0), bool)
+    return slot, counts
+
+
+def joined(first: Drawn, second: Drawn) -> Drawn:
     """Return both lists, one after the other."""
-    slots = jnp.concatenate([first[0], second[0]], axis=1)
-    return slots, jnp.concatenate([first[1], second[1]], axis=1)
+    slot = jnp.concatenate([first[0], second[0]], axis=1)
+    counts = jnp.concatenate([first[1], second[1]], axis=1)
+    return slot, counts
+
+
+def _random_bits(keys: Array, shape: tuple[int, ...]) -> Array:
+    """Return random u32 of this shape for each of the keys [M], [M, ...]."""
+
+    def bits_of(key: Array) -> Array:
+        return jax.random.bits(key, shape, jnp.uint32)
+
+    return jax.vmap(bits_of)(keys)
+
+
+def _all_positions(shape: tuple[int, ...]) -> Array:
+    """Return the positions 0..k-1 for each shard, i32 of ``shape`` [M, k]."""
+    positions = jnp.arange(shape[1], dtype=jnp.int32)
+    return jnp.broadcast_to(positions, shape)
 
 
 def _uniform(bits: Array) -> Array:
@@ -136,28 +155,63 @@ def _anywhere(length: Array, bits: Array) -> tuple[Array, Array]:
     """Return positions 0..length-1, i32 from u32, and a mask of the positions to keep, which are exactly uniform."""
     n = jnp.maximum(length, 1).astype(jnp.uint32)
     surplus = (jnp.uint32(0) - n) % n  # 2^32 mod n
-    return (bits % n).astype(jnp.int32), bits <= jnp.uint32(2**32 - 1) - surplus
+    largest_kept = jnp.uint32(2**32 - 1) - surplus
+    position = (bits % n).astype(jnp.int32)
+    return position, bits <= largest_kept
+
+
+def _candidates(
+    slot_at: SlotAt,
+    is_short: Array,
+    chance: Array,
+    position_bits: Array,
+    length: Array,
+    weight: WeightOf,
+    taken: Drawn,
+) -> tuple[Array, Array]:
+    """Return candidate slots [M, k] and their order [M, k] f32; inf = not drawn.
+
+    A shard with few slots is sorted. A shard with many slots is tried at random positions.
+
+    Args:
+        is_short: [M, 1] bool, shards with at most k slots.
+        chance: [M, k] f32, uniform numbers in [0, 1).
+        position_bits: [M, k] u32, random bits.
+    """
+    positions = _all_positions(chance.shape)
+    random_positions, is_even = _anywhere(length[:, None], position_bits)
+    slot = slot_at(jnp.where(is_short, positions, random_positions))
+    w = weight(slot)
+    is_sorted = (positions < length[:, None]) & (w > 0)
+    is_accepted = (chance < w) & is_even
+    is_drawn = jnp.where(is_short, is_sorted, is_accepted)
+    is_drawn &= _is_new(taken, (slot, is_drawn))
+    order = jnp.where(is_short, _race(chance, w), positions.astype(jnp.float32))
+    return slot, jnp.where(is_drawn, order, jnp.inf)
 
 
 def _sorting(
     slot_at: SlotAt,
-    position: Array,
     chance: Array,
     length: Array,
     weight: WeightOf,
     taken: Drawn,
 ) -> tuple[Array, Array]:
-    """Return the slots at these positions [M, k] and their order [M, k] f32; inf = may not be drawn."""
+    """Return the slots at all positions [M, k] and their order [M, k] f32; inf = may not be drawn."""
+    position = _all_positions(chance.shape)
     slot = slot_at(position)
     w = weight(slot)
     is_open = (position < length[:, None]) & (w > 0)
     is_open &= _is_new(taken, (slot, is_open))
-    return slot, jnp.where(is_open, _race(chance, w), jnp.inf)
+    order = jnp.where(is_open, _race(chance, w), jnp.inf)
+    return slot, order
 
 
 def _race(chance: Array, w: Array) -> Array:
     """Return finite arrival times of exponential clocks of rate w."""
-    return jnp.minimum(-jnp.log1p(-chance) / jnp.maximum(w, 1e-30), 3e38)
+    exponential = -jnp.log1p(-chance)
+    arrival = exponential / jnp.maximum(w, 1e-30)
+    return jnp.minimum(arrival, 3e38)
 
 
 def _first(slot: Array, order: Array, num: int) -> Drawn:
@@ -171,14 +225,18 @@ def _first(slot: Array, order: Array, num: int) -> Drawn:
 
 
 def _is_new(taken: Drawn, slots: Drawn) -> Array:
-    """Return whether each slot [M, k] is neither taken nor earlier in the row. Slots that do not count are ignored."""
+    """Return which slots [M, k] are new: not taken and not earlier in the row. Slots that do not count are ignored."""
     num_taken = taken[0].shape[1]
-    slot, counts = _joined(taken, slots)
-    place = jnp.broadcast_to(jnp.arange(slot.shape[1], dtype=jnp.int32), slot.shape)
-    slot, place = jax.lax.sort((jnp.where(counts, slot, -1), place), dimension=1, num_keys=2)
-    is_first = jnp.concatenate([jnp.ones_like(slot[:, :1], bool), slot[:, 1:] != slot[:, :-1]], axis=1)
+    slot, counts = joined(taken, slots)
+    counted_slot = jnp.where(counts, slot, -1)
+    place = _all_positions(slot.shape)
+    slot, place = jax.lax.sort((counted_slot, place), dimension=1, num_keys=2)
+    differs = slot[:, 1:] != slot[:, :-1]
+    is_first = jnp.concatenate([jnp.ones_like(slot[:, :1], bool), differs], axis=1)
 
     def unsort(place: Array, is_first: Array) -> Array:
-        return jnp.zeros(place.shape, bool).at[place].set(is_first, unique_indices=True)
+        unsorted = jnp.zeros(place.shape, bool)
+        return unsorted.at[place].set(is_first, unique_indices=True)
 
-    return jax.vmap(unsort)(place, is_first)[:, num_taken:]
+    is_first_in_place = jax.vmap(unsort)(place, is_first)
+    return is_first_in_place[:, num_taken:]
