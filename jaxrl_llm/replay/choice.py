@@ -1,7 +1,22 @@
 """The choice of the replay ring's slots for an update batch, from the ring's columns alone.
 
-The columns decide whether a rollout may be drawn and give its weight (``replay.draw``). The ring is filled in the order
-of time, so a limit on ages is an interval of the ring. A draw therefore need not read the slots outside the interval.
+A slot may be drawn if its row is trainable, is not retired and is within these limits:
+
+    max_age_steps        largest age of the row in iterations (0 = no limit)
+    max_uses             the row was drawn fewer times than this (0 = no limit)
+    delay_iterations     exact age of the row in iterations (0 = no delay)
+
+``replay.draw`` gives the weights of the slots that may be drawn. The ring is filled in the order of time, so a limit on
+ages is an interval of the ring. A draw therefore need not read the slots outside the interval.
+
+Fresh rows are the rows inserted in this iteration. ``fresh_fraction`` is the share of the batch from fresh rows,
+rounded up per shard (0 = no preference). The rest comes from older rows. If one kind has too few rows, the other kind
+fills the batch. Some draws choose between fresh and older rows themselves (draw_weights.fresh_or_older).
+
+With ``group_size`` above 1, whole groups are drawn instead of rollouts. A group is this many neighbouring rows of
+``ring.insert``. A group may be drawn if any of its rows may be drawn. Its weight is the largest weight of its rows. The
+rows of a group are neighbours in the batch.
+
 Letters: M shards, C slots per shard.
 Owns: which rows may be drawn, and their weights. Does not know: the contents of rows, how columns are computed.
 """
@@ -59,10 +74,11 @@ def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax
 def _oldest_age(iteration: jax.Array, config: ReplayConfig) -> Age | None:
     """Return the oldest age of rows that may be drawn in an iteration; None = no limit."""
     oldest = config.delay_iterations or config.max_age_steps or None
-    oldest_age = config.draw.facts.oldest_age
-    if oldest_age is None:
+    oldest_of_draw = config.draw.facts.oldest_age
+    if oldest_of_draw is None:
         return oldest
-    return oldest_age(config.draw.settings, iteration, NO_LIMIT if oldest is None else oldest)
+    oldest_or_no_limit = NO_LIMIT if oldest is None else oldest
+    return oldest_of_draw(config.draw.settings, iteration, oldest_or_no_limit)
 
 
 class _Columns:
@@ -80,8 +96,8 @@ class _Columns:
         self.config = config
         self.group_size = group_size
         self.lanes = [lane.of_groups(group_size) for lane in lanes(ring, config) if lane.size]
-        smallest = jnp.finfo(jnp.float32).tiny
-        self.largest_priority = jnp.maximum(jnp.max(ring.priority, axis=1, keepdims=True), smallest)
+        largest_priority = jnp.max(ring.priority, axis=1, keepdims=True)
+        self.largest_priority = jnp.maximum(largest_priority, jnp.finfo(jnp.float32).tiny)
 
     def slots_of(self, group: jax.Array) -> jax.Array:
         """Return the slots of groups."""
@@ -98,14 +114,13 @@ class _Columns:
         may_be_drawn = ~ring_buffer.take(self.ring.is_retired, slot)
         if self.config.max_uses:
             may_be_drawn &= ring_buffer.take(self.ring.uses, slot) < self.config.max_uses
-        stored = Stored(
-            priority / self.largest_priority,
-            self.iteration - ring_buffer.take(self.ring.inserted_step, slot),
-            ring_buffer.take(self.ring.uses, slot),
-        )
+        age = self.iteration - ring_buffer.take(self.ring.inserted_step, slot)
+        uses = ring_buffer.take(self.ring.uses, slot)
+        stored = Stored(priority / self.largest_priority, age, uses)
         relative = jnp.clip(self.config.draw(stored), 0.0, 1.0)
-        by_row = jnp.where(may_be_drawn, relative, 0.0).reshape(*group.shape, self.group_size)
-        return jnp.max(by_row, axis=-1)
+        by_row = jnp.where(may_be_drawn, relative, 0.0)
+        by_group = by_row.reshape(*group.shape, self.group_size)
+        return jnp.max(by_group, axis=-1)
 
     def num_held(self) -> list[jax.Array]:
         """Return, for the main and the second ring, the number of groups whose rows are still stored."""
@@ -130,8 +145,8 @@ def _draw_of_ages(
     taken: draws.Drawn | None,
 ) -> draws.Drawn:
     """Draw from the stored groups with youngest <= age <= oldest (None = no limit), an interval of each lane."""
-    first = []
-    size = []
+    starts = []
+    sizes = []
     for lane, held in zip(columns.lanes, num_held, strict=True):
         start = 0 * lane.filled
         if youngest is not None:
@@ -141,23 +156,25 @@ def _draw_of_ages(
             end = lane.count_newest(lambda group: columns.age(group) <= oldest)
         # Pages of filled slots can be overwritten. With a delay, it can happen that no row of the required age is left.
         end = jnp.minimum(end, held)
-        first.append(start)
-        size.append(jnp.maximum(end - start, 0))
+        starts.append(start[:, None])
+        sizes.append(jnp.maximum(end - start, 0))
 
     def group_at(position: jax.Array) -> jax.Array:
-        group = columns.lanes[0].newest_first(first[0][:, None] + position)
-        if len(columns.lanes) == 2:
-            behind = columns.lanes[1].newest_first(first[1][:, None] + position - size[0][:, None])
-            group = jnp.where(position < size[0][:, None], group, behind)
-        return group
+        group = columns.lanes[0].newest_first(starts[0] + position)
+        if len(columns.lanes) == 1:
+            return group
+        size_of_main = sizes[0][:, None]
+        of_second_lane = columns.lanes[1].newest_first(starts[1] + position - size_of_main)
+        return jnp.where(position < size_of_main, group, of_second_lane)
 
+    num_slots = columns.ring.uses.shape[1]
     return draws.draw(
         keys,
         group_at,
-        sum(size[1:], size[0]),
+        sum(sizes[1:], sizes[0]),
         columns.weight,
         num=num,
-        max_length=columns.ring.uses.shape[1] // columns.group_size,
+        max_length=num_slots // columns.group_size,
         taken=taken,
     )
 
@@ -196,26 +213,34 @@ def choose(
 
     oldest = _oldest_age(iteration, config)
     oldest_or_no_limit = NO_LIMIT if oldest is None else oldest
-    # Subtract a little, so that a rounding error above a whole number does not add a row.
-    num_preferred = math.ceil(config.fresh_fraction * num - 1e-9)
-    preferred_ages: tuple[Age | None, Age | None] = (None, 0)
-    choose_ages = config.draw.facts.preferred_ages
-    if choose_ages is not None:
-        num_preferred = num
-        preferred_ages = choose_ages(config.draw.settings, uniform_number, oldest_or_no_limit)
+    num_preferred, youngest_preferred, oldest_preferred = _preference(config, num, uniform_number, oldest_or_no_limit)
     earlier: list[draws.Drawn] = []
     taken = None
     if num_preferred:
-        taken = draw_of_ages(0, *preferred_ages, num_preferred, None)
+        taken = draw_of_ages(0, youngest_preferred, oldest_preferred, num_preferred, None)
         earlier.append(taken)
-    if 0 < num_preferred < num:  # prefer older groups for the rest of the batch
+    if taken is not None and num_preferred < num:  # prefer older groups for the rest of the batch
         older = draw_of_ages(2, 1, oldest_or_no_limit, num - num_preferred, taken)
         earlier.append(older)
-        slots = jnp.concatenate([earlier[0][0], older[0]], axis=1)
-        was_drawn = jnp.concatenate([earlier[0][1], older[1]], axis=1)
-        taken = (slots, was_drawn)
+        taken = draws.joined(taken, older)
     drawn = draw_of_ages(1, config.delay_iterations or None, oldest, num, taken)
     for preferred in reversed(earlier):
         drawn = draws.chain(preferred, drawn)
     group, is_real = drawn
     return columns.slots_of(group), jnp.repeat(is_real, group_size, axis=1)
+
+
+def _preference(
+    config: ReplayConfig,
+    num: int,
+    uniform_number: jax.Array,
+    oldest: Age,
+) -> tuple[int, Age | None, Age | None]:
+    """Return how many of ``num`` groups have preferred ages, and the youngest and the oldest preferred age."""
+    choose_ages = config.draw.facts.preferred_ages
+    if choose_ages is not None:
+        youngest_preferred, oldest_preferred = choose_ages(config.draw.settings, uniform_number, oldest)
+        return num, youngest_preferred, oldest_preferred
+    # Subtract a little, so that a rounding error above a whole number does not add a row.
+    num_fresh = math.ceil(config.fresh_fraction * num - 1e-9)
+    return num_fresh, None, 0

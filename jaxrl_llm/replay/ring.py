@@ -86,12 +86,14 @@ def init(
     def column(value: Any, dtype: Any) -> jax.Array:
         return jnp.full((num_shards, num_slots), value, dtype)
 
+    slot_shapes = jax.tree_util.tree_map_with_path(shape, _stored(experience_shape))
+    slot_numbers = jnp.arange(num_slots, dtype=jnp.int32)
+    pages = {}
+    if in_pages:
+        pages = {"first": column(-1, jnp.int32), "oldest": jnp.zeros(num_shards, jnp.int32)}
     return RingState(
-        slots=ring_buffer.zeros(
-            jax.tree_util.tree_map_with_path(shape, _stored(experience_shape)),
-            on_host=on_host,
-        ),
-        order=jnp.broadcast_to(jnp.arange(num_slots, dtype=jnp.int32), (num_shards, num_slots)),
+        slots=ring_buffer.zeros(slot_shapes, on_host=on_host),
+        order=jnp.broadcast_to(slot_numbers, (num_shards, num_slots)),
         num_draws=jnp.zeros(num_shards, jnp.int32),
         uses=column(0, jnp.int32),
         last_use=column(0, jnp.int32),
@@ -99,12 +101,7 @@ def init(
         inserted_step=column(-1, jnp.int32),
         question=column(0, jnp.int32),
         is_retired=column(False, bool),
-        pages={
-            "first": column(-1, jnp.int32),
-            "oldest": jnp.zeros(num_shards, jnp.int32),
-        }
-        if in_pages
-        else {},
+        pages=pages,
     )
 
 
@@ -139,32 +136,12 @@ def insert(
     num_shards = ring.uses.shape[0]
     num_rows = _per_shard(experience.reward.shape[0], num_shards)
     main, kept = lanes(ring, config)
-    assert num_rows <= main.size and not (kept.size and ring.pages)
-    question = experience.columns["question_id"]
+    assert num_rows <= main.size
+    assert not (kept.size and ring.pages)
     retired, supersedes = _retirement(experience, config, pass_threshold=pass_threshold, imitates=imitates)
-    if config.latest_visit or config.retirement:
-        is_superseded = _is_among(ring.question, question, supersedes)
-        ring = dataclasses.replace(ring, is_retired=ring.is_retired | is_superseded)
-    priority = jnp.where(
-        retired,
-        0.0,
-        jnp.nan_to_num(config.priority(experience), posinf=0.0, neginf=0.0),
-    )
-
-    def by_shard(x: jax.Array) -> jax.Array:
-        return x.reshape(num_shards, num_rows, *x.shape[1:])
-
-    rows, question, retired, priority = jax.tree.map(by_shard, (_stored(experience), question, retired, priority))
-    blank = jnp.zeros((num_shards, num_rows), jnp.int32)
-    written: dict[str, Any] = {
-        "slots": rows,
-        "uses": blank,
-        "last_use": blank,
-        "priority": priority,
-        "inserted_step": jnp.full_like(blank, iteration),
-        "question": question,
-        "is_retired": retired,
-    }
+    ring = _with_superseded_retired(ring, experience, supersedes, config)
+    written = _new_entries(experience, retired, iteration, config, num_shards=num_shards)
+    rows = written["slots"]
     stored: dict[str, Any] = {name: getattr(ring, name) for name in written}
     log = None
     if ring.pages:
@@ -187,10 +164,42 @@ def insert(
     stored["slots"] = _together(stored["slots"], log)
     if ring.pages:
         stored["pages"] = {**ring.pages, "first": stored.pop("first")}
-    return dataclasses.replace(ring, order=jnp.concatenate([order, kept_order], axis=1), **stored)
+    stored["order"] = jnp.concatenate([order, kept_order], axis=1)
+    return dataclasses.replace(ring, **stored)
 
 
-def _write_tokens(ring: RingState, rows: Experience) -> tuple[Experience, jax.Array, jax.Array]:
+def _new_entries(
+    experience: Experience,
+    retired: jax.Array,
+    iteration: jax.Array,
+    config: ReplayConfig,
+    *,
+    num_shards: int,
+) -> dict[str, Any]:
+    """Return the fields of ``RingState`` for new rows, by name, [M, n, ...]."""
+    num_rows = _per_shard(experience.reward.shape[0], num_shards)
+    finite_priority = jnp.nan_to_num(config.priority(experience), posinf=0.0, neginf=0.0)
+    priority = jnp.where(retired, 0.0, finite_priority)
+
+    def by_shard(x: jax.Array) -> jax.Array:
+        return x.reshape(num_shards, num_rows, *x.shape[1:])
+
+    zero = jnp.zeros((num_shards, num_rows), jnp.int32)
+    return {
+        "slots": jax.tree.map(by_shard, _stored(experience)),
+        "uses": zero,
+        "last_use": zero,
+        "priority": by_shard(priority),
+        "inserted_step": jnp.full_like(zero, iteration),
+        "question": by_shard(experience.columns["question_id"]),
+        "is_retired": by_shard(retired),
+    }
+
+
+def _write_tokens(
+    ring: RingState,
+    rows: Experience,
+) -> tuple[Experience, jax.Array, jax.Array]:
     """Return the log with the tokens of new rows [M, n, ...], their first pages, and the new oldest page."""
     _, log = _apart(ring.slots)
     _, tokens = _apart(rows)
@@ -214,7 +223,9 @@ def _retirement(
     if config.skip_tied:
         tied = experience.columns["tied"]
         if imitates:
-            tied &= (experience.rollout.group_id >= 0) | (experience.reward < pass_threshold)
+            is_own = experience.rollout.group_id >= 0
+            is_wrong = experience.reward < pass_threshold
+            tied &= is_own | is_wrong
         retired |= tied
     supersedes = ~retired if config.latest_visit else jnp.zeros_like(retired)
     if config.retirement:
@@ -222,6 +233,19 @@ def _retirement(
         supersedes = supersedes | retired_by_function
         retired = retired | retired_by_function
     return retired, supersedes
+
+
+def _with_superseded_retired(
+    ring: RingState,
+    experience: Experience,
+    supersedes: jax.Array,
+    config: ReplayConfig,
+) -> RingState:
+    """Return the ring with earlier rows retired, if a new row of their question has ``supersedes`` [R] True."""
+    if not (config.latest_visit or config.retirement):
+        return ring
+    is_superseded = _is_among(ring.question, experience.columns["question_id"], supersedes)
+    return dataclasses.replace(ring, is_retired=ring.is_retired | is_superseded)
 
 
 def draw(
@@ -234,21 +258,7 @@ def draw(
     group_size: int = 1,
     row_tokens: int = 0,
 ) -> tuple[RingState, Experience, DrawInfo]:
-    """Draw an update batch without repeats. ``config.draw`` gives the weights of the slots that may be drawn.
-
-    A slot may be drawn if its row is trainable, is not retired and is within these limits:
-
-        max_age_steps        largest age of the row in iterations (0 = no limit)
-        max_uses             the row was drawn fewer times than this (0 = no limit)
-        delay_iterations     exact age of the row in iterations (0 = no delay)
-
-    Fresh rows are the rows inserted in this iteration. ``fresh_fraction`` is the share of the batch from fresh rows,
-    rounded up per shard (0 = no preference). The rest comes from older rows. If one kind has too few rows, the other
-    kind fills the batch. Some draws choose between fresh and older rows themselves (draw_weights.fresh_or_older).
-
-    With ``group_size`` above 1, whole groups are drawn instead of rollouts. A group is this many neighbouring rows of
-    ``insert``. A group may be drawn if any of its rows may be drawn. Its weight is the largest weight of its rows. The
-    rows of a group are neighbours in the batch.
+    """Draw an update batch without repeats. ``replay.choice`` describes which slots may be drawn.
 
     Args:
         ring: the caller should donate it.
@@ -256,43 +266,14 @@ def draw(
         iteration: [] i32.
         config: limits, weights and fractions.
         batch_size: rows of all shards together.
+        group_size: above 1, whole groups of this many neighbouring rows are drawn.
         row_tokens: S. Only a ring in pages needs S, because its arrays do not have this dimension.
 
     Returns:
         The ring with updated use counts, the drawn rows [M, b, ...], and facts about them (``DrawInfo``). If too few
         slots could be drawn, filler rows have ``trainable`` False.
     """
-    num_shards, num_slots = ring.uses.shape
-    num_rows = _per_shard(batch_size, num_shards)
-    assert num_rows <= num_slots and num_slots % group_size == num_rows % group_size == 0
-    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
-
-    # One random number for all shards.
-    uniform_number = jax.random.uniform(jax.random.fold_in(key, num_shards))
-
-    def choose(
-        keys: jax.Array,
-        ring: RingState,
-        iteration: jax.Array,
-        uniform_number: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        num_groups = num_rows // group_size
-        return choice.choose(
-            keys,
-            ring,
-            iteration,
-            uniform_number,
-            config,
-            num=num_groups,
-            group_size=group_size,
-        )
-
-    # The choice reads only the columns, not the rows. Each device reads the columns of its own shards.
-    no_rows: Any = None
-    columns = dataclasses.replace(ring, slots=no_rows)
-    axes = (("batch",), ("batch",), (), ())
-    slot_index, is_real = sharding.by_device(choose, keys, columns, iteration, uniform_number, axes=axes)
-
+    slot_index, is_real = _choose_slots(ring, key, iteration, config, batch_size=batch_size, group_size=group_size)
     experience = rows_at(ring, slot_index, row_tokens)
     drawn_columns = (ring.inserted_step, ring.uses, ring.last_use, ring.question)
     inserted, uses, last_use, question = ring_buffer.take(drawn_columns, slot_index)
@@ -304,21 +285,76 @@ def draw(
 
     age = iteration - inserted
     is_first = uses == 0
+    since_last_use = jnp.where(is_first, 0, draw_number[:, None] - last_use)
     info = DrawInfo(
         is_real=is_real,
         age=real(age),
         uses=real(uses + 1),
         first_use=is_real & is_first,
-        since_last_use=real(jnp.where(is_first, 0, draw_number[:, None] - last_use)),
+        since_last_use=real(since_last_use),
         question=real(question),
     )
-    used = jnp.where(is_real, slot_index, num_slots)  # an index out of range is dropped
-    new_counts = (uses + 1, jnp.broadcast_to(draw_number[:, None], uses.shape))
-    counted, last_use = ring_buffer.put((ring.uses, ring.last_use), used, new_counts)
-    ring = dataclasses.replace(ring, uses=counted, last_use=last_use, num_draws=draw_number)
-    bucket = real(_age_bucket(age))
-    rows = dataclasses.replace(experience, trainable=experience.trainable & is_real).with_columns(age_bucket=bucket)
+    ring = _with_counts(ring, slot_index, is_real, uses + 1)
+    rows = dataclasses.replace(experience, trainable=experience.trainable & is_real)
+    rows = rows.with_columns(age_bucket=real(_age_bucket(age)))
     return ring, rows, info
+
+
+def _choose_slots(
+    ring: RingState,
+    key: jax.Array,
+    iteration: jax.Array,
+    config: ReplayConfig,
+    *,
+    batch_size: int,
+    group_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the slots to draw, [M, b] i32, and whether each slot holds a row that may be drawn, [M, b] bool."""
+    num_shards, num_slots = ring.uses.shape
+    num_rows = _per_shard(batch_size, num_shards)
+    assert num_rows <= num_slots
+    assert num_slots % group_size == num_rows % group_size == 0
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_shards))
+
+    # One random number for all shards.
+    uniform_number = jax.random.uniform(jax.random.fold_in(key, num_shards))
+
+    def choose(
+        keys: jax.Array,
+        ring: RingState,
+        iteration: jax.Array,
+        uniform_number: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        return choice.choose(
+            keys,
+            ring,
+            iteration,
+            uniform_number,
+            config,
+            num=num_rows // group_size,
+            group_size=group_size,
+        )
+
+    # The choice reads only the columns, not the rows. Each device reads the columns of its own shards.
+    no_rows: Any = None
+    columns = dataclasses.replace(ring, slots=no_rows)
+    axes = (("batch",), ("batch",), (), ())
+    return sharding.by_device(choose, keys, columns, iteration, uniform_number, axes=axes)
+
+
+def _with_counts(
+    ring: RingState,
+    slot_index: jax.Array,
+    is_real: jax.Array,
+    uses: jax.Array,
+) -> RingState:
+    """Return the ring with one more draw counted: the new ``uses`` [M, b] of the drawn slots, and their last use."""
+    num_slots = ring.uses.shape[1]
+    draw_number = ring.num_draws + 1
+    used = jnp.where(is_real, slot_index, num_slots)  # an index out of range is dropped
+    last_use = jnp.broadcast_to(draw_number[:, None], uses.shape)
+    all_uses, all_last_uses = ring_buffer.put((ring.uses, ring.last_use), used, (uses, last_use))
+    return dataclasses.replace(ring, uses=all_uses, last_use=all_last_uses, num_draws=draw_number)
 
 
 def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experience:
@@ -337,7 +373,12 @@ def rows_at(ring: RingState, slot_index: jax.Array, row_tokens: int) -> Experien
     return _together(experience, tokens)
 
 
-def retire_stale(ring: RingState, iteration: jax.Array, effective: jax.Array, config: ReplayConfig) -> RingState:
+def retire_stale(
+    ring: RingState,
+    iteration: jax.Array,
+    effective: jax.Array,
+    config: ReplayConfig,
+) -> RingState:
     """Retire the rows of every age bucket with a small effective sample size. Retired rows are never drawn again.
 
     Rows that reach the bucket later are not retired by this call.
@@ -376,11 +417,18 @@ def sums(info: DrawInfo) -> Sums:
 
 def usage(ring: RingState) -> tuple[jax.Array, jax.Array]:
     """Return the number of rows in the slots and the sum of their use counts, each [] i32."""
-    is_there = ring.inserted_step >= 0
-    return jnp.sum(is_there, dtype=jnp.int32), jnp.sum(jnp.where(is_there, ring.uses, 0))
+    holds_row = ring.inserted_step >= 0
+    num_rows = jnp.sum(holds_row, dtype=jnp.int32)
+    num_uses = jnp.sum(jnp.where(holds_row, ring.uses, 0))
+    return num_rows, num_uses
 
 
-def ended(before: tuple[jax.Array, jax.Array], ring: RingState, *, num_new: int) -> dict[str, jax.Array]:
+def ended(
+    before: tuple[jax.Array, jax.Array],
+    ring: RingState,
+    *,
+    num_new: int,
+) -> dict[str, jax.Array]:
     """Return the number of rows that ``num_new`` new rows overwrote, and the sum of their use counts, [] i32 each.
 
     Args:
@@ -403,8 +451,9 @@ def num_filled(ring: RingState) -> jax.Array:
 def wasted_share(ring: RingState) -> jax.Array:
     """Return the fraction [] f32 of the ring's token places that hold no token of a whole row."""
     length = jax.device_put(ring.slots.rollout.length, jax.memory.Space.Device)
-    held = jnp.sum(jnp.where(_is_filled(ring), length, 0).astype(jnp.float32))
-    return 1 - held / ring.slots.rollout.tokens.size
+    held_length = jnp.where(_is_filled(ring), length, 0)
+    num_held = jnp.sum(held_length.astype(jnp.float32))
+    return 1 - num_held / ring.slots.rollout.tokens.size
 
 
 def _is_filled(ring: RingState) -> jax.Array:
@@ -417,22 +466,29 @@ def _is_filled(ring: RingState) -> jax.Array:
 def _apart(rows: Experience) -> tuple[Experience, Experience]:
     """Split rows [M, n, ...] into fields without and with a token dimension; None marks a field of the other part."""
 
-    def keep_once(path: tuple[Any, ...], x: jax.Array) -> jax.Array | None:
+    def keep_by_row(path: tuple[Any, ...], x: jax.Array) -> jax.Array | None:
         return None if _is_per_token(path) else x
 
     def keep_per_token(path: tuple[Any, ...], x: jax.Array) -> jax.Array | None:
         return x if _is_per_token(path) else None
 
-    once = jax.tree_util.tree_map_with_path(keep_once, rows)
+    by_row = jax.tree_util.tree_map_with_path(keep_by_row, rows)
     per_token = jax.tree_util.tree_map_with_path(keep_per_token, rows)
-    return once, per_token
+    return by_row, per_token
 
 
-def _together(once: Experience, per_token: Experience | None) -> Experience:
+def _together(by_row: Experience, per_token: Experience | None) -> Experience:
     """Join the two parts that ``_apart`` returned. ``per_token`` None means that nothing was split."""
     if per_token is None:
-        return once
-    return jax.tree.map(lambda x, y: y if x is None else x, once, per_token, is_leaf=lambda x: x is None)
+        return by_row
+
+    def present(x: jax.Array | None, y: jax.Array | None) -> jax.Array | None:
+        return y if x is None else x
+
+    def is_absent(x: jax.Array | None) -> bool:
+        return x is None
+
+    return jax.tree.map(present, by_row, per_token, is_leaf=is_absent)
 
 
 def _padding(log: Experience) -> Experience:
@@ -444,7 +500,9 @@ def _padding(log: Experience) -> Experience:
 def _is_per_token(path: tuple[Any, ...]) -> bool:
     """Return whether the leaf of rows at this tree path has a token dimension, [B, S, ...]."""
     name = getattr(path[-1], "name", None) or path[-1].key
-    return COLUMNS[name].per_token if name in COLUMNS else name in PER_TOKEN
+    if name in COLUMNS:
+        return COLUMNS[name].per_token
+    return name in PER_TOKEN
 
 
 def _stored(rows: Experience) -> Experience:
@@ -460,16 +518,18 @@ def _stored(rows: Experience) -> Experience:
 def _is_among(values: jax.Array, others: jax.Array, counts: jax.Array) -> jax.Array:
     """Return a mask of the ``values`` that equal one of the entries of ``others`` [R] selected by ``counts`` [R]."""
     # Shapes are static, so replace every entry that is not selected by the largest selected entry.
-    largest = jnp.max(jnp.where(counts, others, jnp.iinfo(others.dtype).min))
+    smallest_integer = jnp.iinfo(others.dtype).min
+    largest = jnp.max(jnp.where(counts, others, smallest_integer))
     others = jnp.where(counts, others, largest)
     return jnp.isin(values, others, method="binary_search") & jnp.any(counts)
 
 
 def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
     """Return the number [] i32 of different values among the values that the mask ``counts`` selects."""
-    flag, value = jax.lax.sort(((~counts).astype(jnp.int32).ravel(), values.ravel()), num_keys=2)
+    is_ignored = (~counts).astype(jnp.int32)
+    is_ignored, value = jax.lax.sort((is_ignored.ravel(), values.ravel()), num_keys=2)
     is_new = jnp.concatenate([jnp.ones(1, bool), value[1:] != value[:-1]])
-    return jnp.sum(is_new & (flag == 0), dtype=jnp.int32)
+    return jnp.sum(is_new & (is_ignored == 0), dtype=jnp.int32)
 
 
 def _per_shard(total: int, num_shards: int) -> int:
