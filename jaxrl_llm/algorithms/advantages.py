@@ -56,7 +56,8 @@ def leave_one_out(x: Rows) -> Float[Array, " B"]:
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     """
     count = groups.group_count(x.groups)
-    return minus_mean(x.reward, x.groups) * (count / jnp.maximum(count - 1.0, 1.0))
+    factor = count / jnp.maximum(count - 1.0, 1.0)
+    return minus_mean(x.reward, x.groups) * factor
 
 
 @needs(memory=memory.Moments)
@@ -74,13 +75,8 @@ def brorl(x: Rows, *, norm_decay: Decay = 0.0) -> Learned:
 
     Source: arXiv:2510.01180.
     """
-    return over_batch(
-        minus_mean(x.reward, x.groups),
-        x.groups.valid,
-        x,
-        centre=False,
-        decay=norm_decay,
-    )
+    centred = minus_mean(x.reward, x.groups)
+    return over_batch(centred, x.groups.valid, x, centre=False, decay=norm_decay)
 
 
 def _delta_is_not_zero(settings: Mapping[str, Any]) -> bool:
@@ -96,7 +92,8 @@ def asymre(x: Rows, *, delta_v: Number = -0.1) -> Float[Array, " B"]:
 
     Source: Arnal et al. 2025, arXiv:2506.20520.
     """
-    return jnp.where(_has_others(x.groups), minus_mean(x.reward, x.groups) - delta_v, 0.0)
+    advantage = minus_mean(x.reward, x.groups) - delta_v
+    return jnp.where(_has_others(x.groups), advantage, 0.0)
 
 
 @needs(siblings=True)
@@ -136,7 +133,11 @@ def gated(
     return result
 
 
-def _gated_by_settings(parts: Parts, settings: Mapping[str, Any], where: Callable[..., Any]) -> Parts:
+def _gated_by_settings(
+    parts: Parts,
+    settings: Mapping[str, Any],
+    where: Callable[..., Any],
+) -> Parts:
     return gated(parts, settings["gate"], where)
 
 
@@ -154,18 +155,22 @@ def gdpo(x: Rows, *, gate: Number = 0.0, norm_decay: Decay = 0.0) -> Learned:
 
     Source: arXiv:2601.05242. Differs: 1e-6 is added to a standard deviation; the source adds 1e-4.
     """
-    parts = []
-    for part, weight in gated(x.parts, gate, jnp.where):
-        parts.append((jnp.where(x.groups.valid, part, 0.0), weight))
+    parts = gated(x.parts, gate, jnp.where)
     if x.added is not None:
-        parts.append((jnp.where(x.groups.valid, x.added, 0.0), 1.0))
+        parts.append((x.added, 1.0))
     total = jnp.zeros_like(x.reward)
     for part, weight in parts:
-        total = total + weight * over_std(minus_mean(part, x.groups), x.groups)
+        valid_part = jnp.where(x.groups.valid, part, 0.0)
+        advantage = over_std(minus_mean(valid_part, x.groups), x.groups)
+        total = total + weight * advantage
     return over_batch(total, x.groups.valid, x, centre=False, decay=norm_decay)
 
 
-def _mean_counts_every_answer(path: str, settings: Mapping[str, Any], config: Any) -> str:
+def _mean_counts_every_answer(
+    path: str,
+    settings: Mapping[str, Any],
+    config: Any,
+) -> str:
     """Return an error message if truncated answers are filtered, or if the decay would rise while the policy moves."""
     if config.algorithm.overlong_filter:
         return f"[algorithm.overlong_filter] must be False with {path}: its running means count every answer"
@@ -175,7 +180,13 @@ def _mean_counts_every_answer(path: str, settings: Mapping[str, Any], config: An
 
 
 @needs(memory=memory.QuestionMean, rule=_mean_counts_every_answer)
-def mssr(x: Rows, *, decay: Share = 0.9, decay_moving: Share = 0.0, norm_decay: Decay = 0.0) -> Learned:
+def mssr(
+    x: Rows,
+    *,
+    decay: Share = 0.9,
+    decay_moving: Share = 0.0,
+    norm_decay: Decay = 0.0,
+) -> Learned:
     """Return a whitened over the batch, where a = r - the running mean of the question before this visit.
 
     The reward r includes reward terms, and so does the running mean.
@@ -224,7 +235,11 @@ def poise(x: Rows, *, decay: Share = 0.9) -> Learned:
 
 @needs("value", memory=memory.Moments)
 def gae(
-    x: Rows, *, gae_lambda: Share = 1.0, discount: Share = 1.0, norm_decay: Decay = 0.0
+    x: Rows,
+    *,
+    gae_lambda: Share = 1.0,
+    discount: Share = 1.0,
+    norm_decay: Decay = 0.0,
 ) -> tuple[Float[Array, "B S"], Sums]:
     """Return the return of each token minus the critic's value, whitened over the batch's tokens [B,S].
 
@@ -264,7 +279,8 @@ def over_batch(
     """
     if decay:
         moments = groups.running_moments(value, valid, x.memory["moments"], decay=decay)
-        return jnp.where(valid, groups.over_moments(value, moments, centre=centre), 0.0), {"moments": moments}
+        scaled = groups.over_moments(value, moments, centre=centre)
+        return jnp.where(valid, scaled, 0.0), {"moments": moments}
     if value.ndim == 2:
         return groups.whiten(value, valid), {}
     batch = groups.whole_batch(x.groups)

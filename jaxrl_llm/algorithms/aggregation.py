@@ -26,8 +26,9 @@ def token_mean(mask: Bool[AnyArray, "B S"], x: Batch) -> Float[AnyArray, "B S"]:
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 8.
     """
-    active = mask & x.trainable[:, None]
-    num_tokens = jnp.sum(jnp.sum(active, axis=1, keepdims=True))
+    active = _active(mask, x)
+    length = jnp.sum(active, axis=1, keepdims=True)
+    num_tokens = jnp.sum(length)
     return _divide(active, num_tokens.reshape(1, 1))
 
 
@@ -37,9 +38,10 @@ def sequence_mean(mask: Bool[AnyArray, "B S"], x: Batch) -> Float[AnyArray, "B S
 
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3.
     """
-    active = mask & x.trainable[:, None]
+    active = _active(mask, x)
     length = jnp.sum(active, axis=1, keepdims=True)
-    return _divide(active, jnp.sum(length > 0) * length)
+    num_rows = jnp.sum(length > 0)
+    return _divide(active, num_rows * length)
 
 
 @needs(sums_tokens=True)
@@ -48,9 +50,11 @@ def constant_length(mask: Bool[AnyArray, "B S"], x: Batch) -> Float[AnyArray, "B
 
     Source: Liu et al. 2025, arXiv:2503.20783, section 3.2.
     """
-    active = mask & x.trainable[:, None]
-    num_rows = jnp.sum(jnp.sum(active, axis=1, keepdims=True) > 0)
-    return _divide(active, (num_rows * x.max_length).reshape(1, 1))
+    active = _active(mask, x)
+    length = jnp.sum(active, axis=1, keepdims=True)
+    num_rows = jnp.sum(length > 0)
+    largest_total = num_rows * x.max_length
+    return _divide(active, largest_total.reshape(1, 1))
 
 
 def prompt_mean(mask: Bool[AnyArray, "B S"], x: Batch) -> Float[AnyArray, "B S"]:
@@ -58,17 +62,30 @@ def prompt_mean(mask: Bool[AnyArray, "B S"], x: Batch) -> Float[AnyArray, "B S"]
 
     Source: ScaleRL, Khatri et al. 2025, arXiv:2510.13786.
     """
-    active = mask & x.trainable[:, None]
+    active = _active(mask, x)
     length = jnp.sum(active, axis=1)
-    same_BB = (x.group_id[:, None] == x.group_id[None, :]) & (length > 0)[None, :]
+    has_token = length > 0
+    same_prompt_BB = x.group_id[:, None] == x.group_id[None, :]
+    same_BB = same_prompt_BB & has_token[None, :]
     num_tokens = jnp.sum(jnp.where(same_BB, length[None, :], 0), axis=1, keepdims=True)
-    is_first = (length > 0) & (jnp.argmax(same_BB, axis=1) == jnp.arange(mask.shape[0]))
-    return _divide(active, jnp.sum(is_first) * num_tokens)
+    first_row = jnp.argmax(same_BB, axis=1)
+    is_first = has_token & (first_row == jnp.arange(mask.shape[0]))
+    num_prompts = jnp.sum(is_first)
+    return _divide(active, num_prompts * num_tokens)
 
 
-def _divide(active: Bool[AnyArray, "B S"], denominator: Int[AnyArray, "#B 1"]) -> Float[AnyArray, "B S"]:
+def _active(mask: Bool[AnyArray, "B S"], x: Batch) -> Bool[AnyArray, "B S"]:
+    """Return the tokens of the mask in trainable rows."""
+    return mask & x.trainable[:, None]
+
+
+def _divide(
+    active: Bool[AnyArray, "B S"],
+    denominator: Int[AnyArray, "#B 1"],
+) -> Float[AnyArray, "B S"]:
     """Return 1 / denominator at the active tokens, 0 elsewhere."""
-    return active.astype(jnp.float32) / jnp.maximum(denominator, 1).astype(jnp.float32)
+    positive = jnp.maximum(denominator, 1).astype(jnp.float32)
+    return active.astype(jnp.float32) / positive
 
 
 # ---- cross-entropies
@@ -94,8 +111,10 @@ def environment(x: Batch) -> Float[AnyArray, "B S"]:
 
 def _row_means(mask: Bool[AnyArray, "B S"], x: Batch) -> Float[AnyArray, "B S"]:
     """Return w = 1 / (rows of the batch * tokens of the row). Rows without a token also count as rows."""
-    active = mask & x.trainable[:, None]
-    return _divide(active, jnp.sum(x.trainable) * jnp.sum(active, axis=1, keepdims=True))
+    active = _active(mask, x)
+    num_rows = jnp.sum(x.trainable)
+    length = jnp.sum(active, axis=1, keepdims=True)
+    return _divide(active, num_rows * length)
 
 
 def _has_unfiltered_answers(path: str, settings: Mapping[str, Any], config: Any) -> str:
@@ -121,7 +140,9 @@ def answers(x: Batch) -> Float[AnyArray, "B S"]:
         Differs: the harness's warnings stay in the answers.
     """
     assert x.sampled is not None
-    return _row_means(completion_mask(x.prompt_length, x.length, x.width) & ~x.sampled, x)
+    completion = completion_mask(x.prompt_length, x.length, x.width)
+    is_answer = completion & ~x.sampled
+    return _row_means(is_answer, x)
 
 
 @needs(others=True)
@@ -131,15 +152,17 @@ def imitation(x: Batch) -> Float[AnyArray, "B S"]:
     w = 1 / tokens of the correct external completions, as in ``sft``
     """
     is_demonstration = x.trainable & (x.group_id < 0) & x.correct
-    return token_mean(
-        completion_mask(x.prompt_length, x.length, x.width),
-        x._replace(trainable=is_demonstration),
-    )
+    completion = completion_mask(x.prompt_length, x.length, x.width)
+    return token_mean(completion, x._replace(trainable=is_demonstration))
 
 
-def cross_entropy(logp: Float[AnyArray, "B T"], weight: Float[AnyArray, "B T"]) -> Float[Array, ""]:
+def cross_entropy(
+    logp: Float[AnyArray, "B T"],
+    weight: Float[AnyArray, "B T"],
+) -> Float[Array, ""]:
     """Return ``-sum weight logp`` [] f32 nats of tokens [B, T]. ``logp`` may have any value if the weight is 0."""
-    return -jnp.sum(weight * jnp.where(weight > 0, logp, 0.0))
+    weighted_logp = jnp.where(weight > 0, logp, 0.0)
+    return -jnp.sum(weight * weighted_logp)
 
 
 AGGREGATIONS = {

@@ -20,7 +20,10 @@ def num_features(hidden_size: int) -> int:
     return ROW_FEATURES + hidden_size
 
 
-def gradient_square(logp: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Array, " B"]:
+def gradient_square(
+    logp: Float[AnyArray, "B T"],
+    mask: Bool[AnyArray, "B T"],
+) -> Float[Array, " B"]:
     """Return an approximation of the squared norm of the gradient of each row's log-probability.
 
         sum over the completion of (1 - p)^2,   p = exp(logp)
@@ -37,7 +40,9 @@ def gradient_square(logp: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -
     Returns:
         [B] f32, not negative.
     """
-    square = jnp.square(jnp.expm1(jnp.where(mask, logp, 0.0)))
+    completion_logp = jnp.where(mask, logp, 0.0)
+    minus_rest = jnp.expm1(completion_logp)  # p - 1
+    square = jnp.square(minus_rest)
     return jnp.sum(jnp.where(mask, square, 0.0), axis=1)
 
 
@@ -76,8 +81,9 @@ def row_features(
     ) -> tuple[Float[Array, " B"], Float[Array, " B"]]:
         """Return mean and standard deviation over the completion."""
         mean = jnp.sum(jnp.where(mask, value, 0.0), axis=1) / count
-        square = jnp.sum(jnp.where(mask, jnp.square(value - mean[:, None]), 0.0), axis=1) / count
-        return mean, jnp.sqrt(square)
+        square = jnp.square(value - mean[:, None])
+        variance = jnp.sum(jnp.where(mask, square, 0.0), axis=1) / count
+        return mean, jnp.sqrt(variance)
 
     columns = (
         jnp.ones_like(length),
@@ -99,8 +105,10 @@ def regression_sums(
     Sums of several batches add up, and older sums may be discounted.
     """
     features = jnp.where(valid[:, None], features, 0.0)
-    columns = jnp.concatenate([features, jnp.where(valid, target, 0.0)[:, None]], axis=1)
-    return jnp.sum(features[:, :, None] * columns[:, None, :], axis=0)
+    target = jnp.where(valid, target, 0.0)
+    columns = jnp.concatenate([features, target[:, None]], axis=1)
+    products = features[:, :, None] * columns[:, None, :]
+    return jnp.sum(products, axis=0)
 
 
 def ridge_predict(
@@ -114,5 +122,7 @@ def ridge_predict(
     Args:
         sums: [F, F + 1] f32, X'X and X'y of ``regression_sums``.
     """
-    coefficients = jnp.linalg.solve(sums[:, :-1] + ridge * jnp.eye(sums.shape[0]), sums[:, -1])
+    F = sums.shape[0]
+    matrix = sums[:, :-1] + ridge * jnp.eye(F)
+    coefficients = jnp.linalg.solve(matrix, sums[:, -1])
     return jnp.sum(features * coefficients[None, :], axis=1)

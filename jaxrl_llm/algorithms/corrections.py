@@ -49,7 +49,8 @@ def policy_truncated(x: Ratios, *, high: AtLeastOne = 100.0) -> LogWeights:
 
     Source: Hilton et al. 2021, arXiv:2110.00641 (lp_adj of the released code).
     """
-    return x.log_ratio - jnp.maximum(x.policy_log_ratio - math.log(high), 0.0), x.mask
+    excess = jnp.maximum(x.policy_log_ratio - math.log(high), 0.0)
+    return x.log_ratio - excess, x.mask
 
 
 @needs(masks=True)
@@ -58,7 +59,8 @@ def token_masked(x: Ratios, *, low: Share = 0.5, high: AtLeastOne = 2.0) -> LogW
 
     Source: Fu et al. 2025, arXiv:2505.24298.
     """
-    return x.log_ratio, x.mask & _is_within(x.log_ratio, low, high)
+    is_kept = x.mask & _is_within(x.log_ratio, low, high)
+    return x.log_ratio, is_kept
 
 
 def sequence_truncated(x: Ratios, *, high: AtLeastOne = 2.0) -> LogWeights:
@@ -66,13 +68,21 @@ def sequence_truncated(x: Ratios, *, high: AtLeastOne = 2.0) -> LogWeights:
 
     Source: VCPO 2026, arXiv:2602.17616.
     """
-    return jnp.minimum(_sum_of_row(x), math.log(high)), x.mask
+    log_weight = jnp.minimum(_sum_of_row(x), math.log(high))
+    return log_weight, x.mask
 
 
 @needs(masks=True)
-def sequence_masked(x: Ratios, *, low: Share = 0.5, high: AtLeastOne = 2.0) -> LogWeights:
+def sequence_masked(
+    x: Ratios,
+    *,
+    low: Share = 0.5,
+    high: AtLeastOne = 2.0,
+) -> LogWeights:
     """Return W if low <= W <= high, else 0, with W of ``sequence_truncated``."""
-    return _sum_of_row(x), x.mask & _is_within(_sum_of_row(x), low, high)
+    log_weight = _sum_of_row(x)
+    is_kept = x.mask & _is_within(log_weight, low, high)
+    return log_weight, is_kept
 
 
 def second_moment_threshold(x: Ratios, *, limit: Positive) -> Float[Array, ""]:
@@ -82,15 +92,20 @@ def second_moment_threshold(x: Ratios, *, limit: Positive) -> Float[Array, ""]:
     threshold lies halfway between the largest kept and the smallest removed value. Rounding of the log-ratios therefore
     moves no token across the threshold. The threshold is -1 if even the smallest value is too large.
     """
-    square = jnp.sort(jnp.where(x.mask, jnp.square(x.log_ratio), jnp.inf).reshape(-1))
+    square_or_inf = jnp.where(x.mask, jnp.square(x.log_ratio), jnp.inf)
+    square = jnp.sort(square_or_inf.reshape(-1))
     num_kept = jnp.arange(1, square.size + 1)
     is_token = jnp.isfinite(square)
-    mean = jnp.cumsum(jnp.where(is_token, square, 0.0)) / num_kept
+    running_sum = jnp.cumsum(jnp.where(is_token, square, 0.0))
+    mean = running_sum / num_kept
     following = jnp.concatenate([square[1:], jnp.full(1, jnp.inf)])
     fits = is_token & (mean <= limit) & (following > square)
     last = jnp.max(jnp.where(fits, num_kept, 0)) - 1
-    smallest_out = jnp.where(jnp.isfinite(following[last]), following[last], square[last])
-    return jnp.where(last >= 0, 0.5 * (square[last] + smallest_out), -1.0)
+    largest_kept = square[last]
+    has_removed = jnp.isfinite(following[last])
+    smallest_removed = jnp.where(has_removed, following[last], largest_kept)
+    threshold = 0.5 * (largest_kept + smallest_removed)
+    return jnp.where(last >= 0, threshold, -1.0)
 
 
 @needs(masks=True, over_batch=second_moment_threshold)
@@ -102,18 +117,25 @@ def second_moment(x: Ratios, *, limit: Positive = 0.04) -> LogWeights:
         never narrower than 0.7 and 1.5. Here all tokens of a batch may be masked.
     """
     assert x.over_batch is not None
-    return x.log_ratio, x.mask & (jnp.square(x.log_ratio) <= x.over_batch)
+    is_small = jnp.square(x.log_ratio) <= x.over_batch
+    return x.log_ratio, x.mask & is_small
 
 
 def _sum_of_row(x: Ratios) -> Float[Array, "B T"]:
     """Return the sum of log-ratios of each row, at each of its tokens."""
-    return jnp.broadcast_to(jnp.sum(x.log_ratio, axis=1, keepdims=True), x.mask.shape)
+    total = jnp.sum(x.log_ratio, axis=1, keepdims=True)
+    return jnp.broadcast_to(total, x.mask.shape)
 
 
-def _is_within(log_ratio: Float[AnyArray, "B T"], low: float, high: float) -> Bool[AnyArray, "B T"]:
+def _is_within(
+    log_ratio: Float[AnyArray, "B T"],
+    low: float,
+    high: float,
+) -> Bool[AnyArray, "B T"]:
     """Return whether low <= exp(log_ratio) <= high."""
     log_low = math.log(low) if low else -math.inf
-    return (log_ratio >= log_low) & (log_ratio <= math.log(high))
+    log_high = math.log(high)
+    return (log_ratio >= log_low) & (log_ratio <= log_high)
 
 
 def weight(
@@ -129,17 +151,19 @@ def weight(
     """
     if is_carried:
         return is_kept.astype(jnp.float32)
-    return jnp.where(is_kept, jnp.exp(jnp.clip(log_weight, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)), 0.0)
+    limited = jnp.clip(log_weight, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
+    return jnp.where(is_kept, jnp.exp(limited), 0.0)
 
 
-def sequence_ratio(log_ratio: Float[AnyArray, "B T"], mask: Bool[AnyArray, "B T"]) -> Float[Array, " B"]:
+def sequence_ratio(
+    log_ratio: Float[AnyArray, "B T"],
+    mask: Bool[AnyArray, "B T"],
+) -> Float[Array, " B"]:
     """Return exp of each row's sum of log-ratios [B,T], cut to +-36 nats: [B] f32, 0.0 for a row without a token."""
-    total = jnp.clip(
-        jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1),
-        -LOG_WEIGHT_LIMIT,
-        LOG_WEIGHT_LIMIT,
-    )
-    return jnp.where(jnp.any(mask, axis=1), jnp.exp(total), 0.0)
+    total = jnp.sum(jnp.where(mask, log_ratio, 0.0), axis=1)
+    limited = jnp.clip(total, -LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT)
+    has_token = jnp.any(mask, axis=1)
+    return jnp.where(has_token, jnp.exp(limited), 0.0)
 
 
 def effective_sample_size(
@@ -172,11 +196,12 @@ def effective_share(
 
     Source: Kong 1992, the effective sample size of importance weights.
     """
-    is_some = (square_total > 0) & (count > 0)
-    square_total = jnp.where(is_some, square_total, 1.0)
-    count = jnp.where(is_some, count, 1.0)
+    has_weights = (square_total > 0) & (count > 0)
+    square_total = jnp.where(has_weights, square_total, 1.0)
+    count = jnp.where(has_weights, count, 1.0)
     # Divide in two steps: the product of both denominators overflows float32 for large weights.
-    return jnp.where(is_some, (total / square_total) * (total / count), 1.0)
+    share = (total / square_total) * (total / count)
+    return jnp.where(has_weights, share, 1.0)
 
 
 CORRECTIONS = {

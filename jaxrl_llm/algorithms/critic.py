@@ -83,22 +83,22 @@ def lambda_returns(
     def step(later, token):
         later_value, later_return, has_later = later
         value_B, mask_B, *reward_B = token
-        ahead = discount * ((1 - gae_lambda) * later_value + gae_lambda * later_return)
+        mixture = (1 - gae_lambda) * later_value + gae_lambda * later_return
+        discounted = discount * mixture
         if has_token_rewards:
-            return_B = reward_B[0] + jnp.where(has_later, ahead, 0.0)
+            return_B = reward_B[0] + jnp.where(has_later, discounted, 0.0)
         else:
-            return_B = jnp.where(has_later, ahead, reward)
+            return_B = jnp.where(has_later, discounted, reward)
         here = (value_B, return_B, jnp.ones_like(mask_B))
         carried = jax.tree.map(lambda new, old: jnp.where(mask_B, new, old), here, later)
         return carried, jnp.where(mask_B, return_B, 0.0)
 
-    end = (
-        jnp.zeros_like(value[:, 0]),
-        jnp.zeros_like(value[:, 0]),
-        jnp.zeros_like(mask[:, 0]),
-    )
-    tokens = (value.T, mask.T, reward.T) if has_token_rewards else (value.T, mask.T)
-    _, returns_TB = jax.lax.scan(step, end, tokens, reverse=True)
+    zero_B = jnp.zeros_like(value[:, 0])
+    has_later_B = jnp.zeros_like(mask[:, 0])
+    tokens = [value.T, mask.T]
+    if has_token_rewards:
+        tokens.append(reward.T)
+    _, returns_TB = jax.lax.scan(step, (zero_B, zero_B, has_later_B), tokens, reverse=True)
     return returns_TB.T
 
 
@@ -127,10 +127,14 @@ def head_outputs(
     hidden = hidden.astype(jnp.float32)
     constant = jax.lax.stop_gradient(hidden)
     hidden = constant + gradient_share * (hidden - constant)
-    return _matmul(hidden, head["kernel"]) + _as_last_dimension(head["bias"], hidden.ndim)
+    product = _matmul(hidden, head["kernel"])
+    return product + _as_last_dimension(head["bias"], hidden.ndim)
 
 
-def expected_value(outputs: Float[AnyArray, "*rows m"], bins: Bins) -> Float[AnyArray, "*rows"]:
+def expected_value(
+    outputs: Float[AnyArray, "*rows m"],
+    bins: Bins,
+) -> Float[AnyArray, "*rows"]:
     """Return the value [...] f32 of a head's outputs [..., m]: the output itself, or the mean of the bins.
 
     V = sum_i softmax(outputs)_i centre_i
@@ -140,7 +144,10 @@ def expected_value(outputs: Float[AnyArray, "*rows m"], bins: Bins) -> Float[Any
     return _matmul(jax.nn.softmax(outputs), bins.centres)
 
 
-def hl_gauss_target(target: Float[AnyArray, "*rows"], bins: Bins) -> Float[Array, "*rows {bins.count}"]:
+def hl_gauss_target(
+    target: Float[AnyArray, "*rows"],
+    bins: Bins,
+) -> Float[Array, "*rows {bins.count}"]:
     """Return the mass of a Gaussian around each target in each bin, [..., m] f32. The masses sum to 1.
 
         p_i = (F(edge_{i+1}) - F(edge_i)) / (F(high) - F(low)),   F = CDF of N(target, (0.75 bin widths)^2)
@@ -153,8 +160,12 @@ def hl_gauss_target(target: Float[AnyArray, "*rows"], bins: Bins) -> Float[Array
     """
     sigma = SIGMA_BINS * (bins.high - bins.low) / bins.count
     target = jnp.clip(target, bins.low, bins.high)
-    cdf = jax.scipy.special.ndtr((_as_last_dimension(bins.edges, target.ndim + 1) - target[..., None]) / sigma)
-    return (cdf[..., 1:] - cdf[..., :-1]) / (cdf[..., -1:] - cdf[..., :1])
+    edges = _as_last_dimension(bins.edges, target.ndim + 1)
+    distance = (edges - target[..., None]) / sigma
+    cdf = jax.scipy.special.ndtr(distance)
+    mass_of_bin = cdf[..., 1:] - cdf[..., :-1]
+    mass_of_all_bins = cdf[..., -1:] - cdf[..., :1]
+    return mass_of_bin / mass_of_all_bins
 
 
 def value_loss(
@@ -185,13 +196,16 @@ def value_loss(
     Source: the clip, Schulman et al. 2017's code (openai/baselines, ppo2); cross-entropy, arXiv:2403.03950.
     """
     if bins.count:
-        return -jnp.sum(hl_gauss_target(target, bins) * jax.nn.log_softmax(outputs), axis=-1)
+        p = hl_gauss_target(target, bins)
+        log_softmax = jax.nn.log_softmax(outputs)
+        return -jnp.sum(p * log_softmax, axis=-1)
     value = expected_value(outputs, bins)
     error = jnp.square(value - target)
     if clip:
         assert old_value is not None
-        near = old_value + jnp.clip(value - old_value, -clip, clip)
-        error = jnp.maximum(error, jnp.square(near - target))
+        near_value = old_value + jnp.clip(value - old_value, -clip, clip)
+        near_error = jnp.square(near_value - target)
+        error = jnp.maximum(error, near_error)
     return 0.5 * error
 
 

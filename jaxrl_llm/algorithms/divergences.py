@@ -40,12 +40,18 @@ def convex(x: Tokens, *, estimator: Estimator = "k3") -> Float[AnyArray, "B T"]:
     """
     assert x.iteration is not None
     share = reference_share(x.iteration)
-    from_reference = share * _divergence_from(x.ref_logp, x, estimator)
-    return from_reference + (1 - share) * _divergence_from(x.previous_logp, x, estimator)
+    from_reference = _divergence_from(x.ref_logp, x, estimator)
+    from_previous = _divergence_from(x.previous_logp, x, estimator)
+    return share * from_reference + (1 - share) * from_previous
 
 
 @needs("average_logp")
-def ewma(x: Tokens, *, decay: Decay = 0.9, estimator: Estimator = "k3") -> Float[AnyArray, "B T"]:
+def ewma(
+    x: Tokens,
+    *,
+    decay: Decay = 0.9,
+    estimator: Estimator = "k3",
+) -> Float[AnyArray, "B T"]:
     """Return the divergence from the moving average of the weights, with ``decay`` per optimizer step.
 
     Source: T1, Hou et al. 2025, arXiv:2501.11651.
@@ -53,9 +59,14 @@ def ewma(x: Tokens, *, decay: Decay = 0.9, estimator: Estimator = "k3") -> Float
     return _divergence_from(x.average_logp, x, estimator)
 
 
-def _divergence_from(other_logp: Float[AnyArray, "B T"], x: Tokens, estimator: str) -> Float[AnyArray, "B T"]:
+def _divergence_from(
+    other_logp: Float[AnyArray, "B T"],
+    x: Tokens,
+    estimator: str,
+) -> Float[AnyArray, "B T"]:
     """Return the estimate of the divergence of the current policy from another policy."""
-    return kl_estimate(x.policy_logp, jnp.where(x.mask, other_logp, 0.0), kind=estimator)
+    finite_logp = jnp.where(x.mask, other_logp, 0.0)
+    return kl_estimate(x.policy_logp, finite_logp, kind=estimator)
 
 
 def kl_estimate(
@@ -89,8 +100,9 @@ def kl_estimate(
     if kind == "k3":
         # Cut only the value and keep the slope. Without the slope of exp(-d), gradient descent would push the token
         # further away.
-        cut = difference - jax.lax.stop_gradient(jnp.minimum(difference + LOG_RATIO_LIMIT, 0.0))
-        return jnp.expm1(-cut) + difference
+        excess = jnp.minimum(difference + LOG_RATIO_LIMIT, 0.0)
+        limited = difference - jax.lax.stop_gradient(excess)
+        return jnp.expm1(-limited) + difference
     raise ValueError(f"kind={kind!r} is not one of 'k1', 'k2', 'k3'")
 
 
@@ -101,11 +113,16 @@ def reference_share(iteration: int | Int[AnyArray, ""]) -> Float[Array, ""]:
 
     Source: ReMix, Liang et al. 2025, arXiv:2507.06892.
     """
-    return jnp.maximum(1.0 - 0.1 * jnp.ceil(jnp.maximum(iteration - 50, 0) / 10), 0.5)
+    num_later = jnp.maximum(iteration - 50, 0)
+    num_steps = jnp.ceil(num_later / 10)
+    return jnp.maximum(1.0 - 0.1 * num_steps, 0.5)
 
 
 @needs(moves=False)
-def constant(coefficient: Float[AnyArray, ""], entropy: Float[AnyArray, ""]) -> Float[AnyArray, ""]:
+def constant(
+    coefficient: Float[AnyArray, ""],
+    entropy: Float[AnyArray, ""],
+) -> Float[AnyArray, ""]:
     """Return the same weight [] f32 of the entropy bonus after every step."""
     return coefficient
 
@@ -135,7 +152,8 @@ def adaptive(
     Example:
         The target is 0.2 nats. A step with 0.5 nats lowers a weight of 0.005 by the rate; a step with 0.1 raises it.
     """
-    return jnp.maximum(coefficient + rate * jnp.sign(target - entropy), 0.0)
+    direction = jnp.sign(target - entropy)
+    return jnp.maximum(coefficient + rate * direction, 0.0)
 
 
 DIVERGENCES = {"reference": reference, "convex": convex, "ewma": ewma}

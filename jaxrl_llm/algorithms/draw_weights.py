@@ -57,13 +57,20 @@ def priority(x: Stored, *, exponent: Exponent = 1.0) -> Float[Array, "*slots"]:
 
 def age(x: Stored, *, scale_iterations: Positive = 4.0) -> Float[Array, "*slots"]:
     """Return P ~ exp(-age / scale). This form is not from a paper."""
-    return jnp.exp(-jnp.minimum(x.age / scale_iterations, LARGEST_AGE))
+    relative_age = jnp.minimum(x.age / scale_iterations, LARGEST_AGE)
+    return jnp.exp(-relative_age)
 
 
-def _oldest_age(settings: Mapping[str, Any], iteration: Int[Array, ""], oldest: int) -> Int[Array, ""] | int:
+def _oldest_age(
+    settings: Mapping[str, Any],
+    iteration: Int[Array, ""],
+    oldest: int,
+) -> Int[Array, ""] | int:
     """Return age 0 from ``fresh_from_iteration`` on (0 = never). Before, return the oldest age that the run allows."""
     first = settings["fresh_from_iteration"]
-    return jnp.where(iteration >= first, 0, oldest) if first else oldest
+    if not first:
+        return oldest
+    return jnp.where(iteration >= first, 0, oldest)
 
 
 def _preferred_ages(
@@ -73,7 +80,9 @@ def _preferred_ages(
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """Return the youngest and the oldest age that a batch prefers: either age 0, or every larger age."""
     is_fresh = uniform_number < settings["fresh_share"]
-    return jnp.where(is_fresh, 0, 1), jnp.where(is_fresh, 0, oldest)
+    youngest_preferred = jnp.where(is_fresh, 0, 1)
+    oldest_preferred = jnp.where(is_fresh, 0, oldest)
+    return youngest_preferred, oldest_preferred
 
 
 def _has_enough_fresh_rows(path: str, settings: Mapping[str, Any], config: Any) -> str:
@@ -89,7 +98,10 @@ def _has_enough_fresh_rows(path: str, settings: Mapping[str, Any], config: Any) 
 
 @needs(oldest_age=_oldest_age, preferred_ages=_preferred_ages, rule=_has_enough_fresh_rows)
 def fresh_or_older(
-    x: Stored, *, fresh_share: Share = 0.6, fresh_from_iteration: CountOrZero = 0
+    x: Stored,
+    *,
+    fresh_share: Share = 0.6,
+    fresh_from_iteration: CountOrZero = 0,
 ) -> Float[Array, "*slots"]:
     """Return the same weight for every slot. Each batch prefers either fresh or older rollouts.
 
@@ -106,7 +118,11 @@ def fresh_or_older(
 
 
 @needs(oldest_age=_oldest_age, rule=_has_enough_fresh_rows)
-def uniform_then_fresh(x: Stored, *, fresh_from_iteration: Count = 50) -> Float[Array, "*slots"]:
+def uniform_then_fresh(
+    x: Stored,
+    *,
+    fresh_from_iteration: Count = 50,
+) -> Float[Array, "*slots"]:
     """Return the same weight for every slot; from ``fresh_from_iteration`` on only fresh rollouts are drawn.
 
     Source: the end of replay of ReMix, Liang et al. 2025, arXiv:2507.06892.
@@ -144,13 +160,18 @@ def surprise(rollout: Rollout) -> Float[Array, " R"]:
     """Return minus the mean behaviour log-probability of each row's sampled tokens, [R] f32 nats; 0 without tokens."""
     mask = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
     total = jnp.sum(jnp.where(mask, rollout.behaviour_logp, 0.0), axis=1)
-    return -total / jnp.maximum(jnp.sum(mask, axis=1), 1)
+    num_tokens = jnp.sum(mask, axis=1)
+    return -total / jnp.maximum(num_tokens, 1)
 
 
 # ---- admissions
 
 
-def correct(evicted: Experience, rows: Experience, pass_threshold: float) -> Bool[Array, "M n"]:
+def correct(
+    evicted: Experience,
+    rows: Experience,
+    pass_threshold: float,
+) -> Bool[Array, "M n"]:
     """Return the rows whose reward is at least ``pass_threshold``, [M, n] bool.
 
     Source: positive-bias sampling, Arnal et al. 2026, arXiv:2604.08706.
@@ -158,7 +179,11 @@ def correct(evicted: Experience, rows: Experience, pass_threshold: float) -> Boo
     return evicted.reward >= pass_threshold
 
 
-def likely(evicted: Experience, rows: Experience, pass_threshold: float) -> Bool[Array, "M n"]:
+def likely(
+    evicted: Experience,
+    rows: Experience,
+    pass_threshold: float,
+) -> Bool[Array, "M n"]:
     """Return the rows that are probably likely under the current policy, [M, n] bool, without a forward pass.
 
     The mean behaviour log-probability of their tokens is at least that of the rows that overwrite them in their shard.
@@ -176,13 +201,21 @@ def likely(evicted: Experience, rows: Experience, pass_threshold: float) -> Bool
 # ---- retirements
 
 
-def solved(rows: Experience, pass_threshold: float, *, share: PositiveShare = 1.0) -> Bool[Array, " R"]:
-    """Return the rows of groups of which at least ``share`` of the trainable rows are correct, [R] bool."""
+def solved(
+    rows: Experience,
+    pass_threshold: float,
+    *,
+    share: PositiveShare = 1.0,
+) -> Bool[Array, " R"]:
+    """Return the rows of groups in which at least ``share`` of the trainable rows are correct, [R] bool."""
     group = rows.rollout.group_id
-    same_RR = ((group[:, None] == group[None, :]) & rows.trainable[None, :]).astype(jnp.float32)
+    same_group_RR = group[:, None] == group[None, :]
+    member_RR = (same_group_RR & rows.trainable[None, :]).astype(jnp.float32)
     is_correct = (rows.reward >= pass_threshold).astype(jnp.float32)
-    passed = (same_RR @ is_correct) / jnp.maximum(jnp.sum(same_RR, axis=1), 1.0)
-    return passed >= share
+    num_correct = member_RR @ is_correct
+    num_rows = jnp.sum(member_RR, axis=1)
+    pass_rate = num_correct / jnp.maximum(num_rows, 1.0)
+    return pass_rate >= share
 
 
 DRAWS = {

@@ -130,7 +130,7 @@ def reward_columns(needed: Iterable[str], *, max_turns: int, max_length: int) ->
 COMPUTED_BY_LEARNER = ("generation_logp", "ref_logp", "value", "hidden")
 # Column that every slot of the ring has. A loss can compute an advantage anew from it when a row is replayed.
 GROUP_MEAN = "group_mean"
-# Fields of rows that have a token dimension, besides columns.
+# Fields of rows that have a token dimension. Columns declare theirs in ``COLUMNS``.
 PER_TOKEN = ("tokens", "behaviour_logp", "policy_version", "advantage")
 
 # Log-probabilities [B, T] in nats of other policies. The learner keeps their weights if a loss needs them.

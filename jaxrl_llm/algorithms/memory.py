@@ -44,11 +44,15 @@ class Moments:
     columns: tuple[str, ...] = ()
 
     def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Ledger):
-        self.whole: dict[str, tuple[int, ...]] = {"moments": (3,)} if settings["norm_decay"] else {}
+        self.whole: dict[str, tuple[int, ...]] = {}
+        if settings["norm_decay"]:
+            self.whole = {"moments": (3,)}
         self._moments = np.zeros(3)
 
     def values(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
-        return {"moments": self._moments.astype(np.float32)} if self.whole else {}
+        if not self.whole:
+            return {}
+        return {"moments": self._moments.astype(np.float32)}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
         if self.whole:
@@ -119,20 +123,23 @@ class QuestionMean(Moments):
         for question in questions:
             a, b = self._count(question)
             means.append(a / (a + b))
-        repeated = np.repeat(np.array(means, np.float32), len(rewards.outcome) // len(questions))
-        return super().values(rewards, questions) | {"question_mean": repeated}
+        group_size = len(rewards.outcome) // len(questions)
+        mean_of_rows = np.repeat(np.array(means, np.float32), group_size)
+        return super().values(rewards, questions) | {"question_mean": mean_of_rows}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
         super().observe(rewards, questions, sums)
         decay = self._next_decay(sums)
         shaped = np.asarray(sums.get("shaped_reward", rewards.total))
-        shaped = np.where(np.isfinite(rewards.total), shaped, np.nan)
-        for question, group in zip(questions, shaped.reshape(len(questions), -1), strict=True):
+        shaped_or_nan = np.where(np.isfinite(rewards.total), shaped, np.nan)
+        by_question = shaped_or_nan.reshape(len(questions), -1)
+        for question, group in zip(questions, by_question, strict=True):
             a, b = self._count(question)
-            for reward in group[np.isfinite(group)].tolist():
+            finite_rewards = group[np.isfinite(group)]
+            for reward in finite_rewards.tolist():
                 a = decay * a + reward
                 b = decay * b + 1 - reward
-            self._counts[question] = a, b
+            self._counts[question] = (a, b)
 
     def _next_decay(self, sums: Mapping[str, Any]) -> float:
         """Record the KL of an iteration, and return the decay of its rewards."""
@@ -143,7 +150,8 @@ class QuestionMean(Moments):
             drift = float(sums["kl_behaviour_sum"]) / tokens
             if np.isfinite(drift):  # one infinite KL would dominate the mean of the window
                 self._drifts = [*self._drifts, drift][-KL_WINDOW:]
-        share = min(1.0, sum(self._drifts) / max(1, len(self._drifts)) / (2 * KL_TARGET))
+        mean_drift = sum(self._drifts) / max(1, len(self._drifts))
+        share = min(1.0, mean_drift / (2 * KL_TARGET))
         return self._still + (self._moving - self._still) * share
 
     def state(self) -> Any:
@@ -173,7 +181,9 @@ class ShortAnswers:
 
     def __init__(self, settings: Mapping[str, Any], sizes: Sizes, ledger: Ledger):
         self._every = settings["every_iterations"]
-        self.whole: dict[str, tuple[int, ...]] = {"short_answer": (NUM_DIFFICULTIES,)} if self._every else {}
+        self.whole: dict[str, tuple[int, ...]] = {}
+        if self._every:
+            self.whole = {"short_answer": (NUM_DIFFICULTIES,)}
         self._grid = length_grid(settings["tokens"], sizes.max_length)
         # Smallest number of correct answers to a question in each class: easy, medium, hard.
         self._min_correct = (2 * sizes.group_size // 3, sizes.group_size // 3, 1)
@@ -182,7 +192,9 @@ class ShortAnswers:
         self._iterations = 0
 
     def values(self, rewards: Rewards, questions: Sequence[int]) -> dict[str, np.ndarray]:
-        return {"short_answer": np.array(self._chosen, np.float32)} if self._every else {}
+        if not self._every:
+            return {}
+        return {"short_answer": np.array(self._chosen, np.float32)}
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
         if not self._every:
@@ -194,8 +206,9 @@ class ShortAnswers:
         for difficulty, counts in enumerate(self._within.tolist()):
             *within, num_answers = counts
             if num_answers > 0:
-                self._chosen[difficulty] = self._choose(within, num_answers, self._min_correct[difficulty])
-        self._within = 0.0 * self._within
+                min_correct = self._min_correct[difficulty]
+                self._chosen[difficulty] = self._choose(within, num_answers, min_correct)
+        self._within = np.zeros_like(self._within)
 
     def _choose(self, within: Sequence[float], num_answers: float, min_correct: int) -> int:
         """Return the smallest length of the grid that enough answers do not exceed, or the largest length."""
@@ -214,6 +227,13 @@ class ShortAnswers:
         self._within = np.array(within)
         self._chosen = chosen
         self._iterations = iterations
+
+
+def _scored_only(values: np.ndarray, is_scored: np.ndarray) -> np.ndarray:
+    """Return the values [B, ...] as float32, 0.0 for rows without a score."""
+    num_other_dims = values.ndim - 1
+    mask = is_scored.reshape(-1, *[1] * num_other_dims)
+    return np.where(mask, values, 0.0).astype(np.float32)
 
 
 class Memory:
@@ -256,7 +276,10 @@ class Memory:
     @property
     def whole(self) -> dict[str, tuple[int, ...]]:
         """Shapes of ``Scores.memory``."""
-        return {name: shape for memory in self._memories.values() for name, shape in memory.whole.items()}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for memory in self._memories.values():
+            shapes |= memory.whole
+        return shapes
 
     def scores(self, rewards: Rewards, questions: Sequence[int]) -> Scores:
         """Return the iteration's rewards as ``credit.assign`` receives them, in numpy.
@@ -265,37 +288,39 @@ class Memory:
             rewards: of B rows. The rows of a question are neighbours.
             questions: the question_id of each of the P groups of rows.
         """
-        scored = rewards.outcome == OUTCOME_SCORE
-
-        def scored_only(values: np.ndarray) -> np.ndarray:
-            """Return the values as float32, 0.0 for rows without a score."""
-            is_scored = scored.reshape(-1, *(1,) * (values.ndim - 1))
-            return np.where(is_scored, values, 0.0).astype(np.float32)
-
+        is_scored = rewards.outcome == OUTCOME_SCORE
+        group_size = len(is_scored) // len(questions)
         values: dict[str, np.ndarray] = {}
         for memory in self._memories.values():
             values |= memory.values(rewards, questions)
-        # The only turn of a completion receives the whole reward.
-        reward_values = {"turn_reward": rewards.total[:, None], **rewards.columns}
-        for name, shape in self._reward_columns.items():
-            if name in reward_values:
-                values[name] = scored_only(reward_values[name])
-            else:
-                values[name] = np.zeros((len(scored), *shape), np.float32)
+        values |= self._column_values(rewards)
         # The fields of ``Scores`` are arrays of the device once the caller has put them there.
-        parts: Any = tuple(scored_only(rewards.parts[name]) for name in self.part_names)
-        reward: Any = scored_only(rewards.total)
-        question_id: Any = np.repeat(np.array(questions, np.int32), len(scored) // len(questions))
+        parts: Any = tuple(_scored_only(rewards.parts[name], is_scored) for name in self.part_names)
+        reward: Any = _scored_only(rewards.total, is_scored)
+        question_id: Any = np.repeat(np.array(questions, np.int32), group_size)
         columns: Any = {name: values[name] for name in self.columns}
         memory_arrays: Any = {name: values[name] for name in self.whole}
         return Scores(
             reward,
-            scored,
+            is_scored,
             question_id,
             parts=parts,
             columns=columns,
             memory=memory_arrays,
         )
+
+    def _column_values(self, rewards: Rewards) -> dict[str, np.ndarray]:
+        """Return the columns that are made with the rewards; zeros if no reward function gives a column."""
+        is_scored = rewards.outcome == OUTCOME_SCORE
+        # The only turn of a completion receives the whole reward.
+        reward_values = {"turn_reward": rewards.total[:, None], **rewards.columns}
+        values: dict[str, np.ndarray] = {}
+        for name, row_shape in self._reward_columns.items():
+            if name in reward_values:
+                values[name] = _scored_only(reward_values[name], is_scored)
+            else:
+                values[name] = np.zeros((len(is_scored), *row_shape), np.float32)
+        return values
 
     def observe(self, rewards: Rewards, questions: Sequence[int], sums: Mapping[str, Any]) -> None:
         """Learn from an iteration: its rewards, and the sums that ``credit.assign`` and the update returned."""
@@ -304,11 +329,13 @@ class Memory:
 
     def state(self) -> dict[str, Any]:
         """Return the memories that are plain JSON, by method."""
-        return {name: state for name, state in self._states().items() if not isinstance(state, np.ndarray)}
+        states = self._states()
+        return {name: state for name, state in states.items() if not isinstance(state, np.ndarray)}
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the memories that are arrays, by method: their JSON would take megabytes."""
-        return {name: state for name, state in self._states().items() if isinstance(state, np.ndarray)}
+        states = self._states()
+        return {name: state for name, state in states.items() if isinstance(state, np.ndarray)}
 
     def _states(self) -> dict[str, Any]:
         return {name: memory.state() for name, memory in self._memories.items()}

@@ -48,7 +48,9 @@ def overlong_penalty(x: Rows, *, buffer: Count = 4) -> Float[Array, " B"]:
 
     Source: Yu et al. 2025, arXiv:2503.14476, eq. 13.
     """
-    return -jnp.clip((x.length - (x.max_length - buffer)).astype(jnp.float32) / buffer, 0.0, 1.0)
+    num_over = x.length - (x.max_length - buffer)
+    share_of_buffer = num_over.astype(jnp.float32) / buffer
+    return -jnp.clip(share_of_buffer, 0.0, 1.0)
 
 
 def length_reward(x: Rows, *, weight: NotNegative = 0.1) -> Float[Array, " B"]:
@@ -62,7 +64,8 @@ def length_reward(x: Rows, *, weight: NotNegative = 0.1) -> Float[Array, " B"]:
     """
     shortest, longest = group_range(x.length.astype(jnp.float32), x.groups)
     is_spread = x.groups.valid & (longest > shortest)
-    value = 0.5 - (x.length - shortest) / jnp.where(is_spread, longest - shortest, 1.0)
+    length_range = jnp.where(is_spread, longest - shortest, 1.0)
+    value = 0.5 - (x.length - shortest) / length_range
     by_correctness = jnp.where(x.correct, value, jnp.minimum(value, 0.0))
     return weight * jnp.where(is_spread, by_correctness, 0.0)
 
@@ -91,12 +94,14 @@ def short_answer(
         -1 for an answer in the wrong format.
     """
     if not every_iterations:
-        return jnp.where(x.correct & (x.length <= tokens), bonus, 0.0), {}
+        is_short = x.length <= tokens
+        return jnp.where(x.correct & is_short, bonus, 0.0), {}
     row_class = difficulty(x.correct, x.groups)
-    target = x.memory["short_answer"][row_class]
+    limit = x.memory["short_answer"][row_class]
+    is_short = x.length <= limit
     grid = memory.length_grid(tokens, x.max_length)
     learned = {"answers_within": answers_within(x.length, row_class, x.groups, grid=grid)}
-    return jnp.where(x.correct & (x.length <= target), bonus, 0.0), learned
+    return jnp.where(x.correct & is_short, bonus, 0.0), learned
 
 
 def difficulty(correct: Bool[AnyArray, " B"], groups: Groups) -> Int[Array, " B"]:
@@ -130,7 +135,9 @@ def answers_within(
         groups: of the B rows; rows that are not valid do not count.
         grid: lengths in tokens, rising.
     """
-    member_DB = (row_class[None, :] == jnp.arange(NUM_DIFFICULTIES)[:, None]) & groups.valid[None, :]
+    class_number = jnp.arange(NUM_DIFFICULTIES)[:, None]
+    is_in_class_DB = row_class[None, :] == class_number
+    member_DB = is_in_class_DB & groups.valid[None, :]
     is_within_BN = length[:, None] <= jnp.asarray(grid)[None, :]
     counted_BN = jnp.pad(is_within_BN, ((0, 0), (0, 1)), constant_values=True)  # the last column counts every row
     return member_DB.astype(jnp.float32) @ counted_BN.astype(jnp.float32)
@@ -150,7 +157,12 @@ def _before_masks(path: str, settings: Mapping[str, Any], config: Any) -> str:
 
 
 @needs(of_row=True, rule=_before_masks)
-def amplify_positive(advantage: Float[AnyArray, "B S"], x: Rows, *, factor: Positive = 3.0) -> Float[Array, "B S"]:
+def amplify_positive(
+    advantage: Float[AnyArray, "B S"],
+    x: Rows,
+    *,
+    factor: Positive = 3.0,
+) -> Float[Array, "B S"]:
     """Return 1 for a correct row, ``factor`` times a positive advantage, and negative advantages unchanged; [B,S] f32.
 
     The policy then imitates a group that is correct throughout (advantage 1), although it is tied.
@@ -158,12 +170,16 @@ def amplify_positive(advantage: Float[AnyArray, "B S"], x: Rows, *, factor: Posi
     Source: released code of R3L, arXiv:2601.03715, with factor 3 ("if r >= 1: 1, else if score >= 0: 3 score").
     """
     amplified = jnp.where(advantage > 0, factor * advantage, advantage)
-    return jnp.where(x.mask, jnp.where(x.correct[:, None], 1.0, amplified), 0.0)
+    by_correctness = jnp.where(x.correct[:, None], 1.0, amplified)
+    return jnp.where(x.mask, by_correctness, 0.0)
 
 
 @needs("entropy", of_row=True)
 def entropy_factor(
-    advantage: Float[AnyArray, "B S"], x: Rows, *, strength: NotNegative = 1.0
+    advantage: Float[AnyArray, "B S"],
+    x: Rows,
+    *,
+    strength: NotNegative = 1.0,
 ) -> Float[AnyArray, "B S"]:
     """Return an advantage times a factor that is larger for confident answers, [B,S] f32.
 
@@ -172,7 +188,8 @@ def entropy_factor(
     Source: ETTRL, arXiv:2508.11356, entropy-based advantage reshaping, strength 1. Differs: the factor is never below
         0, which would reverse the advantage. The mean is over the group, and the factor is 1 if the mean is 0.
     """
-    entropy = jnp.sum(jnp.where(x.mask, x.columns["entropy"], 0.0), axis=1) / jnp.maximum(x.length, 1)
+    total = jnp.sum(jnp.where(x.mask, x.columns["entropy"], 0.0), axis=1)
+    entropy = total / jnp.maximum(x.length, 1)
     mean = group_mean(entropy, x.groups)
     is_known = x.groups.valid & (mean > 0)
     relative = (mean - entropy) / jnp.where(is_known, mean, 1.0)
@@ -198,7 +215,9 @@ def entropy_bonus(
         arXiv:2512.18215 (released code, which uses -p log p of the drawn token as its entropy H).
     """
     entropy = jnp.where(x.mask, x.columns["entropy"], 0.0)
-    return advantage + jnp.minimum(jnp.abs(advantage) / limit, coefficient * entropy)
+    largest_bonus = jnp.abs(advantage) / limit
+    bonus = jnp.minimum(largest_bonus, coefficient * entropy)
+    return advantage + bonus
 
 
 def _has_one_turn(path: str, settings: Mapping[str, Any], config: Any) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from jaxrl_llm.algorithms.baselines import gradient_square
 from jaxrl_llm.algorithms.facts import SurrogateFacts, needs
@@ -51,7 +51,13 @@ Terms = tuple[Float[AnyArray, "B T"], Bool[AnyArray, "B T"]]
 
 
 @needs(base="old", of_token=True)
-def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
+def clipped(
+    x: Tokens,
+    *,
+    low: Share = 0.2,
+    high: NotNegative = 0.2,
+    dual: OverOneOrZero = 0.0,
+) -> Terms:
     """Return the negated clipped surrogate objective of each token.
 
         u = exp(policy_logp - old_logp)
@@ -69,7 +75,13 @@ def clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverO
 
 
 @needs(base="old", aggregation="counts_rows_alike")
-def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, dual: OverOneOrZero = 0.0) -> Terms:
+def sequence_clipped(
+    x: Tokens,
+    *,
+    low: Share = 0.2,
+    high: NotNegative = 0.2,
+    dual: OverOneOrZero = 0.0,
+) -> Terms:
     """Return the clipped surrogate of the row's ratio, u = exp(sum_t(policy_logp - old_logp)), in the form of ``gspo``.
 
     The log-ratio is cut to 20 nats from above, as in every clipped surrogate.
@@ -80,7 +92,13 @@ def sequence_clipped(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2, du
 
 
 @needs(base="old", aggregation="counts_rows_alike")
-def gspo(x: Tokens, *, low: Share = 3e-4, high: NotNegative = 4e-4, dual: OverOneOrZero = 0.0) -> Terms:
+def gspo(
+    x: Tokens,
+    *,
+    low: Share = 3e-4,
+    high: NotNegative = 4e-4,
+    dual: OverOneOrZero = 0.0,
+) -> Terms:
     """Return the clipped surrogate of the row's length-normalised ratio, in the form with an advantage per token.
 
         u_t = exp(sg(mean_t(policy_logp - old_logp)) + policy_logp_t - sg(policy_logp_t))
@@ -102,8 +120,10 @@ def _of_row_ratio(
 ) -> Terms:
     """Return the term of ``gspo`` with its ratio raised to a power, [B] f32 or a number."""
     mean = _row_sum(x.policy_logp - x.old_logp, x) / _length(x)
-    only_gradient = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
-    log_ratio = (only_gradient + jax.lax.stop_gradient(mean)[:, None]) * jnp.reshape(power, (-1, 1))
+    constant_mean = jax.lax.stop_gradient(mean)[:, None]
+    zero_with_gradient = x.policy_logp - jax.lax.stop_gradient(x.policy_logp)
+    mean_log_ratio = zero_with_gradient + constant_mean
+    log_ratio = mean_log_ratio * jnp.reshape(power, (-1, 1))
     log_ratio = jnp.where(x.mask, log_ratio, 0.0)
     return _clip(log_ratio, x.advantage, 1 - low, 1 + high, dual)
 
@@ -118,9 +138,12 @@ def cispo(x: Tokens, *, low: NotNegative = 0.0, high: Positive = 5.0) -> Terms:
 
     Source: MiniMax 2025, arXiv:2506.13585; the cut, ScaleRL, Khatri et al. 2025, arXiv:2510.13786.
     """
-    ratio = jnp.exp(jnp.clip(x.policy_logp - x.old_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    log_ratio = jnp.clip(x.policy_logp - x.old_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = jnp.exp(log_ratio)
     weight = jax.lax.stop_gradient(jnp.clip(ratio, low, high))
-    return -weight * x.advantage * x.policy_logp, weight != ratio
+    loss = -weight * x.advantage * x.policy_logp
+    is_clipped = weight != ratio
+    return loss, is_clipped
 
 
 @needs(base="policy")
@@ -162,7 +185,8 @@ def remix_centred(x: Tokens, *, low: Share = 0.2, high: NotNegative = 0.2) -> Te
 
     Source: Liang et al. 2025, arXiv:2507.06892 (which has one width; here low and high can differ).
     """
-    centre = jnp.exp(jnp.clip(x.old_logp - x.behaviour_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    old_log_ratio = jnp.clip(x.old_logp - x.behaviour_logp, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    centre = jnp.exp(old_log_ratio)
     log_ratio = x.policy_logp - x.behaviour_logp
     return _clip(log_ratio, x.advantage, centre - low, centre + high, 0.0)
 
@@ -213,7 +237,13 @@ def kimi_k15(x: Tokens, *, tau: Positive = 0.1) -> Float[Array, "B T"]:
     return _regression(x, x.old_logp, tau, centred=False)
 
 
-def _regression(x: Tokens, other_logp: Float[AnyArray, "B T"], beta: float, *, centred: bool) -> Float[Array, "B T"]:
+def _regression(
+    x: Tokens,
+    other_logp: Float[AnyArray, "B T"],
+    beta: float,
+    *,
+    centred: bool,
+) -> Float[Array, "B T"]:
     """Return the term of each row whose gradient is that of a regression of log-ratios on rewards, valid on any data.
 
         l = sum_t(policy_logp - other_logp),   m = sg(mean of l over the group), or 0 if not centred
@@ -224,11 +254,14 @@ def _regression(x: Tokens, other_logp: Float[AnyArray, "B T"], beta: float, *, c
     constant, so that a row's gradient does not depend on how rows are weighted; with equal weights the gradient through
     it is 0.
     """
-    difference = x.policy_logp - other_logp
-    log_ratio = _row_sum(difference, x)
-    middle = _group_mean(jax.lax.stop_gradient(log_ratio), x) if centred else 0.0
-    row = 0.5 * beta * jnp.square(log_ratio - middle) - _row_sum(x.advantage * difference, x)
-    return _on_tokens(row, x)
+    token_log_ratio = x.policy_logp - other_logp
+    log_ratio = _row_sum(token_log_ratio, x)
+    mean = 0.0
+    if centred:
+        mean = _group_mean(jax.lax.stop_gradient(log_ratio), x)
+    penalty = 0.5 * beta * jnp.square(log_ratio - mean)
+    gain = _row_sum(x.advantage * token_log_ratio, x)
+    return _on_tokens(penalty - gain, x)
 
 
 @needs("ref_logp", siblings=True, aggregation="counts_rows_alike")
@@ -246,9 +279,11 @@ def spo(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]:
 
     Source: Cohen et al. 2025, arXiv:2503.05453. Q0 as in ``soft_value``.
     """
-    start, is_known = soft_value(x, beta)
-    value = start + beta * _row_sum(x.policy_logp - x.ref_logp, x)
-    return _on_tokens(jnp.where(is_known, jnp.square(value - x.reward), 0.0), x)
+    start_value, is_known = soft_value(x, beta)
+    log_ratio = _row_sum(x.policy_logp - x.ref_logp, x)
+    value = start_value + beta * log_ratio
+    loss = jnp.square(value - x.reward)
+    return _on_tokens(jnp.where(is_known, loss, 0.0), x)
 
 
 @needs("ref_logp", siblings=True, aggregation="counts_rows_alike")
@@ -264,13 +299,15 @@ def spo_cross_entropy(x: Tokens, *, beta: Positive = 1.0) -> Float[Array, "B T"]
     Source: as ``spo``. Differs: e^r is cut at 1. Above Q = -0.01 the second logarithm is replaced by its tangent, so
         that the gradient stays finite and pulls a Q above 0 back.
     """
-    start, is_known = soft_value(x, beta)
-    value = start + beta * _row_sum(x.policy_logp - x.ref_logp, x)
+    start_value, is_known = soft_value(x, beta)
+    log_ratio = _row_sum(x.policy_logp - x.ref_logp, x)
+    value = start_value + beta * log_ratio
     success = jnp.exp(jnp.minimum(x.reward, 0.0))
     inside = jnp.minimum(value, CROSS_ENTROPY_EDGE)
     slope = jax.lax.stop_gradient(1 / jnp.expm1(-inside))  # minus the derivative of log(1 - e^Q)
-    failure = jnp.log(-jnp.expm1(inside)) - slope * (value - inside)
-    return _on_tokens(jnp.where(is_known, -(success * value + (1 - success) * failure), 0.0), x)
+    log_failure = jnp.log(-jnp.expm1(inside)) - slope * (value - inside)
+    loss = -(success * value + (1 - success) * log_failure)
+    return _on_tokens(jnp.where(is_known, loss, 0.0), x)
 
 
 def soft_value(x: Tokens, beta: float) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
@@ -286,17 +323,21 @@ def soft_value(x: Tokens, beta: float) -> tuple[Float[Array, " B"], Bool[Array, 
     for the policy that sampled the group. On samples of the reference all weights are 1.
     """
     log_weight = _row_sum(x.ref_logp - x.behaviour_logp, x)
-    is_row_PG = _is_row(x).reshape(-1, x.group_size)
+    is_row_PG = _by_group(_is_row(x), x)
     is_itself_GG = jnp.eye(x.group_size, dtype=bool)
 
     def log_sum_of_others(exponent: Float[AnyArray, " B"]) -> Float[Array, "P G"]:
-        exponent_PG = jnp.where(is_row_PG, exponent.reshape(-1, x.group_size), -jnp.inf)
+        exponent_PG = jnp.where(is_row_PG, _by_group(exponent, x), -jnp.inf)
         of_others_PGG = jnp.where(is_itself_GG, -jnp.inf, exponent_PG[:, None, :])
         return jax.nn.logsumexp(of_others_PGG, axis=2)
 
-    value_PG = beta * (log_sum_of_others(log_weight + x.reward / beta) - log_sum_of_others(log_weight))
-    is_known_PG = is_row_PG & (jnp.sum(is_row_PG, axis=1, keepdims=True) > 1)
-    return jnp.where(is_known_PG, value_PG, 0.0).reshape(-1), is_known_PG.reshape(-1)
+    log_numerator_PG = log_sum_of_others(log_weight + x.reward / beta)
+    log_denominator_PG = log_sum_of_others(log_weight)
+    value_PG = beta * (log_numerator_PG - log_denominator_PG)
+    num_rows_P1 = jnp.sum(is_row_PG, axis=1, keepdims=True)
+    is_known_PG = is_row_PG & (num_rows_P1 > 1)
+    value = jnp.where(is_known_PG, value_PG, 0.0).reshape(-1)
+    return value, is_known_PG.reshape(-1)
 
 
 @needs("ref_logp", siblings=True, reads_old=True, aggregation="counts_rows_alike")
@@ -314,15 +355,18 @@ def inpo(x: Tokens, *, eta: Positive = 0.0075) -> Float[Array, "B T"]:
     Source: Zhang et al. 2024, arXiv:2407.00617; the source has one pair per prompt, here every pair of a group counts.
     """
     share = INPO_REFERENCE_SHARE
-    score = _row_sum(x.policy_logp - share * x.ref_logp - (1 - share) * x.old_logp, x)
-    score_PG = score.reshape(-1, x.group_size)
-    reward_PG = x.reward.reshape(-1, x.group_size)
-    valid_PG = _is_row(x).reshape(-1, x.group_size)
-    wins_PGG = (reward_PG[:, :, None] > reward_PG[:, None, :]) & valid_PG[:, :, None] & valid_PG[:, None, :]
-    margin_PGG = score_PG[:, :, None] - score_PG[:, None, :]
-    loss_PGG = jnp.where(wins_PGG, jnp.square(margin_PGG - 1 / (2 * eta)), 0.0)
-    others_P1 = jnp.maximum(jnp.sum(valid_PG, axis=1, keepdims=True) - 1, 1).astype(jnp.float32)
-    row = (jnp.sum(loss_PGG, axis=1) + jnp.sum(loss_PGG, axis=2)) / others_P1
+    token_score = x.policy_logp - share * x.ref_logp - (1 - share) * x.old_logp
+    score_PG = _by_group(_row_sum(token_score, x), x)
+    reward_PG = _by_group(x.reward, x)
+    is_row_PG = _by_group(_is_row(x), x)
+    is_better_PGG = reward_PG[:, :, None] > reward_PG[:, None, :]
+    wins_PGG = is_better_PGG & is_row_PG[:, :, None] & is_row_PG[:, None, :]
+    h_PGG = score_PG[:, :, None] - score_PG[:, None, :]
+    loss_PGG = jnp.where(wins_PGG, jnp.square(h_PGG - 1 / (2 * eta)), 0.0)
+    num_others_P1 = jnp.sum(is_row_PG, axis=1, keepdims=True) - 1
+    divisor_P1 = jnp.maximum(num_others_P1, 1).astype(jnp.float32)
+    loss_PG = jnp.sum(loss_PGG, axis=1) + jnp.sum(loss_PGG, axis=2)
+    row = loss_PG / divisor_P1
     return _on_tokens(row.reshape(-1), x)
 
 
@@ -343,20 +387,31 @@ def vcpo(x: Tokens, *, cap: Positive = 8.0) -> Terms:
     """
     log_ratio = jax.lax.stop_gradient(_row_sum(x.policy_logp - x.behaviour_logp, x))
     weight = jnp.exp(jnp.clip(log_ratio, -LOG_RATIO_LIMIT, math.log(cap)))
-    # Divide by the group's largest weight: squares of small weights would be 0 in float32.
-    is_row_PG = _is_row(x).reshape(-1, x.group_size)
-    relative_PG = jnp.where(is_row_PG, weight.reshape(-1, x.group_size), 0.0)
-    relative_PG /= jnp.maximum(jnp.max(relative_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    square_PG = gradient_square(jax.lax.stop_gradient(x.policy_logp), x.mask).reshape(-1, x.group_size)
-    share_PG = jnp.square(relative_PG) * square_PG
-    reward_PG = x.reward.reshape(-1, x.group_size)
-    total_P1 = jnp.maximum(jnp.sum(share_PG, axis=1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    gain_PG = reward_PG - jnp.sum(share_PG * reward_PG, axis=1, keepdims=True) / total_P1
-    highest = jnp.max(jnp.where(is_row_PG, reward_PG, -jnp.inf), axis=1, keepdims=True)
-    lowest = jnp.min(jnp.where(is_row_PG, reward_PG, jnp.inf), axis=1, keepdims=True)
-    gain = jnp.where(highest > lowest, gain_PG, 0.0).reshape(-1)
+    baseline_P1 = _least_variance_baseline(weight, x)
+    reward_PG = _by_group(x.reward, x)
+    is_row_PG = _by_group(_is_row(x), x)
+    highest_P1 = jnp.max(jnp.where(is_row_PG, reward_PG, -jnp.inf), axis=1, keepdims=True)
+    lowest_P1 = jnp.min(jnp.where(is_row_PG, reward_PG, jnp.inf), axis=1, keepdims=True)
+    is_untied_P1 = highest_P1 > lowest_P1
+    gain = jnp.where(is_untied_P1, reward_PG - baseline_P1, 0.0).reshape(-1)
+    loss = -(weight * gain)[:, None] * x.policy_logp
     is_cut = log_ratio > math.log(cap)
-    return -(weight * gain)[:, None] * x.policy_logp, is_cut[:, None] & x.mask
+    return loss, is_cut[:, None] & x.mask
+
+
+def _least_variance_baseline(weight: Float[AnyArray, " B"], x: Tokens) -> Float[Array, "P 1"]:
+    """Return the baseline b of ``vcpo`` of each group, from the rows' weights W."""
+    tiny = jnp.finfo(jnp.float32).tiny
+    is_row_PG = _by_group(_is_row(x), x)
+    weight_PG = jnp.where(is_row_PG, _by_group(weight, x), 0.0)
+    # Divide by the group's largest weight: squares of small weights would be 0 in float32.
+    largest_P1 = jnp.max(weight_PG, axis=1, keepdims=True)
+    relative_PG = weight_PG / jnp.maximum(largest_P1, tiny)
+    q = gradient_square(jax.lax.stop_gradient(x.policy_logp), x.mask)
+    share_PG = jnp.square(relative_PG) * _by_group(q, x)
+    total_P1 = jnp.sum(share_PG, axis=1, keepdims=True)
+    weighted_reward_P1 = jnp.sum(share_PG * _by_group(x.reward, x), axis=1, keepdims=True)
+    return weighted_reward_P1 / jnp.maximum(total_P1, tiny)
 
 
 SURROGATES = {
@@ -391,10 +446,10 @@ def surrogate_terms(surrogate: Chosen[SurrogateFacts], x: Tokens) -> Terms:
         is_clipped = jnp.zeros_like(x.mask)
     for array in (terms, is_clipped):
         if getattr(array, "shape", None) != x.mask.shape:
+            returned = getattr(array, "shape", array)
             raise ConfigError(
                 f"algorithm.surrogate={surrogate.name!r} must return a number for each token, [B, T]: "
-                f"not {getattr(array, 'shape', array)!r:.200}. Change the function, or choose another "
-                "algorithm.surrogate"
+                f"not {returned!r:.200}. Change the function, or choose another algorithm.surrogate"
             )
     return terms, is_clipped
 
@@ -409,17 +464,21 @@ def _clip(
     """Return -min(u A, clip(u, low, high) A) of log-ratios log u, with an optional dual clip, and which are clipped."""
     # The log-ratio may be a sum over a row. For a long row exp would be inf, and inf times an advantage of 0 is NaN.
     # Cutting the value does not change the gradient.
-    log_ratio = log_ratio - jax.lax.stop_gradient(jnp.maximum(log_ratio - LOG_RATIO_LIMIT, 0.0))
+    excess = jnp.maximum(log_ratio - LOG_RATIO_LIMIT, 0.0)
+    log_ratio = log_ratio - jax.lax.stop_gradient(excess)
     ratio = jnp.exp(log_ratio)
-    is_clipped = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+    is_too_high = (advantage > 0) & (ratio > high)
+    is_too_low = (advantage < 0) & (ratio < low)
+    is_clipped = is_too_high | is_too_low
     bound = jnp.where(advantage > 0, high, low)
     if dual_clip:
         is_far = (advantage < 0) & (ratio > dual_clip)
         is_clipped = is_clipped | is_far
         bound = jnp.where(is_far, dual_clip, bound)
     # Select before exp, not after: a clipped ratio may be as large as float32 allows and has no gradient.
-    ratio = jnp.where(is_clipped, bound, jnp.exp(jnp.where(is_clipped, 0.0, log_ratio)))
-    return -ratio * advantage, is_clipped
+    free_ratio = jnp.exp(jnp.where(is_clipped, 0.0, log_ratio))
+    clipped_ratio = jnp.where(is_clipped, bound, free_ratio)
+    return -clipped_ratio * advantage, is_clipped
 
 
 def _row_sum(value_BT: Float[AnyArray, "B T"], x: Tokens) -> Float[Array, " B"]:
@@ -439,14 +498,17 @@ def _is_row(x: Tokens) -> Bool[Array, " B"]:
 
 def _group_mean(value_B: Float[AnyArray, " B"], x: Tokens) -> Float[Array, " B"]:
     """Return the mean over the group's rows that have a token, at each of its rows, [B]."""
-    valid_PG = _is_row(x).reshape(-1, x.group_size)
-    total_P1 = jnp.sum(
-        jnp.where(valid_PG, value_B.reshape(-1, x.group_size), 0.0),
-        axis=1,
-        keepdims=True,
-    )
-    mean_P1 = total_P1 / jnp.maximum(jnp.sum(valid_PG, axis=1, keepdims=True), 1).astype(jnp.float32)
-    return jnp.broadcast_to(mean_P1, valid_PG.shape).reshape(-1)
+    is_row_PG = _by_group(_is_row(x), x)
+    value_PG = jnp.where(is_row_PG, _by_group(value_B, x), 0.0)
+    total_P1 = jnp.sum(value_PG, axis=1, keepdims=True)
+    num_rows_P1 = jnp.sum(is_row_PG, axis=1, keepdims=True)
+    mean_P1 = total_P1 / jnp.maximum(num_rows_P1, 1).astype(jnp.float32)
+    return jnp.broadcast_to(mean_P1, is_row_PG.shape).reshape(-1)
+
+
+def _by_group(value_B: Shaped[AnyArray, " B"], x: Tokens) -> Shaped[Array, "P G"]:
+    """Return values of rows by group, [P, G]."""
+    return value_B.reshape(-1, x.group_size)
 
 
 def _on_tokens(row_B: Float[AnyArray, " B"], x: Tokens) -> Float[Array, "B T"]:

@@ -73,7 +73,7 @@ def _read(
 ) -> frozenset[str]:
     """Return the names of the arrays that ``call`` depends on; all names if it cannot be traced.
 
-    A function that cannot be traced is refused later, when the run is assembled, with a message of its own.
+    A function that cannot be traced is refused later, when the run is assembled.
     """
     key = chosen.function, str(chosen)
     if key not in _READ_BY_FUNCTION:

@@ -36,9 +36,8 @@ def _always(settings: Mapping[str, Any]) -> bool:
 class Turns(NamedTuple):
     """The turns of rows. Values are 0 if a row does not have the turn, or is not valid."""
 
-    number: (
-        jax.Array
-    )  # [B, S] i32 turn of each token, from 0; -1 before the first turn; an answer has its turn's number
+    # [B, S] i32 turn of each token, from 0; -1 before the first turn; an answer has its turn's number.
+    number: jax.Array
     start: jax.Array  # [B, K] i32, index of the first token
     valid: jax.Array  # [B, K] bool
     last: jax.Array  # [B, K] bool, the row's last turn
@@ -49,16 +48,21 @@ class Turns(NamedTuple):
 def turns_of(x: Rows) -> Turns:
     """Return the turns of rows; K is that of their column "turn_reward"."""
     scored = x.columns["turn_reward"]
+    is_sampled_before = jnp.pad(x.mask, ((0, 0), (1, 0)))[:, :-1]
+    begins = x.mask & ~is_sampled_before
+    number = jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
+    num_turns = number[:, -1:] + 1
+    turn = jnp.arange(scored.shape[1])
+    valid = (turn[None, :] < num_turns) & x.groups.valid[:, None]
+    last = valid & (turn[None, :] == num_turns - 1)
     reward = scored
-    before = jnp.pad(x.mask, ((0, 0), (1, 0)))[:, :-1]
-    number = jnp.cumsum(x.mask & ~before, axis=1, dtype=jnp.int32) - 1
-    at = jnp.arange(reward.shape[1])
-    count = number[:, -1:] + 1
-    valid = (at[None, :] < count) & x.groups.valid[:, None]
-    last = valid & (at[None, :] == count - 1)
     if x.added is not None:
         reward = reward + jnp.where(last, x.added[:, None], 0.0)
-    start = jax.vmap(lambda k: jnp.sum(number < k, axis=1, dtype=jnp.int32), out_axes=1)(at)
+
+    def num_tokens_before(k: jax.Array) -> jax.Array:
+        return jnp.sum(number < k, axis=1, dtype=jnp.int32)
+
+    start = jax.vmap(num_tokens_before, out_axes=1)(turn)
     return Turns(
         number=number,
         start=start,
@@ -69,26 +73,38 @@ def turns_of(x: Rows) -> Turns:
     )
 
 
-def by_token(value: Float[AnyArray, "B K"], turns: Turns, x: Rows) -> Float[Array, "B S"]:
+def by_token(
+    value: Float[AnyArray, "B K"],
+    turns: Turns,
+    x: Rows,
+) -> Float[Array, "B S"]:
     """Return the value of each turn at its tokens, [B,S] f32, 0.0 elsewhere."""
-    taken = jnp.take_along_axis(value, jnp.clip(turns.number, 0, value.shape[1] - 1), axis=1)
-    return jnp.where(x.mask, taken, 0.0)
+    last_number = value.shape[1] - 1
+    number = jnp.clip(turns.number, 0, last_number)
+    value_of_turn = jnp.take_along_axis(value, number, axis=1)
+    return jnp.where(x.mask, value_of_turn, 0.0)
 
 
-def returns(turns: Turns, discount: float, at_least: float = -math.inf) -> Float[Array, "B K"]:
+def returns(
+    turns: Turns,
+    discount: float,
+    at_least: float = -math.inf,
+) -> Float[Array, "B K"]:
     """Return G_k = r_k + discount G_{k+1}, [B,K] f32: the discounted rewards of a turn and of the later turns.
 
     The return of a turn with a score below ``at_least`` is only its own r_k, and adds nothing to earlier turns.
     """
 
-    def step(later, turn):
-        reward, goes_on = turn
-        ahead = jnp.where(goes_on, reward + discount * later, 0.0)
-        return ahead, jnp.where(goes_on, ahead, reward)
+    def step(later_return, turn):
+        reward, is_counted = turn
+        discounted = reward + discount * later_return
+        carried_return = jnp.where(is_counted, discounted, 0.0)
+        return carried_return, jnp.where(is_counted, carried_return, reward)
 
-    by_turn = (turns.reward.T, (turns.scored >= at_least).T)
-    _, ahead = jax.lax.scan(step, jnp.zeros_like(turns.reward[:, 0]), by_turn, reverse=True)
-    return ahead.T
+    is_counted = turns.scored >= at_least
+    after_last = jnp.zeros_like(turns.reward[:, 0])
+    _, returns_KB = jax.lax.scan(step, after_last, (turns.reward.T, is_counted.T), reverse=True)
+    return returns_KB.T
 
 
 def compared(
@@ -107,49 +123,73 @@ def compared(
     the deviation would turn a tiny difference into a large one. Sums run over turns in the order of a sort, because the
     order of a scatter's additions varies on a GPU.
     """
-    (is_out, *_), value, place, first = _sorted_turns(value, key, turns, x)
+    runs = _sorted_turns(value, key, turns, x)
 
     def total(values: jax.Array) -> jax.Array:
-        return _over_runs(values, first, jnp.add)
+        return _over_runs(values, runs.first, jnp.add)
 
-    count = total(jnp.ones_like(value))
-    of_rows = jnp.sum(jnp.abs(turns.reward), axis=1, keepdims=True)
-    rounding = 2 * (turns.valid.shape[1] + 1) * jnp.finfo(jnp.float32).eps * of_rows
-    rounding = jnp.broadcast_to(rounding, turns.valid.shape).ravel()[place]
-    span = _over_runs(value, first, jnp.maximum) - _over_runs(value, first, jnp.minimum)
-    is_tied = span <= _over_runs(rounding, first, jnp.maximum)
-    gap = jnp.where(is_tied | is_out, 0.0, value - total(value) / count)
+    count = total(jnp.ones_like(runs.value))
+    lowest = _over_runs(runs.value, runs.first, jnp.minimum)
+    highest = _over_runs(runs.value, runs.first, jnp.maximum)
+    rounding = jnp.broadcast_to(_rounding(turns), turns.valid.shape).ravel()[runs.place]
+    is_tied = highest - lowest <= _over_runs(rounding, runs.first, jnp.maximum)
+    mean = total(runs.value) / count
+    gap = jnp.where(is_tied | runs.is_invalid, 0.0, runs.value - mean)
     if std:
-        gap = gap / (jnp.sqrt(total(jnp.square(gap)) / count) + STD_EPSILON)
-    return jax.lax.sort((place, gap), num_keys=1)[1].reshape(turns.valid.shape)
+        variance = total(jnp.square(gap)) / count
+        gap = gap / (jnp.sqrt(variance) + STD_EPSILON)
+    return _unsorted(gap, runs, turns)
 
 
-def num_with_key(key: Int[AnyArray, "B K"], turns: Turns, x: Rows) -> Float[Array, "B K"]:
+def _rounding(turns: Turns) -> Float[Array, "B 1"]:
+    """Return a bound of the rounding error of sums of each row's rewards."""
+    max_terms = turns.valid.shape[1] + 1
+    reward_size = jnp.sum(jnp.abs(turns.reward), axis=1, keepdims=True)
+    return 2 * max_terms * jnp.finfo(jnp.float32).eps * reward_size
+
+
+def num_with_key(
+    key: Int[AnyArray, "B K"],
+    turns: Turns,
+    x: Rows,
+) -> Float[Array, "B K"]:
     """Return, for each turn, the number of turns of its group with its key, including itself, [B,K] f32."""
-    _, ones, place, first = _sorted_turns(jnp.ones(turns.valid.shape), key, turns, x)
-    return jax.lax.sort((place, _over_runs(ones, first, jnp.add)), num_keys=1)[1].reshape(turns.valid.shape)
+    ones = jnp.ones(turns.valid.shape)
+    runs = _sorted_turns(ones, key, turns, x)
+    count = _over_runs(runs.value, runs.first, jnp.add)
+    return _unsorted(count, runs, turns)
 
 
-def _sorted_turns(
-    value: AnyArray, key: AnyArray, turns: Turns, x: Rows
-) -> tuple[list[jax.Array], jax.Array, jax.Array, jax.Array]:
-    """Sort all turns, flat, by (not valid, group, key).
+class _Runs(NamedTuple):
+    """All turns, flat, sorted so that the turns of a group with the same key are a run of neighbours; [B * K]."""
 
-    Returns:
-        The three sorted keys, the values, the original places of the turns, and a mask of the first element of each run
-        of equal keys.
-    """
+    is_invalid: jax.Array  # bool; these turns come last
+    value: jax.Array  # f32
+    place: jax.Array  # i32, the turn's index before the sort
+    first: jax.Array  # bool, the first turn of a run
+
+
+def _sorted_turns(value: AnyArray, key: AnyArray, turns: Turns, x: Rows) -> _Runs:
+    """Sort all turns by (not valid, group, key)."""
     shape = turns.valid.shape
     value = jnp.where(turns.valid, value, 0.0).ravel()
     group = jnp.broadcast_to(x.groups.index[:, None], shape).ravel()
+    is_invalid = (~turns.valid).ravel()
     place = jnp.arange(value.size)
-    keys = (~turns.valid).ravel(), group, jnp.ravel(key)
-    *sorted_keys, value, place = jax.lax.sort((*keys, value, place), num_keys=3)
+    columns = (is_invalid, group, jnp.ravel(key), value, place)
+    is_invalid, group, key, value, place = jax.lax.sort(columns, num_keys=3)
     begins = []
-    for sorted_key in sorted_keys:
+    for sorted_key in (is_invalid, group, key):
         differs = sorted_key[1:] != sorted_key[:-1]
         begins.append(jnp.concatenate([jnp.ones(1, bool), differs]))
-    return sorted_keys, value, place, jnp.any(jnp.stack(begins), axis=0)
+    first = jnp.any(jnp.stack(begins), axis=0)
+    return _Runs(is_invalid, value, place, first)
+
+
+def _unsorted(values: jax.Array, runs: _Runs, turns: Turns) -> jax.Array:
+    """Return the values of sorted turns at the places that the turns had before the sort, [B,K]."""
+    _, unsorted = jax.lax.sort((runs.place, values), num_keys=1)
+    return unsorted.reshape(turns.valid.shape)
 
 
 def _over_runs(
@@ -166,16 +206,20 @@ def _over_runs(
     """
 
     def onward(before, here):
+        has_first_before, value_before = before
         is_first, value = here
-        return before[0] | is_first, jnp.where(is_first, value, combine(before[1], value))
+        combined = combine(value_before, value)
+        return has_first_before | is_first, jnp.where(is_first, value, combined)
 
     def back(after, here):
+        has_last_after, value_after = after
         is_last, value = here
-        return after[0] | is_last, jnp.where(is_last, value, after[1])
+        return has_last_after | is_last, jnp.where(is_last, value, value_after)
 
     _, so_far = jax.lax.associative_scan(onward, (first, value))
     is_last = jnp.concatenate([first[1:], jnp.ones(1, bool)])
-    return jax.lax.associative_scan(back, (is_last, so_far), reverse=True)[1]
+    _, whole_run = jax.lax.associative_scan(back, (is_last, so_far), reverse=True)
+    return whole_run
 
 
 def states(turns: Turns, x: Rows) -> UInt32[Array, "B K"]:
@@ -184,15 +228,20 @@ def states(turns: Turns, x: Rows) -> UInt32[Array, "B K"]:
     The number is the sum over the state's tokens of a hash of (token, index in the state), modulo 2^32. Two different
     texts have the same number with probability 1 in 4e9.
     """
-    place = jnp.arange(x.mask.shape[1])[None, :]
-    begin = jax.lax.cummax(jnp.where(x.mask, place + 1, 0), axis=1)
-    sums = _sum_before(turns, jnp.where(x.mask, jnp.uint32(0), _hash(x.tokens, place - begin)))
-    return sums - jnp.pad(sums, ((0, 0), (1, 0)))[:, :-1]
+    position = jnp.arange(x.mask.shape[1])[None, :]
+    state_start = jax.lax.cummax(jnp.where(x.mask, position + 1, 0), axis=1)
+    hashes = _hash(x.tokens, position - state_start)
+    hashes_of_states = jnp.where(x.mask, jnp.uint32(0), hashes)
+    sums = _sum_before(turns, hashes_of_states)
+    earlier_sums = jnp.pad(sums, ((0, 0), (1, 0)))[:, :-1]
+    return sums - earlier_sums
 
 
 def histories(turns: Turns, x: Rows) -> UInt32[Array, "B K"]:
     """Return a number for all tokens before each turn, including the policy's own turns; see ``states``."""
-    return _sum_before(turns, _hash(x.tokens, jnp.arange(x.mask.shape[1])[None, :]))
+    position = jnp.arange(x.mask.shape[1])[None, :]
+    hashes = _hash(x.tokens, position)
+    return _sum_before(turns, hashes)
 
 
 def _hash(tokens: jax.Array, place: jax.Array) -> jax.Array:
@@ -206,7 +255,9 @@ def _hash(tokens: jax.Array, place: jax.Array) -> jax.Array:
 def _sum_before(turns: Turns, hashes: jax.Array) -> UInt32[Array, "B K"]:
     """Return the sum of hashes [B, S] of the tokens before each turn, modulo 2^32."""
     total = jnp.cumsum(hashes, axis=1, dtype=jnp.uint32)
-    return jnp.take_along_axis(total, jnp.clip(turns.start - 1, 0, total.shape[1] - 1), axis=1)
+    last_position = total.shape[1] - 1
+    position_before = jnp.clip(turns.start - 1, 0, last_position)
+    return jnp.take_along_axis(total, position_before, axis=1)
 
 
 def _numbers(turns: Turns) -> Int[Array, "B K"]:
@@ -226,7 +277,12 @@ def _row_advantage(x: Rows, std: bool) -> Float[Array, "B 1"]:
 
 
 @needs("turn_reward", siblings=True, tied_teaches=_always)
-def turn_returns(x: Rows, *, discount: Share = 1.0, std: bool = True) -> Float[Array, "B S"]:
+def turn_returns(
+    x: Rows,
+    *,
+    discount: Share = 1.0,
+    std: bool = True,
+) -> Float[Array, "B S"]:
     """Return (G - mean) / (std + 1e-6) among the group's turns with the same number, where G is a turn's return.
 
         G_k = r_k + discount G_{k+1}
@@ -238,7 +294,8 @@ def turn_returns(x: Rows, *, discount: Share = 1.0, std: bool = True) -> Float[A
         arXiv:2502.20380.
     """
     turns = turns_of(x)
-    return by_token(compared(returns(turns, discount), _numbers(turns), turns, x, std=std), turns, x)
+    by_turn = compared(returns(turns, discount), _numbers(turns), turns, x, std=std)
+    return by_token(by_turn, turns, x)
 
 
 @needs("turn_reward", siblings=True, tied_teaches=_always)
@@ -254,15 +311,22 @@ def mt_grpo(x: Rows, *, coefficient: NotNegative = 1.0) -> Float[Array, "B S"]:
         not define the advantage for more than two turns.
     """
     turns = turns_of(x)
-    outcome = jnp.sum(jnp.where(turns.last, turns.reward, 0.0), axis=1)
-    outcome = over_std(minus_mean(outcome, x.groups), x.groups)[:, None]
-    earlier = turns._replace(valid=turns.valid & ~turns.last)
-    by_turn = compared(turns.reward, _numbers(turns), earlier, x, std=True)
-    return by_token(outcome + coefficient * by_turn, turns, x)
+    last_reward = jnp.sum(jnp.where(turns.last, turns.reward, 0.0), axis=1)
+    outcome = over_std(minus_mean(last_reward, x.groups), x.groups)
+    earlier_turns = turns._replace(valid=turns.valid & ~turns.last)
+    by_turn = compared(turns.reward, _numbers(turns), earlier_turns, x, std=True)
+    advantage = outcome[:, None] + coefficient * by_turn
+    return by_token(advantage, turns, x)
 
 
 @needs("turn_reward", siblings=True, tied_teaches=_always)
-def gigpo(x: Rows, *, discount: Share = 0.95, weight: NotNegative = 1.0, std: bool = True) -> Float[Array, "B S"]:
+def gigpo(
+    x: Rows,
+    *,
+    discount: Share = 0.95,
+    weight: NotNegative = 1.0,
+    std: bool = True,
+) -> Float[Array, "B S"]:
     """Return the row's advantage plus ``weight`` times the turn's advantage among turns with the same state.
 
         A = A^E + weight A^S,   A^S of G_k = r_k + discount G_{k+1} among the turns of an anchor state
@@ -275,8 +339,10 @@ def gigpo(x: Rows, *, discount: Share = 0.95, weight: NotNegative = 1.0, std: bo
     """
     turns = turns_of(x)
     key = jax.lax.bitcast_convert_type(states(turns, x), jnp.int32)
+    by_row = _row_advantage(x, std)
     by_turn = compared(returns(turns, discount), key, turns, x, std=std)
-    return by_token(_row_advantage(x, std) + weight * by_turn, turns, x)
+    advantage = by_row + weight * by_turn
+    return by_token(advantage, turns, x)
 
 
 @needs("turn_reward", siblings=True, tied_teaches=_always)
@@ -302,18 +368,25 @@ def ui_s1(
         the population's standard deviation.
     """
     turns = turns_of(x)
-    ahead = returns(turns, discount, matched)
-    of_rows = jnp.broadcast_to(x.reward[:, None], turns.valid.shape)
-    episode = compared(of_rows, jnp.zeros_like(_numbers(turns)), turns, x, std=std)
-    step = compared(ahead, _numbers(turns), turns, x, std=std)
-    spread = jnp.sqrt(group_mean(jnp.square(minus_mean(ahead[:, 0], x.groups)), x.groups))
-    is_kept = (spread > min_std) | (min_std == 0)
-    return by_token(jnp.where(is_kept[:, None], episode + weight * step, 0.0), turns, x)
+    turn_return = returns(turns, discount, matched)
+    row_reward = jnp.broadcast_to(x.reward[:, None], turns.valid.shape)
+    same_key = jnp.zeros_like(_numbers(turns))
+    episode = compared(row_reward, same_key, turns, x, std=std)
+    step = compared(turn_return, _numbers(turns), turns, x, std=std)
+    deviation = minus_mean(turn_return[:, 0], x.groups)
+    std_of_group = jnp.sqrt(group_mean(jnp.square(deviation), x.groups))
+    is_kept = (std_of_group > min_std) | (min_std == 0)
+    advantage = jnp.where(is_kept[:, None], episode + weight * step, 0.0)
+    return by_token(advantage, turns, x)
 
 
 @needs("turn_reward", "value", memory=memory.Moments)
 def turn_gae(
-    x: Rows, *, gae_lambda: Share = 1.0, discount: Share = 1.0, norm_decay: Decay = 0.0
+    x: Rows,
+    *,
+    gae_lambda: Share = 1.0,
+    discount: Share = 1.0,
+    norm_decay: Decay = 0.0,
 ) -> tuple[Float[Array, "B S"], Sums]:
     """Return the return of each turn minus the critic's value before it, whitened over the batch's tokens.
 
@@ -326,17 +399,23 @@ def turn_gae(
         normalisation was not found. The KL is not part of the reward.
     """
     turns = turns_of(x)
-    value = jnp.take_along_axis(x.columns["value"], jnp.minimum(turns.start, x.mask.shape[1] - 1), axis=1)
-    expected = lambda_returns(value, turns.reward, turns.valid, discount=discount, gae_lambda=gae_lambda)
-    gain = jnp.where(turns.valid, expected - value, 0.0)
+    last_position = x.mask.shape[1] - 1
+    start = jnp.minimum(turns.start, last_position)
+    value = jnp.take_along_axis(x.columns["value"], start, axis=1)
+    turn_return = lambda_returns(value, turns.reward, turns.valid, discount=discount, gae_lambda=gae_lambda)
+    gain = jnp.where(turns.valid, turn_return - value, 0.0)
     active = x.mask & x.groups.valid[:, None]
     advantage, learned = over_batch(by_token(gain, turns, x), active, x, centre=True, decay=norm_decay)
-    return advantage, learned | {"returns": by_token(expected, turns, x)}
+    return advantage, learned | {"returns": by_token(turn_return, turns, x)}
 
 
 @needs("turn_reward", "value", memory=memory.Moments)
 def step_gae(
-    x: Rows, *, gae_lambda: Share = 1.0, discount: Share = 1.0, norm_decay: Decay = 0.0
+    x: Rows,
+    *,
+    gae_lambda: Share = 1.0,
+    discount: Share = 1.0,
+    norm_decay: Decay = 0.0,
 ) -> tuple[Float[Array, "B S"], Sums]:
     """Return the return of each token minus the critic's value. A turn's reward counts at its last token.
 
@@ -347,13 +426,15 @@ def step_gae(
     """
     turns = turns_of(x)
     active = x.mask & x.groups.valid[:, None]
-    ends = x.mask & ~jnp.pad(x.mask, ((0, 0), (0, 1)))[:, 1:]
-    reward = jnp.where(ends, by_token(turns.reward, turns, x), 0.0)
+    is_sampled_after = jnp.pad(x.mask, ((0, 0), (0, 1)))[:, 1:]
+    is_last_of_turn = x.mask & ~is_sampled_after
+    reward_of_turn = by_token(turns.reward, turns, x)
+    reward = jnp.where(is_last_of_turn, reward_of_turn, 0.0)
     value = x.columns["value"]
-    expected = lambda_returns(value, reward, active, discount=discount, gae_lambda=gae_lambda)
-    gain = expected - jnp.where(active, value, 0.0)
+    token_return = lambda_returns(value, reward, active, discount=discount, gae_lambda=gae_lambda)
+    gain = token_return - jnp.where(active, value, 0.0)
     advantage, learned = over_batch(gain, active, x, centre=True, decay=norm_decay)
-    return advantage, learned | {"returns": expected}
+    return advantage, learned | {"returns": token_return}
 
 
 # ---- rows of a group that share their first turns
@@ -372,7 +453,11 @@ def _branches_fit(path: str, settings: Mapping[str, Any], config: Any) -> str:
     return ""
 
 
-def branches(turns: Turns, x: Rows, branch_turns: int) -> tuple[Int[Array, "B 1"], Int[Array, "B K"]]:
+def branches(
+    turns: Turns,
+    x: Rows,
+    branch_turns: int,
+) -> tuple[Int[Array, "B 1"], Int[Array, "B K"]]:
     """Return the turn at which each row stops sharing its history with its group, and a key of each turn's history.
 
     A row parts at its last turn whose history another row of the group shares. The sampler gives rows the same first
@@ -381,9 +466,13 @@ def branches(turns: Turns, x: Rows, branch_turns: int) -> tuple[Int[Array, "B 1"
     they share. If rows draw the same tokens by chance after the planned turn, they still count as parted.
     """
     key = jax.lax.bitcast_convert_type(histories(turns, x), jnp.int32)
-    is_planned = _numbers(turns) <= 1 + x.group_id[:, None] % branch_turns
-    is_shared = turns.valid & (num_with_key(key, turns, x) > 1) & is_planned
-    return jnp.max(jnp.where(is_shared, _numbers(turns), 0), axis=1, keepdims=True), key
+    number = _numbers(turns)
+    planned_turn = 1 + x.group_id[:, None] % branch_turns
+    has_same_history = num_with_key(key, turns, x) > 1
+    is_shared = turns.valid & has_same_history & (number <= planned_turn)
+    shared_number = jnp.where(is_shared, number, 0)
+    parting_turn = jnp.max(shared_number, axis=1, keepdims=True)
+    return parting_turn, key
 
 
 @needs("turn_reward", siblings=True, tied_teaches=_always, rule=_branches_fit)
@@ -410,14 +499,20 @@ def logo(
     turns = turns_of(x)
     parting_turn, key = branches(turns, x, branch_turns)
     by_turn = compared(returns(turns, 1.0), key, turns, x, std=std)
+    by_row = _row_advantage(x, std)
     local = jnp.take_along_axis(by_turn, parting_turn, axis=1)
     is_after = (parting_turn > 0) & (_numbers(turns) >= parting_turn)
-    return by_token(_row_advantage(x, std) + weight * jnp.where(is_after, local, 0.0), turns, x)
+    advantage = by_row + weight * jnp.where(is_after, local, 0.0)
+    return by_token(advantage, turns, x)
 
 
 @needs("turn_reward", siblings=True, tied_teaches=_always, rule=_branches_fit)
 def step_values(
-    x: Rows, *, branch_rows: BranchRows = 4, branch_turns: Count = 1, std: bool = False
+    x: Rows,
+    *,
+    branch_rows: BranchRows = 4,
+    branch_turns: Count = 1,
+    std: bool = False,
 ) -> Float[Array, "B S"]:
     """Return the value of the state after the shared turns, and for later turns the reward minus this value.
 
@@ -436,19 +531,27 @@ def step_values(
     reward = x.reward[:, None]
 
     def compared_rows(value: jax.Array, key: jax.Array, std: bool) -> jax.Array:
-        return compared(jnp.broadcast_to(value, turns.valid.shape), key, turns, x, std=std)
+        value_of_turns = jnp.broadcast_to(value, turns.valid.shape)
+        return compared(value_of_turns, key, turns, x, std=std)
 
     gap = jnp.take_along_axis(compared_rows(reward, key, False), parting_turn, axis=1)
     scaled_gap = jnp.take_along_axis(compared_rows(reward, key, std), parting_turn, axis=1)
-    before = compared_rows(reward - gap, _numbers(turns), std)[:, :1]  # every row has a first turn
-    return by_token(jnp.where(_numbers(turns) < parting_turn, before, scaled_gap), turns, x)
+    state_value = reward - gap
+    before_parting = compared_rows(state_value, _numbers(turns), std)[:, :1]  # every row has a first turn
+    advantage = jnp.where(_numbers(turns) < parting_turn, before_parting, scaled_gap)
+    return by_token(advantage, turns, x)
 
 
 # ---- reshapings
 
 
 @needs("turn_reward")
-def without_wrong_turns(advantage: Float[AnyArray, "B S"], x: Rows, *, below: Number = 0.0) -> Float[Array, "B S"]:
+def without_wrong_turns(
+    advantage: Float[AnyArray, "B S"],
+    x: Rows,
+    *,
+    below: Number = 0.0,
+) -> Float[Array, "B S"]:
     """Return an advantage with 0 at the turns with a score below ``below``, [B,S]: the policy does not learn them.
 
     Scores decide whether a turn is wrong; reward terms do not. The policy still learns from the length penalty of a
@@ -458,8 +561,9 @@ def without_wrong_turns(advantage: Float[AnyArray, "B S"], x: Rows, *, below: Nu
         the source a teacher marks the wrong step, here the reward marks it. The source's equation was not found.
     """
     turns = turns_of(x)
-    is_wrong = by_token((turns.scored < below).astype(jnp.float32), turns, x) > 0
-    return jnp.where(is_wrong, 0.0, advantage)
+    is_wrong_turn = (turns.scored < below).astype(jnp.float32)
+    is_wrong_token = by_token(is_wrong_turn, turns, x) > 0
+    return jnp.where(is_wrong_token, 0.0, advantage)
 
 
 ADVANTAGES = {
@@ -475,7 +579,12 @@ ADVANTAGES = {
 
 
 @needs("turn_reward", "turn_seconds")
-def duration_factor(advantage: Float[AnyArray, "B S"], x: Rows, *, exponent: Exponent = 1.0) -> Float[AnyArray, "B S"]:
+def duration_factor(
+    advantage: Float[AnyArray, "B S"],
+    x: Rows,
+    *,
+    exponent: Exponent = 1.0,
+) -> Float[AnyArray, "B S"]:
     """Return an advantage times a weight that grows with the duration of the turn, [B,S] f32.
 
         w = (seconds / mean seconds of the batch's turns) ** exponent
@@ -493,15 +602,23 @@ def duration_factor(advantage: Float[AnyArray, "B S"], x: Rows, *, exponent: Exp
     turns = turns_of(x)
     seconds = x.columns["turn_seconds"]
     is_timed = turns.valid & (seconds > 0)
-    by_turn = by_token(jnp.where(is_timed, _over_mean(seconds, is_timed, exponent), 1.0), turns, x)
-    by_row = _over_mean(x.length.astype(jnp.float32), x.groups.valid, exponent)[:, None]
+    weight_of_turn = jnp.where(is_timed, _over_mean(seconds, is_timed, exponent), 1.0)
+    by_turn = by_token(weight_of_turn, turns, x)
+    num_tokens = x.length.astype(jnp.float32)
+    by_row = _over_mean(num_tokens, x.groups.valid, exponent)[:, None]
     return advantage * jnp.where(jnp.any(is_timed), by_turn, by_row)
 
 
-def _over_mean(duration: Float[AnyArray, "*any"], counts: Bool[AnyArray, "*any"], exponent: float) -> jax.Array:
+def _over_mean(
+    duration: Float[AnyArray, "*any"],
+    counts: Bool[AnyArray, "*any"],
+    exponent: float,
+) -> jax.Array:
     """Return (duration / mean of the durations that count) ** exponent; 1 if none counts."""
-    mean = jnp.sum(jnp.where(counts, duration, 0.0)) / jnp.maximum(jnp.sum(counts), 1)
-    return jnp.where(mean > 0, (duration / jnp.where(mean > 0, mean, 1.0)) ** exponent, 1.0)
+    total = jnp.sum(jnp.where(counts, duration, 0.0))
+    mean = total / jnp.maximum(jnp.sum(counts), 1)
+    relative = duration / jnp.where(mean > 0, mean, 1.0)
+    return jnp.where(mean > 0, relative**exponent, 1.0)
 
 
 RESHAPINGS = {
