@@ -125,7 +125,7 @@ def _none_taken(num_shards: int) -> Drawn:
 
 
 def joined(first: Drawn, second: Drawn) -> Drawn:
-    """Return both lists, one after the other."""
+    """Return both lists, one after the other: slots [M, a + b] i32 and whether each slot counts, [M, a + b] bool."""
     slot = jnp.concatenate([first[0], second[0]], axis=1)
     counts = jnp.concatenate([first[1], second[1]], axis=1)
     return slot, counts
