@@ -17,6 +17,7 @@ Owns: when a call has enough groups, which groups leave the table, how a surplus
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.actor import tables
 from jaxrl_llm.runtime import sharding
 
 Place = tuple[int, int]  # shard, entry
@@ -39,10 +41,15 @@ def slack_of(num_prompts: int, lookahead: int, shards: int, max_lag: int) -> int
     - With one shard, no other shard can take a surplus.
     - With a staleness gate so tight that a shard may have to give its whole quota to keep the gate.
     """
-    quota, entries = num_prompts // shards, (num_prompts + lookahead) // shards
-    if lookahead == 0 or shards == 1 or 0 < max_lag * quota < entries:
+    quota = num_prompts // shards
+    entries = (num_prompts + lookahead) // shards
+    if lookahead == 0 or shards == 1:
         return 0
-    return min(math.isqrt(quota - 1) + 1, entries - quota)
+    has_tight_gate = 0 < max_lag * quota < entries
+    if has_tight_gate:
+        return 0
+    root = math.isqrt(quota - 1) + 1
+    return min(root, entries - quota)
 
 
 def is_enough(num_finished_M: Any, num_prompts: int, slack: int) -> Any:
@@ -68,16 +75,17 @@ def chosen(
         due: places of the groups that must leave with this call.
     """
     most = num_prompts // len(finished) + slack
-    queue = sorted(
-        (place for places in finished for place in places),
-        key=lambda x: (x not in due, age(x)),
-    )
+
+    def urgency(place: Place) -> tuple[bool, int]:
+        return place not in due, age(place)
+
+    queue = sorted(itertools.chain(*finished), key=urgency)
     leaving: list[list[Place]] = [[] for _ in finished]
     left = num_prompts
     for place in queue:
-        of_shard = leaving[place[0]]
-        if left and len(of_shard) < most:
-            of_shard.append(place)
+        shard, _ = place
+        if left and len(leaving[shard]) < most:
+            leaving[shard].append(place)
             left -= 1
     return [sorted(places, key=age) for places in leaving]
 
@@ -85,11 +93,12 @@ def chosen(
 def in_rows(leaving: list[list[Place]], num_prompts: int) -> list[Place]:
     """Return the places in the order of the rollout's groups: each shard's own groups, then the groups moved to it."""
     quota = num_prompts // len(leaving)
-    surplus = iter([place for places in leaving for place in places[quota:]])
+    surplus = itertools.chain(*(places[quota:] for places in leaving))
     rows = []
     for places in leaving:
         own = places[:quota]
-        rows += own + [next(surplus) for _ in range(quota - len(own))]
+        moved = itertools.islice(surplus, quota - len(own))
+        rows += [*own, *moved]
     return rows
 
 
@@ -104,15 +113,19 @@ def arrays(leaving: list[list[Place]], num_prompts: int, slack: int, entries: in
     M = len(leaving)
     quota = num_prompts // M
     entry = np.full((M, quota + slack), entries, np.int32)
+    surplus: list[int] = []  # indices among the M s groups beyond the quotas
     for shard, places in enumerate(leaving):
-        entry[shard, : len(places)] = [where[1] for where in places]
+        entry[shard, : len(places)] = [entry_of_shard for _, entry_of_shard in places]
+        first = shard * slack
+        num_beyond = max(0, len(places) - quota)
+        surplus += range(first, first + num_beyond)
     if not slack:
         return (entry,)
-    surplus = iter([shard * slack + i for shard, places in enumerate(leaving) for i in range(len(places) - quota)])
     source = np.full((M, quota), -1, np.int32)
+    unused = iter(surplus)
     for shard, places in enumerate(leaving):
         for row in range(len(places), quota):
-            source[shard, row] = next(surplus)
+            source[shard, row] = next(unused)
     return entry, source
 
 
@@ -121,16 +134,18 @@ def take(table: jax.Array, entry_MX: jax.Array, source_Mq: jax.Array | None = No
 
     Only the groups beyond the quotas are sent between devices: every device receives all M s of these groups.
     """
-    each = jax.vmap(lambda of_shard, entry: of_shard[entry])(table, entry_MX)
+    groups = tables.take(table, entry_MX)
     if source_Mq is None:
-        return each
+        return groups
     quota = source_Mq.shape[1]
-    own, beyond = each[:, :quota], each[:, quota:]
+    own = groups[:, :quota]
+    beyond = groups[:, quota:]
     beyond = beyond.reshape(-1, *beyond.shape[2:])
     beyond = sharding.constrain(beyond, *(None,) * beyond.ndim)
 
-    def moved(own: jax.Array, source: jax.Array, beyond: jax.Array) -> jax.Array:
+    def with_moved(own: jax.Array, source: jax.Array, beyond: jax.Array) -> jax.Array:
         is_own = (source < 0).reshape(*source.shape, *(1,) * (own.ndim - 2))
-        return jnp.where(is_own, own, beyond[jnp.maximum(source, 0)])
+        moved = beyond[jnp.maximum(source, 0)]
+        return jnp.where(is_own, own, moved)
 
-    return sharding.by_device(moved, own, source_Mq, beyond, axes=(("batch",), ("batch",), jax.P()))
+    return sharding.by_device(with_moved, own, source_Mq, beyond, axes=(("batch",), ("batch",), jax.P()))

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.actor import tables
 from jaxrl_llm.actor.generator import Generator
 from jaxrl_llm.actor.quotas import Place
 from jaxrl_llm.actor.sampler import SamplerState
@@ -113,11 +114,11 @@ def _move(state: SamplerState, *, old_shards: int) -> tuple[SamplerState, jax.Ar
     old_shard = slot // (num_slots // old_shards)
     new_shard = slot // (num_slots // M)
     row = old_row + old_shard * (num_rows // old_shards) - new_shard * Q
-    slot_row = jnp.where((old_row >= 0) & (row >= 0) & (row < Q), row, -1).reshape(M, -1)
-    has_slot = jnp.zeros((M, Q), bool)
-    mark = jax.vmap(lambda has, rows: has.at[rows].set(True, mode="drop"))
-    has_slot = mark(has_slot, jnp.where(slot_row < 0, Q, slot_row))
-    restarts = state.started & (state.stop_reason == STOP_NONE) & ~has_slot.reshape(M, E, G)
+    keeps_row = (old_row >= 0) & (row >= 0) & (row < Q)
+    slot_row = jnp.where(keeps_row, row, -1).reshape(M, -1)
+    row_or_none = jnp.where(slot_row < 0, Q, slot_row)  # Q is out of range
+    has_slot = tables.mark(jnp.zeros((M, Q), bool), row_or_none, True)
+    restarts = state.started & (state.stop_reason == STOP_NONE) & ~tables.by_group(has_slot, G)
     is_completion = jnp.arange(S).reshape(1, 1, 1, S) >= state.prompt_length[..., None]
     is_cleared = restarts[..., None] & is_completion
 
@@ -128,7 +129,9 @@ def _move(state: SamplerState, *, old_shards: int) -> tuple[SamplerState, jax.Ar
             x,
         )
 
-    waiting = {name: clear(x, slot_row < 0 if name == "idle_steps" else restarts) for name, x in state.waiting.items()}
+    waiting = {}
+    for name, table in state.waiting.items():
+        waiting[name] = clear(table, slot_row < 0 if name == "idle_steps" else restarts)
     moved = dataclasses.replace(
         state,
         slot_row=slot_row,

@@ -29,14 +29,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl_llm.actor import quotas, stop_strings, turns
+from jaxrl_llm.actor import quotas, stop_strings, tables, turns
 from jaxrl_llm.config import SamplingConfig
 from jaxrl_llm.models import mixers, moe
 from jaxrl_llm.models import rope as ropes
@@ -148,7 +148,9 @@ class Sampler:
         """Return N, the number of ids kept with each token so that the learner normalises over the same ids, or 0."""
         sampling = self.sampling
         vocab_size = self.model.arch.vocab_size
-        if sampling.temperature == 0 or not self.keeps_support or not Filter.of(sampling).leaves_out(vocab_size):
+        if sampling.temperature == 0 or not self.keeps_support:
+            return 0
+        if not Filter.of(sampling).leaves_out(vocab_size):
             return 0
         limit = sampling.support_tokens or sampling.top_k or SUPPORT_TOKENS
         return min(limit, sampling.top_k or vocab_size, vocab_size)
@@ -179,18 +181,21 @@ class Sampler:
         E = self.entries
         G = self.group_size
         S = self.row_tokens
-        talks = self.answer_tokens > 0
-        sizes = CacheSizes(
+        columns = {}
+        for name, (dtype, *sizes) in self.columns.items():
+            columns[name] = jnp.zeros((M, E, G, S, *sizes), dtype)
+        has_answers = self.answer_tokens > 0
+        cache_sizes = CacheSizes(
             slots=self.num_slots,
             prompts=M * E,
             prompt_width=self.max_prompt_tokens,
             completion=self.sampling.max_completion_tokens,
             implementation=self.model.attention,
             dtype=self.model.compute_dtype,
-            spare=turns.idle_room(self.chunk_steps) if talks else 0,
+            spare=turns.idle_room(self.chunk_steps) if has_answers else 0,
         )
         return SamplerState(
-            **mixers.empty_caches(arch, sizes),
+            **mixers.empty_caches(arch, cache_sizes),
             cache_end=jnp.int32(0),
             slot_row=jnp.full((M, self.num_slots // M), -1, jnp.int32),
             tokens=jnp.zeros((M, E, G, S), jnp.int32),
@@ -203,12 +208,13 @@ class Sampler:
             group_id=jnp.full((M, E), NO_PROMPT, jnp.int32),
             prompt_version=jnp.full((M, E), -1, jnp.int32) if self.stale_cache else None,
             drawn=self._no_draws(),
-            columns={name: jnp.zeros((M, E, G, S, *rest), dtype) for name, (dtype, *rest) in self.columns.items()},
-            waiting=turns.empty(M, E, G, self.num_slots) if talks else {},
+            columns=columns,
+            waiting=turns.empty(M, E, G, self.num_slots) if has_answers else {},
         )
 
     def _no_draws(self) -> DrawSums:
-        return DrawSums(*(jnp.zeros(self.shards, jnp.float32) for _ in dataclasses.fields(DrawSums)))
+        names = [field.name for field in dataclasses.fields(DrawSums)]
+        return DrawSums(**{name: jnp.zeros(self.shards, jnp.float32) for name in names})
 
     def abstract_state(self) -> SamplerState:
         """Return the shapes of the state with their shardings."""
@@ -230,97 +236,113 @@ class Sampler:
     @property
     def _leaving_shapes(self) -> list[tuple[int, int]]:
         """Return the shapes of the index arrays (``quotas.arrays``) that select the groups to collect."""
-        M, quota = self.shards, self.num_prompts // self.shards
-        shapes = [(M, quota + self.slack)]
+        quota = self.num_prompts // self.shards
+        shapes = [(self.shards, quota + self.slack)]
         if self.slack:
-            shapes.append((M, quota))
+            shapes.append((self.shards, quota))
         return shapes
 
     # ---- programs ----------------------------------------------------------------------------------
 
     def programs(self, abstract_params: Any) -> dict[str, Program]:
         """Return the sampler's programs by name, described by shapes only."""
-        P = self.num_prompts
-        L = self.max_prompt_tokens
-        M = self.shards
-        A = self.answer_tokens
         state = self.abstract_state()
-        state_layout = sharding.of(state)
-        rows = functools.partial(sharding.rows, self.mesh)
-        whole = sharding.replicated(self.mesh, 0)
-        scalar = sharding.undivided(self.mesh, jnp.int32)
-        key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "sample")).dtype)
-        entry = rows((M, P // M), jnp.int32)
-        leaving = [rows(shape, jnp.int32) for shape in self._leaving_shapes]
-        rollout = jax.eval_shape(self._collect, state, *leaving)[0]
-        new_prompts = (
-            rows((P, L), jnp.int32),
-            rows((P,), jnp.int32),
-            rows((P,), jnp.int32),
-            entry,
-        )
-        version = (scalar,) if self.stale_cache else ()
-        table = (M, self.entries, self.group_size)
-        answers = ()
-        host_layout: Any = whole
-        if A:
-            answers = (rows((*table, A), jnp.int32), rows(table, jnp.int32))
-            by_shard = rows((M,), jnp.int32).sharding
-            host_layout = (whole, whole, whole, whole, by_shard, by_shard)
         programs = {
-            "init_sampler": Program(self._empty, (), out_shardings=state_layout),
-            "prefill": Program(
-                self._prefill,
-                (abstract_params, state, *new_prompts, *version),
-                out_shardings=state_layout,
-                donate=(1,),
-            ),
-            "decode": Program(
-                self._decode,
-                (
-                    abstract_params,
-                    state,
-                    scalar,
-                    key,
-                    rows((M, self.entries), jnp.bool),
-                    *answers,
-                ),
-                (state_layout, host_layout),
-                donate=(1,),
-            ),
-            "read_group": Program(
-                self._read_group,
-                (state.tokens, rows((M,), jnp.int32)),
-                out_shardings=rows((M,), jnp.int32).sharding,
-            ),
-            "collect": Program(
-                self._collect,
-                (state, *leaving),
-                (
-                    sharding.leading(self.learner_mesh or self.mesh, rollout),
-                    whole,
-                    state_layout,
-                ),
-                donate=(0,),
-            ),
+            "init_sampler": Program(self._empty, (), out_shardings=sharding.of(state)),
+            "prefill": self._prefill_program(abstract_params, state),
+            "decode": self._decode_program(abstract_params, state),
+            "read_group": self._read_group_program(state),
+            "collect": self._collect_program(state),
         }
         if self.cuts_rows or self.sampling.stop_strings:
-            programs["stop_rows"] = Program(
-                stop_strings.cut,
-                (state, rows(table, jnp.int32)),
-                (state_layout, whole),
-                donate=(0,),
-            )
+            programs["stop_rows"] = self._stop_rows_program(state)
         if self.stale_cache:
-            programs["reread"] = Program(
-                self._reread,
-                (abstract_params, state, scalar),
-                out_shardings=state_layout,
-                donate=(1,),
-            )
-        if A:
-            programs["read_waiting"] = Program(turns.host_arrays, (state,), host_layout)
+            programs["reread"] = self._reread_program(abstract_params, state)
+        if self.answer_tokens:
+            programs["read_waiting"] = Program(turns.host_arrays, (state,), self._flags_layout)
         return programs
+
+    def _prefill_program(self, abstract_params: Any, state: SamplerState) -> Program:
+        P = self.num_prompts
+        tokens = self._rows(P, self.max_prompt_tokens)
+        length = self._rows(P)
+        group_id = self._rows(P)
+        entry = self._rows(self.shards, P // self.shards)
+        version = (self._scalar,) if self.stale_cache else ()
+        return Program(
+            self._prefill,
+            (abstract_params, state, tokens, length, group_id, entry, *version),
+            out_shardings=sharding.of(state),
+            donate=(1,),
+        )
+
+    def _decode_program(self, abstract_params: Any, state: SamplerState) -> Program:
+        key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "sample")).dtype)
+        due = sharding.rows(self.mesh, (self.shards, self.entries), jnp.bool)
+        answers = ()
+        if self.answer_tokens:
+            answers = (self._rows(*self._table, self.answer_tokens), self._rows(*self._table))
+        return Program(
+            self._decode,
+            (abstract_params, state, self._scalar, key, due, *answers),
+            (sharding.of(state), self._flags_layout),
+            donate=(1,),
+        )
+
+    def _read_group_program(self, state: SamplerState) -> Program:
+        entry = self._rows(self.shards)
+        return Program(self._read_group, (state.tokens, entry), out_shardings=entry.sharding)
+
+    def _collect_program(self, state: SamplerState) -> Program:
+        leaving = [self._rows(*shape) for shape in self._leaving_shapes]
+        rollout = jax.eval_shape(self._collect, state, *leaving)[0]
+        rollout_layout = sharding.leading(self.learner_mesh or self.mesh, rollout)
+        return Program(
+            self._collect,
+            (state, *leaving),
+            (rollout_layout, self._whole, sharding.of(state)),
+            donate=(0,),
+        )
+
+    def _stop_rows_program(self, state: SamplerState) -> Program:
+        new_length = self._rows(*self._table)
+        return Program(stop_strings.cut, (state, new_length), (sharding.of(state), self._whole), donate=(0,))
+
+    def _reread_program(self, abstract_params: Any, state: SamplerState) -> Program:
+        return Program(
+            self._reread,
+            (abstract_params, state, self._scalar),
+            out_shardings=sharding.of(state),
+            donate=(1,),
+        )
+
+    @property
+    def _table(self) -> tuple[int, int, int]:
+        """Return the shape of the table of open rollouts."""
+        return self.shards, self.entries, self.group_size
+
+    @property
+    def _scalar(self) -> jax.ShapeDtypeStruct:
+        """Return an abstract i32 number."""
+        return sharding.undivided(self.mesh, jnp.int32)
+
+    def _rows(self, *shape: int) -> jax.ShapeDtypeStruct:
+        """Return an abstract i32 array of rows."""
+        return sharding.rows(self.mesh, shape, jnp.int32)
+
+    @property
+    def _whole(self) -> Any:
+        """Return the sharding of arrays that every device holds."""
+        return sharding.replicated(self.mesh, 0)
+
+    @property
+    def _flags_layout(self) -> Any:
+        """Return the sharding of the arrays that the host reads after each chunk."""
+        whole = self._whole
+        if not self.answer_tokens:
+            return whole
+        by_shard = self._rows(self.shards).sharding
+        return (whole, whole, whole, whole, by_shard, by_shard)  # as turns.host_arrays returns them
 
     def _prefill(
         self,
@@ -339,17 +361,28 @@ class Sampler:
         """
         M, _, G, S = state.tokens.shape
         P, L = tokens_PL.shape
-        set_entries = lambda t, n: jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(t, n, entry_MP)
-        caches, noted = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
+        caches, prompt_columns = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
 
         def put(table, value_P):  # [M, E, G, ...] <- [P, ...], the same for every sample of the group
-            value = value_P.reshape(M, P // M, 1, *value_P.shape[1:])
-            value = jnp.broadcast_to(value, (M, P // M, G, *value_P.shape[1:])).astype(table.dtype)
-            return set_entries(table, value)
+            sizes = value_P.shape[1:]
+            value = value_P.reshape(M, P // M, 1, *sizes)
+            value = jnp.broadcast_to(value, (M, P // M, G, *sizes))
+            return tables.put(table, entry_MP, value.astype(table.dtype))
 
+        columns = {}
+        for name, column in state.columns.items():
+            value_P = prompt_columns.get(name)
+            if value_P is None:
+                value_P = jnp.zeros((P, *column.shape[3:]))
+            columns[name] = put(column, value_P)
         zeros = jnp.zeros((P,), jnp.int32)
+        waiting = {}
+        for name, table in state.waiting.items():
+            waiting[name] = table if name == "idle_steps" else put(table, zeros)
         if version is not None:
-            caches["prompt_version"] = set_entries(state.prompt_version, jnp.broadcast_to(version, (M, P // M)))
+            assert state.prompt_version is not None, "weights never change"
+            version_MP = jnp.broadcast_to(version, (M, P // M))
+            caches["prompt_version"] = tables.put(state.prompt_version, entry_MP, version_MP)
         return dataclasses.replace(
             state,
             **caches,
@@ -360,9 +393,9 @@ class Sampler:
             policy_version=put(state.policy_version, jnp.full((P, S), -1)),
             stop_reason=put(state.stop_reason, zeros),
             started=put(state.started, zeros),
-            group_id=set_entries(state.group_id, group_id_P.reshape(M, P // M)),
-            columns={name: put(x, noted.get(name, jnp.zeros((P, *x.shape[3:])))) for name, x in state.columns.items()},
-            waiting={name: x if name == "idle_steps" else put(x, zeros) for name, x in state.waiting.items()},
+            group_id=tables.put(state.group_id, entry_MP, group_id_P.reshape(M, P // M)),
+            columns=columns,
+            waiting=waiting,
         )
 
     def _read_prompts(
@@ -373,18 +406,21 @@ class Sampler:
         P, L = tokens_PL.shape
         positions = jnp.broadcast_to(jnp.arange(L, dtype=jnp.int32), (P, L))
         _, made = self.model.forward(params, tokens_PL, positions, length=length_P - 1)
-        noted = {"experts": moe.prompt_experts(made, length_P, S)} if self.keeps_experts else {}
+        columns = {}
+        if self.keeps_experts:
+            columns["experts"] = moe.prompt_experts(made, length_P, S)
+
+        def by_shard(x):
+            return x.reshape(M, -1, *x.shape[1:])
 
         def put(cache, new):  # [M*E, ...] <- [P, ...]
-            by_shard = lambda x: x.reshape(M, -1, *x.shape[1:])
-            into = jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))
-            return into(by_shard(cache), by_shard(new), entry_MP).reshape(cache.shape)
+            return tables.put(by_shard(cache), entry_MP, by_shard(new)).reshape(cache.shape)
 
         caches = {
             "prompt_k": tuple(map(put, state.prompt_k, made[0])),
             "prompt_v": tuple(map(put, state.prompt_v, made[1])),
         }
-        return caches, noted
+        return caches, columns
 
     def _reread(self, params, state: SamplerState, version) -> SamplerState:
         """Recompute the stale caches of open rollouts with the given weights.
@@ -396,47 +432,56 @@ class Sampler:
         Args:
             version: [] i32 policy version of the weights.
         """
-        M, E, _, S = state.tokens.shape
-        P, L = self.num_prompts, self.max_prompt_tokens
+        version_ME = state.prompt_version
+        assert version_ME is not None, "weights never change"
         is_open = (state.group_id >= 0) & jnp.any(state.stop_reason == STOP_NONE, axis=2)
-        is_stale_ME = is_open & (state.prompt_version != version)
-        of_entries = jax.vmap(lambda table, entry: table[entry])
+        is_stale_ME = is_open & (version_ME != version)
 
-        def read(carry):
+        def has_stale_prompts(carry):
+            _, left_ME = carry
+            return jnp.any(left_ME)
+
+        def reread(carry):
             state, left_ME = carry
-            entry_MP = jnp.argsort(~left_ME, axis=1, stable=True)[:, : P // M].astype(jnp.int32)
-            is_left_MP = jnp.take_along_axis(left_ME, entry_MP, axis=1)
-            length_P = of_entries(state.prompt_length[:, :, 0], entry_MP).reshape(P)
-            tokens_PL = of_entries(state.tokens[:, :, 0, :L], entry_MP).reshape(P, L)
-            tokens_PL = jnp.where(jnp.arange(L)[None] < length_P[:, None], tokens_PL, 0)
-            tokens_PL = sharding.constrain(tokens_PL, "batch", None)
-            entry_MP = jnp.where(is_left_MP, entry_MP, E)
-            caches, noted = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
-            columns = dict(state.columns)
-            # All rows of a group get the same values, because the learner computes a prompt once per group.
-            if "experts" in noted:
-                chosen = noted["experts"].reshape(M, P // M, S, -1).astype(columns["experts"].dtype)
-                of_prompts = jnp.zeros((M, E, S, chosen.shape[-1]), chosen.dtype)
-                of_prompts = jax.vmap(lambda t, n, e: t.at[e].set(n, mode="drop"))(of_prompts, chosen, entry_MP)
-                is_read = jnp.zeros((M, E), bool)
-                is_read = jax.vmap(lambda t, e: t.at[e].set(True, mode="drop"))(is_read, entry_MP)
-                is_prompt = jnp.arange(S).reshape(1, 1, 1, S) < state.prompt_length[..., None]
-                is_new = is_read[:, :, None, None] & is_prompt
-                columns["experts"] = jnp.where(is_new[..., None], of_prompts[:, :, None], columns["experts"])
-            left_ME = jax.vmap(lambda left, entry: left.at[entry].set(False, mode="drop"))(left_ME, entry_MP)
-            return dataclasses.replace(state, **caches, columns=columns), left_ME
+            return self._reread_prompts(params, state, left_ME)
 
-        state, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), read, (state, is_stale_ME))
+        state, _ = jax.lax.while_loop(has_stale_prompts, reread, (state, is_stale_ME))
         if self.stale_cache == "recompute":
             rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
             state = turns.reread(self.model, params, state, rope, is_stale_ME)
-        return dataclasses.replace(state, prompt_version=jnp.where(is_stale_ME, version, state.prompt_version))
+        return dataclasses.replace(state, prompt_version=jnp.where(is_stale_ME, version, version_ME))
+
+    def _reread_prompts(self, params, state: SamplerState, left_ME) -> tuple[SamplerState, jax.Array]:
+        """Recompute the caches of P stale prompts. Return the state, and the mask of the prompts that are left.
+
+        Args:
+            left_ME: [M, E] bool, the entries with stale prompts.
+        """
+        M, E, _, _ = state.tokens.shape
+        P = self.num_prompts
+        L = self.max_prompt_tokens
+        left_first_ME = jnp.argsort(~left_ME, axis=1, stable=True)
+        entry_MP = left_first_ME[:, : P // M].astype(jnp.int32)
+        is_left_MP = jnp.take_along_axis(left_ME, entry_MP, axis=1)
+        # The first sample of a group has the prompt of all samples.
+        length_P = tables.take(state.prompt_length[:, :, 0], entry_MP).reshape(P)
+        tokens_PL = tables.take(state.tokens[:, :, 0, :L], entry_MP).reshape(P, L)
+        is_prompt_PL = jnp.arange(L)[None] < length_P[:, None]
+        tokens_PL = sharding.constrain(jnp.where(is_prompt_PL, tokens_PL, 0), "batch", None)
+        entry_MP = jnp.where(is_left_MP, entry_MP, E)
+        caches, prompt_columns = self._read_prompts(params, state, tokens_PL, length_P, entry_MP)
+        columns = dict(state.columns)
+        if "experts" in prompt_columns:
+            columns["experts"] = _with_prompt_experts(state, prompt_columns["experts"], entry_MP)
+        left_ME = tables.mark(left_ME, entry_MP, False)
+        return dataclasses.replace(state, **caches, columns=columns), left_ME
 
     def _refill(self, state: SamplerState) -> SamplerState:
         """Assign the next pending rows to idle slots, oldest prompt first."""
-        M, E, G, _ = state.tokens.shape
+        _, E, G, _ = state.tokens.shape
         Q = E * G
-        pending = ((state.group_id >= 0)[:, :, None] & ~state.started & (state.stop_reason == STOP_NONE)).reshape(M, Q)
+        is_open = (state.group_id >= 0)[:, :, None]
+        pending = tables.by_row(is_open & ~state.started & (state.stop_reason == STOP_NONE))
         # Position of each prompt in the prompt stream; an older prompt has a smaller position.
         age = jnp.repeat(state.group_id, G, axis=1)
 
@@ -444,19 +489,18 @@ class Sampler:
             # Sort pending rows before all other rows. The sort is stable, so the samples of a prompt stay in order.
             queue = jnp.lexsort((age, ~pending))
             idle = slot_row < 0
-            turn = jnp.cumsum(idle) - 1
-            takes = idle & (turn < jnp.sum(pending))
-            return jnp.where(takes, queue[jnp.clip(turn, 0, Q - 1)], slot_row), takes
+            place = jnp.cumsum(idle) - 1  # place of an idle slot in the queue
+            takes = idle & (place < jnp.sum(pending))
+            next_row = queue[jnp.clip(place, 0, Q - 1)]
+            return jnp.where(takes, next_row, slot_row), takes
 
         slot_row, takes = jax.vmap(one_shard)(state.slot_row, pending, age)
-        started = jax.vmap(lambda s, r, t: s.at[jnp.where(t, r, Q)].set(True, mode="drop"))(
-            state.started.reshape(M, Q), slot_row, takes
-        ).reshape(M, E, G)
+        started = tables.mark(tables.by_row(state.started), jnp.where(takes, slot_row, Q), True)
         begin = functools.partial(mixers.begin, self.model.arch, entry_MZ=jnp.maximum(slot_row, 0) // G)
         return dataclasses.replace(
             state,
             slot_row=slot_row,
-            started=started,
+            started=tables.by_group(started, G),
             cache_k=begin(state.cache_k, state.prompt_k, takes_MZ=takes),
             cache_v=begin(state.cache_v, state.prompt_v, takes_MZ=takes),
         )
@@ -478,22 +522,26 @@ class Sampler:
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_enough = quotas.is_enough(jnp.sum(finished, axis=1), self.num_prompts, self.slack)
         is_wanted = ~is_enough | jnp.any(due & ~finished)
+
+        def decode_chunk(state):
+            return self._decode_chunk(params, state, version, key, answers)
+
         # Skip the whole chunk, not only the loop, because the work before the loop costs time too.
-        state = run_if(
-            is_wanted,
-            lambda state: self._decode_chunk(params, state, version, key, answers),
-            state,
-        )
-        return state, turns.host_arrays(state) if answers else (state.stop_reason, state.length)
+        state = run_if(is_wanted, decode_chunk, state)
+        if answers:
+            return state, turns.host_arrays(state)
+        return state, (state.stop_reason, state.length)
 
     def _decode_chunk(self, params, state: SamplerState, version, key, answers) -> SamplerState:
+        """Append the answers, refill idle slots and run the decode steps of a chunk."""
         # Compute the rope angles outside the loop. Inside the loop, every layer would compute them again.
         rope = ropes.tables(self.model.arch, jnp.arange(self.row_tokens))
         if answers:
             state = turns.append_answers(self.model, params, state, rope, *answers)
         # If all slots are idle, restart at the beginning of the caches, so that attention reads the smallest possible
         # part.
-        state = dataclasses.replace(state, cache_end=jnp.where(jnp.any(state.slot_row >= 0), state.cache_end, 0))
+        has_rows = jnp.any(state.slot_row >= 0)
+        state = dataclasses.replace(state, cache_end=jnp.where(has_rows, state.cache_end, 0))
         state = self._refill(state)
         prompt = self._prompts(state)
 
@@ -514,7 +562,7 @@ class Sampler:
         row_MZ = jnp.where(state.slot_row >= 0, state.slot_row, E * G)
         slots = jnp.broadcast_to(jnp.arange(row_MZ.shape[1]), row_MZ.shape)
         member = jnp.zeros((M, E * G), jnp.int32)
-        member = jax.vmap(lambda m, row, slot: m.at[row].set(slot, mode="drop"))(member, row_MZ, slots)
+        member = tables.put(member, row_MZ, slots)
         before_last = state.prompt_length[:, :, 0].reshape(M * E, 1) - 1
         return Prompt(
             keys=state.prompt_k,
@@ -526,104 +574,98 @@ class Sampler:
 
     def _decode_step(self, params, prompt: Prompt, rope, state: SamplerState, version, key) -> SamplerState:
         """Draw one token in each slot whose row does not wait, and append the token to the slot's row."""
-        M, E, G, _ = state.tokens.shape
-        Q = E * G
-        rows = lambda x: x.reshape(M, Q, *x.shape[3:])
-        active_MZ = turns.decodes(state)
-        row_MZ = jnp.maximum(state.slot_row, 0)
-        read = jax.vmap(lambda table, row: table[row])
-        length_MZ = read(rows(state.length), row_MZ)
-        position_MZ = length_MZ - 1
-        token_MZ = jax.vmap(lambda t, r, p: t[r, p])(rows(state.tokens), row_MZ, position_MZ)
-
-        index_MZ = length_MZ - read(rows(state.prompt_length), row_MZ)  # position of the next token in the completion
-        cache = Cache(
-            state.cache_k,
-            state.cache_v,
-            _by_row(jnp.where(active_MZ, index_MZ, 0)),
-            state.cache_end,
-        )
-        hidden, caches = self.model.forward(
-            params,
-            _by_row(token_MZ)[:, None],
-            _by_row(position_MZ)[:, None],
-            prompt=prompt,
-            cache=cache,
-            rope=rope,
-        )
-
-        new_columns = {"experts": moe.by_token(hidden, caches)[1]} if self.keeps_experts else {}
-        waiting = state.waiting
-        if waiting:
-            caches = turns.keep_states(state, caches, active_MZ, self.model.arch)
+        slots = _slots(state)
+        hidden, caches = self._forward_newest(params, prompt, rope, state, slots)
+        columns = {}
+        if self.keeps_experts:
+            columns["experts"] = moe.by_token(hidden, caches)[1]
+        if state.waiting:
+            caches = turns.keep_states(state, caches, slots.active, self.model.arch)
         logits_ZV = sharding.constrain(project(hidden[:, 0], self.model.head(params)), "batch", "vocab")
-        drawn_Z, logp_Z, draw_columns, draw_sums = self._draw(logits_ZV, state, active_MZ, row_MZ, index_MZ, key)
-        new_columns |= draw_columns
-        drawn_MZ = drawn_Z.reshape(row_MZ.shape)
-        logp_MZ = logp_Z.reshape(row_MZ.shape)
-        version_MZ = jnp.broadcast_to(version, row_MZ.shape)
-        is_eos, reason_MZ = self._stop_reasons(state, drawn_MZ, index_MZ)
-
-        target_MZ = jnp.where(active_MZ, row_MZ, Q)  # out of range for idle slots, so their writes are dropped
-        at_token = jax.vmap(lambda t, r, p, x: t.at[r, p].set(x, mode="drop"))
-        at_row = jax.vmap(lambda t, r, x: t.at[r].set(x, mode="drop"))
-        unrows = lambda x: x.reshape(M, E, G, *x.shape[2:])
-        write_token = lambda t, x: unrows(at_token(rows(t), target_MZ, length_MZ, x))
-        write_row = lambda t, x: unrows(at_row(rows(t), target_MZ, x))
-        if waiting:
-            waiting = turns.waiting_after_step(state, write_row(waiting["is_waiting"], is_eos), active_MZ)
-        # Only layers with keys and values have positions. Recurrent states are left out.
-        num_positions = [sum(x.shape[2] for x in blocks) for blocks in caches[1] if blocks[0].ndim == 4]
-        columns = dict(state.columns)
-        for name, column in state.columns.items():
-            if name in new_columns:
-                value = new_columns[name].reshape(*row_MZ.shape, *column.shape[4:])
-                columns[name] = write_token(column, value)
-        return dataclasses.replace(
+        drawn = self._draw(logits_ZV, state, slots, key)
+        new = _NewTokens(
+            token=drawn.token.reshape(slots.row.shape),
+            logp=drawn.logp.reshape(slots.row.shape),
+            version=jnp.broadcast_to(version, slots.row.shape),
+            columns=columns | drawn.columns,
+        )
+        state = dataclasses.replace(
             state,
             cache_k=caches[0],
             cache_v=caches[1],
-            cache_end=(state.cache_end + 1) % math.lcm(*num_positions),
-            tokens=write_token(state.tokens, drawn_MZ),
-            behaviour_logp=write_token(state.behaviour_logp, logp_MZ),
-            policy_version=write_token(state.policy_version, version_MZ),
-            length=write_row(state.length, length_MZ + 1),
-            stop_reason=write_row(state.stop_reason, reason_MZ),
-            slot_row=jnp.where(active_MZ & (reason_MZ != STOP_NONE), -1, state.slot_row),
+            cache_end=(state.cache_end + 1) % _steps_of_cycle(caches[1]),
+            drawn=drawn.sums,
+        )
+        return self._append(state, slots, new)
+
+    def _forward_newest(
+        self, params, prompt: Prompt, rope, state: SamplerState, slots: _Slots
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Return the result of ``Model.forward`` for the newest token of each slot's row."""
+        position_MZ = slots.length - 1
+        token_MZ = tables.take_at(tables.by_row(state.tokens), slots.row, position_MZ)
+        num_earlier = jnp.where(slots.active, slots.index, 0)
+        return self.model.forward(
+            params,
+            tables.flat(token_MZ)[:, None],
+            tables.flat(position_MZ)[:, None],
+            prompt=prompt,
+            cache=Cache(state.cache_k, state.cache_v, tables.flat(num_earlier), state.cache_end),
+            rope=rope,
+        )
+
+    def _append(self, state: SamplerState, slots: _Slots, new: _NewTokens) -> SamplerState:
+        """Append the new tokens of active slots to their rows, and free the slots whose rows stop."""
+        _, E, G, _ = state.tokens.shape
+        # The row of an inactive slot is out of range, so that its writes are dropped.
+        target_MZ = jnp.where(slots.active, slots.row, E * G)
+
+        def put_token(table, value):
+            return tables.by_group(tables.put_at(tables.by_row(table), target_MZ, slots.length, value), G)
+
+        def put_row(table, value):
+            return tables.by_group(tables.put(tables.by_row(table), target_MZ, value), G)
+
+        is_eos, reason_MZ = self._stop_reasons(state, new.token, slots.index)
+        waiting = state.waiting
+        if waiting:
+            is_waiting = put_row(waiting["is_waiting"], is_eos)
+            waiting = turns.waiting_after_step(state, is_waiting, slots.active)
+        columns = dict(state.columns)
+        for name, column in state.columns.items():
+            if name in new.columns:
+                value = new.columns[name].reshape(*slots.row.shape, *column.shape[4:])
+                columns[name] = put_token(column, value)
+        has_stopped = slots.active & (reason_MZ != STOP_NONE)
+        return dataclasses.replace(
+            state,
+            tokens=put_token(state.tokens, new.token),
+            behaviour_logp=put_token(state.behaviour_logp, new.logp),
+            policy_version=put_token(state.policy_version, new.version),
+            length=put_row(state.length, slots.length + 1),
+            stop_reason=put_row(state.stop_reason, reason_MZ),
+            slot_row=jnp.where(has_stopped, -1, state.slot_row),
             waiting=waiting,
-            drawn=draw_sums,
             columns=columns,
         )
 
-    def _draw(
-        self,
-        logits_ZV: jax.Array,
-        state: SamplerState,
-        active_MZ,
-        row_MZ,
-        index_MZ,
-        key,
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], DrawSums]:
-        """Draw a token in each slot.
-
-        Args:
-            active_MZ: slots that really draw a token; the tokens of the other slots are ignored.
-            row_MZ: the slots' rows in the shard's table.
-            index_MZ: position of the token in the completion.
-
-        Returns:
-            The tokens [Z] i32, their log-probs [Z] f32, their columns [Z,...] and the new ``state.drawn``.
-        """
+    def _draw(self, logits_ZV: jax.Array, state: SamplerState, slots: _Slots, key) -> _Drawn:
+        """Draw a token in each slot."""
         sampling = self.sampling
         if sampling.temperature == 0.0:
             # Greedy decoding has no sampling distribution, so the log-probs are the model's at temperature 1.
-            drawn_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
-            logp_Z, _ = token_logp(logits_ZV, drawn_Z)
-            return drawn_Z, logp_Z, {}, state.drawn
+            token_Z = jnp.argmax(logits_ZV, axis=-1).astype(jnp.int32)
+            logp_Z, _ = token_logp(logits_ZV, token_Z)
+            return _Drawn(token_Z, logp_Z, {}, state.drawn)
         G = state.tokens.shape[2]
-        group_MZ = jax.vmap(lambda table, row: table[row])(state.group_id, row_MZ // G)
-        sample_MZ = turns.sample_of(state, row_MZ % G, group_MZ, self.branches)
-        uniform_Z = rng.token_uniform(key, _by_row(group_MZ), _by_row(sample_MZ), _by_row(index_MZ))
+        group_MZ = tables.take(state.group_id, slots.row // G)
+        sample_MZ = turns.sample_of(state, slots.row % G, group_MZ, self.branches)
+        uniform_Z = rng.token_uniform(
+            key,
+            tables.flat(group_MZ),
+            tables.flat(sample_MZ),
+            tables.flat(slots.index),
+        )
         size = self.support_tokens
 
         def draw(logits, uniform, axis):
@@ -631,23 +673,22 @@ class Sampler:
             if size:
                 support = support_of(logits, size, axis)
                 logits = keep_support(logits, support, axis)
-            return (
-                support,
-                sample_inverse_cdf(logits, uniform, axis),
-                surprise_moments(logits, axis),
-            )
+            drawn = sample_inverse_cdf(logits, uniform, axis)
+            return support, drawn, surprise_moments(logits, axis)
 
         logits_ZV = filter_logits(self.tempered(logits_ZV, state), Filter.of(sampling))
-        is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size if size else False
+        is_cut_Z: Any = False
+        if size:
+            is_cut_Z = jnp.sum(logits_ZV > -jnp.inf, axis=-1) > size
         # Each device searches its own part of the vocabulary. Otherwise XLA would gather the logits of all devices.
-        support, (drawn_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(draw, logits_ZV, uniform_Z)
+        support, (token_Z, logp_Z), (entropy_Z, variance_Z) = sharding.by_vocabulary(draw, logits_ZV, uniform_Z)
         error_square_Z = jnp.square(logp_Z + entropy_Z)
         draws: list[Any] = [1.0, -logp_Z, entropy_Z, error_square_Z, variance_Z, is_cut_Z]
-        draw_sums = jax.tree.map(functools.partial(_add, active_MZ), state.drawn, DrawSums(*draws))
+        sums = jax.tree.map(functools.partial(_add, slots.active), state.drawn, DrawSums(*draws))
         columns = {"entropy": entropy_Z}
         if support is not None:
             columns["support"] = support
-        return drawn_Z, logp_Z, columns, draw_sums
+        return _Drawn(token_Z, logp_Z, columns, sums)
 
     def _stop_reasons(self, state: SamplerState, drawn_MZ, index_MZ) -> tuple[jax.Array, jax.Array]:
         """Return whether each slot's token is an end token, and the stop reason [M,Z/M] i8 of the slot's row."""
@@ -667,13 +708,22 @@ class Sampler:
 
     def _read_group(self, tokens, entry_M):
         """Return the tokens [M,G,S] of one entry per shard. The tokens stay on the devices of their shard."""
-        return sharding.by_device(jax.vmap(lambda t, e: t[e]), tokens, entry_M, axes=(("batch",),) * 2)
+
+        def of_shard(tokens, entry):
+            return tokens[entry]
+
+        return sharding.by_device(jax.vmap(of_shard), tokens, entry_M, axes=(("batch",), ("batch",)))
 
     def _collect(self, state: SamplerState, entry_MX, *source_MP) -> tuple[Rollout, DrawSums, SamplerState]:
         """Remove P finished groups, given by ``quotas.arrays``, from the table and free their entries."""
         G = self.group_size
-        take = lambda x: quotas.take(x, entry_MX, *source_MP)  # [M, P/M, G, ...]
-        flat = lambda x: take(x).reshape(-1, *x.shape[3:])
+
+        def take(table):  # [M, P/M, G, ...]
+            return quotas.take(table, entry_MX, *source_MP)
+
+        def flat(table):
+            return take(table).reshape(-1, *table.shape[3:])
+
         group_id = jnp.repeat(take(state.group_id).reshape(-1), G)
         rollout = Rollout(
             tokens=flat(state.tokens),
@@ -685,17 +735,80 @@ class Sampler:
             stop_reason=flat(state.stop_reason),
             columns={name: flat(x) for name, x in state.columns.items()},
         )
-        free = jax.vmap(lambda ids, e: ids.at[e].set(NO_PROMPT, mode="drop"))(state.group_id, entry_MX)
-        return (
-            rollout,
-            state.drawn,
-            dataclasses.replace(state, group_id=free, drawn=self._no_draws()),
-        )
+        group_id_ME = tables.mark(state.group_id, entry_MX, NO_PROMPT)
+        remaining = dataclasses.replace(state, group_id=group_id_ME, drawn=self._no_draws())
+        return rollout, state.drawn, remaining
 
 
-def _by_row(x: jax.Array) -> jax.Array:
-    """Return values [Z,...] of slots [M,Z/M,...], split over the data shards."""
-    return sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
+class _Slots(NamedTuple):
+    """The decode slots in one step, each [M, Z/M].
+
+    Attributes:
+        active: whether the slot has a row that does not wait.
+        row: index of the slot's row in the shard's table; 0 for an idle slot.
+        length: number of tokens of the row, which is the position of its next token.
+        index: position of the next token in the completion.
+    """
+
+    active: jax.Array
+    row: jax.Array
+    length: jax.Array
+    index: jax.Array
+
+
+class _Drawn(NamedTuple):
+    """The tokens [Z] i32 drawn in a step, their log-probs [Z] f32, their columns [Z,...] and the new sums."""
+
+    token: jax.Array
+    logp: jax.Array
+    columns: dict[str, jax.Array]
+    sums: DrawSums
+
+
+class _NewTokens(NamedTuple):
+    """The next token of each slot's row: token, log-prob and policy version [M, Z/M], and columns [Z,...]."""
+
+    token: jax.Array
+    logp: jax.Array
+    version: jax.Array
+    columns: dict[str, jax.Array]
+
+
+def _slots(state: SamplerState) -> _Slots:
+    """Return the slots of the next decode step."""
+    row_MZ = jnp.maximum(state.slot_row, 0)
+    length_MZ = tables.take(tables.by_row(state.length), row_MZ)
+    prompt_length_MZ = tables.take(tables.by_row(state.prompt_length), row_MZ)
+    return _Slots(turns.decodes(state), row_MZ, length_MZ, length_MZ - prompt_length_MZ)
+
+
+def _steps_of_cycle(values: Any) -> int:
+    """Return the number of steps after which the cache of every layer is at its beginning again.
+
+    Args:
+        values: cache blocks by layer. A delta rule layer has states, which have no positions.
+    """
+    sizes = []
+    for blocks in values:
+        if blocks[0].ndim == 4:
+            sizes.append(sum(block.shape[2] for block in blocks))
+    return math.lcm(*sizes)
+
+
+def _with_prompt_experts(state: SamplerState, experts_PS: jax.Array, entry_MP: jax.Array) -> jax.Array:
+    """Return the column "experts" of the state with new experts of the prompts in the given entries.
+
+    All rows of a group get the same experts, because the learner computes a prompt once per group.
+    """
+    column = state.columns["experts"]
+    M, E, _, S, width = column.shape
+    experts_MPS = experts_PS.reshape(M, -1, S, width).astype(column.dtype)
+    of_prompts = tables.put(jnp.zeros((M, E, S, width), column.dtype), entry_MP, experts_MPS)
+    is_read_ME = tables.mark(jnp.zeros((M, E), bool), entry_MP, True)
+    position = jnp.arange(S).reshape(1, 1, 1, S)
+    is_prompt = position < state.prompt_length[..., None]
+    is_new = is_read_ME[:, :, None, None] & is_prompt
+    return jnp.where(is_new[..., None], of_prompts[:, :, None], column)
 
 
 def _add(is_drawn_MZ: jax.Array, total_M: jax.Array, value: Any) -> jax.Array:

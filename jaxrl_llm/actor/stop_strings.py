@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.actor import tables
 from jaxrl_llm.config import ConfigError
 from jaxrl_llm.models.files import decoding
 from jaxrl_llm.runtime import hosts, sharding
@@ -154,7 +155,9 @@ def completed_at(
     if not is_complete(text) and decoding.REPLACEMENT not in text[:-1]:
         return None
     for size in range(num_searched + 1, len(ids) + 1):
-        if is_complete(decode_text(ids[begin:size])) and (begin == 0 or is_complete(decode_text(ids[:size]))):
+        if not is_complete(decode_text(ids[begin:size])):
+            continue
+        if begin == 0 or is_complete(decode_text(ids[:size])):
             return size
     return None
 
@@ -165,12 +168,16 @@ def cut(state: Any, new_length: Any) -> tuple[Any, Any]:
     Returns:
         The new state, and its stop reasons and lengths [M,E,G].
     """
-    M, E, G, S = state.tokens.shape
+    S = state.tokens.shape[3]
     is_cut = new_length > 0
     length = jnp.where(is_cut, new_length, state.length)
     keep = jnp.arange(S)[None, None, None, :] < length[..., None]
     row = jnp.maximum(state.slot_row, 0)
-    slot_cut = jnp.take_along_axis(is_cut.reshape(M, E * G), row, axis=1)
+    slot_cut = jnp.take_along_axis(tables.by_row(is_cut), row, axis=1)
+    columns = {}
+    for name, column in state.columns.items():
+        keep_values = keep.reshape(*keep.shape, *(1,) * (column.ndim - 4))
+        columns[name] = jnp.where(keep_values, column, 0)
     state = state.replace(
         length=length,
         tokens=jnp.where(keep, state.tokens, 0),
@@ -178,8 +185,6 @@ def cut(state: Any, new_length: Any) -> tuple[Any, Any]:
         policy_version=jnp.where(keep, state.policy_version, -1),
         stop_reason=jnp.where(is_cut, STOP_STRING, state.stop_reason).astype(jnp.int8),
         slot_row=jnp.where(slot_cut, -1, state.slot_row),
-        columns={
-            name: jnp.where(keep.reshape(*keep.shape, *(1,) * (x.ndim - 4)), x, 0) for name, x in state.columns.items()
-        },
+        columns=columns,
     )
     return state, (state.stop_reason, state.length)

@@ -22,12 +22,13 @@ a token is drawn.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm.actor import tables
 from jaxrl_llm.models import mixers, moe
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.attention import Prompt
@@ -40,7 +41,8 @@ Waiting = Mapping[str, jax.Array]
 # One forward reads at most READ_TOKENS tokens per row, for at most 1 / READ_PART of the slots. Small forwards waste
 # little work on padding when few rows have few tokens to read. ``reread`` uses more tokens, because its rows are
 # longer.
-READ_TOKENS, READ_PART = 32, 4
+READ_TOKENS = 32
+READ_PART = 4
 REREAD_TOKENS = 128
 
 
@@ -55,10 +57,14 @@ def empty(shards: int, entries: int, group_size: int, slots: int) -> Waiting:
         "heard" [M,E,G] i32: number of answers that the row has received.
         "idle_steps" [M,Z/M] i32: decode steps that have skipped the slot while its row waits.
     """
-    rows = shards, entries, group_size
-    flags = {name: jnp.zeros(rows, bool) for name in ("is_waiting", "is_due")}
-    counts = {name: jnp.zeros(rows, jnp.int32) for name in ("known", "heard")}
-    return flags | counts | {"idle_steps": jnp.zeros((shards, slots // shards), jnp.int32)}
+    rows = (shards, entries, group_size)
+    return {
+        "is_waiting": jnp.zeros(rows, bool),
+        "is_due": jnp.zeros(rows, bool),
+        "known": jnp.zeros(rows, jnp.int32),
+        "heard": jnp.zeros(rows, jnp.int32),
+        "idle_steps": jnp.zeros((shards, slots // shards), jnp.int32),
+    }
 
 
 def idle_room(chunk_steps: int) -> int:
@@ -68,23 +74,22 @@ def idle_room(chunk_steps: int) -> int:
 
 def by_slot(state: Any, of_rows: jax.Array) -> jax.Array:
     """Return the values [M,Z/M] of the slots' rows from a table [M,E,G]. An idle slot gets the value of row 0."""
-    return jnp.take_along_axis(
-        of_rows.reshape(state.slot_row.shape[0], -1),
-        jnp.maximum(state.slot_row, 0),
-        axis=1,
-    )
+    return jnp.take_along_axis(tables.by_row(of_rows), jnp.maximum(state.slot_row, 0), axis=1)
 
 
 def decodes(state: Any) -> jax.Array:
     """Return a mask [M,Z/M] bool of the slots with a row that does not wait."""
     has_row = state.slot_row >= 0
-    return has_row & ~by_slot(state, state.waiting["is_waiting"]) if state.waiting else has_row
+    if not state.waiting:
+        return has_row
+    return has_row & ~by_slot(state, state.waiting["is_waiting"])
 
 
 def length_of(state: Any) -> jax.Array:
     """Return the number of tokens drawn in the current turn of each slot's row, [M,Z/M] i32."""
-    before = jnp.maximum(by_slot(state, state.prompt_length), by_slot(state, state.waiting["known"]))
-    return by_slot(state, state.length) - before
+    prompt_end = by_slot(state, state.prompt_length)
+    answer_end = by_slot(state, state.waiting["known"])
+    return by_slot(state, state.length) - jnp.maximum(prompt_end, answer_end)
 
 
 def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tuple[int, int]) -> jax.Array:
@@ -103,8 +108,10 @@ def sample_of(state: Any, sample: jax.Array, group_id: jax.Array, branches: tupl
     rows, most = branches
     if not (rows and most and state.waiting):
         return sample
-    is_shared = by_slot(state, state.waiting["heard"]) < 1 + group_id % most
-    return jnp.where(is_shared, sample // rows * rows, sample)
+    num_shared_turns = 1 + group_id % most
+    is_shared = by_slot(state, state.waiting["heard"]) < num_shared_turns
+    first_sample = sample // rows * rows
+    return jnp.where(is_shared, first_sample, sample)
 
 
 def append_answers(
@@ -128,31 +135,35 @@ def append_answers(
     Returns:
         The new ``SamplerState``.
     """
-    w, columns = state.waiting, dict(state.columns)
-    said = jnp.where(w["is_waiting"] & w["is_due"], verdict, 0)
-    goes_on, ends = said > 0, said < 0
-    place = jnp.arange(state.tokens.shape[3]).reshape(1, 1, 1, -1) - state.length[..., None]
-    new = jnp.take_along_axis(answers, jnp.clip(place, 0, answers.shape[3] - 1), axis=3)
-    is_new = (place >= 0) & (place < said[..., None])
+    waiting = state.waiting
+    columns = dict(state.columns)
+    is_due = waiting["is_waiting"] & waiting["is_due"]
+    verdict = jnp.where(is_due, verdict, 0)
+    has_answer = verdict > 0
+    ends = verdict < 0
+    answer_width = answers.shape[3]
+    position = jnp.arange(state.tokens.shape[3]).reshape(1, 1, 1, -1)
+    place = position - state.length[..., None]  # index of a position of the row among the answer tokens
+    new = jnp.take_along_axis(answers, jnp.clip(place, 0, answer_width - 1), axis=3)
+    is_new = (place >= 0) & (place < verdict[..., None])
     if "support" in columns:  # an answer token was not drawn: its support contains only the token itself
         columns["support"] = jnp.where(is_new[..., None], new[..., None], columns["support"])
     slot_ends = by_slot(state, ends) & (state.slot_row >= 0)
-    waits = w["is_waiting"] & (said == 0)
+    still_waits = waiting["is_waiting"] & (verdict == 0)
     state = state.replace(
         tokens=jnp.where(is_new, new, state.tokens),
-        stop_reason=jnp.where(ends, -said, state.stop_reason).astype(jnp.int8),
+        stop_reason=jnp.where(ends, -verdict, state.stop_reason).astype(jnp.int8),
         slot_row=jnp.where(slot_ends, -1, state.slot_row),
         columns=columns,
         waiting={
-            "is_waiting": waits,
-            "is_due": waits,  # due at the start of the next chunk
-            "known": jnp.where(goes_on, state.length + said, w["known"]),
-            "heard": w["heard"] + goes_on,
-            "idle_steps": jnp.where(slot_ends, 0, w["idle_steps"]),
+            "is_waiting": still_waits,
+            "is_due": still_waits,  # due at the start of the next chunk
+            "known": jnp.where(has_answer, state.length + verdict, waiting["known"]),
+            "heard": waiting["heard"] + has_answer,
+            "idle_steps": jnp.where(slot_ends, 0, waiting["idle_steps"]),
         },
     )
-    read = functools.partial(_read, model, params, rope, min(answers.shape[3], READ_TOKENS))
-    return jax.lax.while_loop(lambda state: jnp.any(_unread(state) > 0), read, state)
+    return _read_all(model, params, rope, min(answer_width, READ_TOKENS), state)
 
 
 def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array) -> Any:
@@ -167,10 +178,11 @@ def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array
         is_stale: [M,E] bool, entries with caches of older weights.
     """
     waiting = state.waiting
-    # All these rows have slots, because they have started and have not stopped.
-    begins = is_stale[:, :, None] & state.started & (state.stop_reason == STOP_NONE)
+    is_unfinished = state.started & (state.stop_reason == STOP_NONE)  # all these rows have slots
+    begins = is_stale[:, :, None] & is_unfinished
     slot_begins = by_slot(state, begins) & (state.slot_row >= 0)
-    entry = jnp.maximum(state.slot_row, 0) // state.tokens.shape[2]
+    group_size = state.tokens.shape[2]
+    entry = jnp.maximum(state.slot_row, 0) // group_size
     begin = functools.partial(mixers.begin, model.arch, entry_MZ=entry, takes_MZ=slot_begins)
     idle_steps = waiting["idle_steps"] if waiting else jnp.zeros_like(state.slot_row)
     state = state.replace(
@@ -182,85 +194,169 @@ def reread(model: Model, params: Any, state: Any, rope: Any, is_stale: jax.Array
             "idle_steps": jnp.where(slot_begins, 0, idle_steps),
         },
     )
-    tokens = min(state.tokens.shape[3], REREAD_TOKENS)
-    read = functools.partial(_read, model, params, rope, tokens)
-    state = jax.lax.while_loop(lambda state: jnp.any(_unread(state) > 0), read, state)
-    return state.replace(waiting={**waiting, "idle_steps": state.waiting["idle_steps"]} if waiting else waiting)
+    state = _read_all(model, params, rope, min(state.tokens.shape[3], REREAD_TOKENS), state)
+    if waiting:
+        waiting = {**waiting, "idle_steps": state.waiting["idle_steps"]}
+    return state.replace(waiting=waiting)
+
+
+def _read_all(model: Model, params: Any, rope: Any, num_tokens: int, state: Any) -> Any:
+    """Read all unread tokens, at most ``num_tokens`` of a row in one forward."""
+
+    def has_unread(state: Any) -> jax.Array:
+        return jnp.any(_unread(state) > 0)
+
+    read = functools.partial(_read, model, params, rope, num_tokens)
+    return jax.lax.while_loop(has_unread, read, state)
 
 
 def _unread(state: Any) -> jax.Array:
     """Return the number of known tokens of each slot's row that are not yet read, [M,Z/M] i32."""
-    return jnp.where(state.slot_row >= 0, by_slot(state, state.waiting["known"] - state.length), 0)
+    num_unread = state.waiting["known"] - state.length
+    return jnp.where(state.slot_row >= 0, by_slot(state, num_unread), 0)
 
 
 def _read(model: Model, params: Any, rope: Any, T: int, state: Any) -> Any:
     """Read up to T tokens of each shard's first rows with unread tokens, in one forward."""
-    (M, slots), (_, _, G, S), unread_MZ = (
-        state.slot_row.shape,
-        state.tokens.shape,
-        _unread(state),
+    S = state.tokens.shape[3]
+    readers = _readers(state, T)
+    # Position in the row of the token that follows each token to read.
+    place_MRT = readers.length[..., None] + jnp.arange(T)[None, None]
+    token_MRT = tables.take_at(tables.by_row(state.tokens), readers.row, jnp.minimum(place_MRT, S) - 1)
+    places = readers.places(state)
+    caches = (state.cache_k, state.cache_v)
+    past = _by_layer(model, places, functools.partial(_past, S), (state.prompt_k, state.prompt_v), caches)
+    hidden, made = model.forward(
+        params,
+        tables.flat(token_MRT),
+        tables.flat(place_MRT) - 1,
+        prompt=Prompt(*past, visible=jnp.arange(S)[None] < places["next"][:, None]),
+        length=places["size"],
+        rope=rope,
     )
-    slot_MR = jnp.argsort(unread_MZ <= 0, axis=1, stable=True)[:, : -(-slots // READ_PART)]
-    take = lambda of_slots: jnp.take_along_axis(of_slots, slot_MR, axis=1)
-    row_MR, size_MR = (
-        take(jnp.maximum(state.slot_row, 0)),
-        jnp.clip(take(unread_MZ), 0, T),
-    )
-    length_MR, prompt_MR = (take(by_slot(state, x)) for x in (state.length, state.prompt_length))
-    rows = lambda x: x.reshape(M, -1, *x.shape[3:])
-    place_MRT = length_MR[..., None] + jnp.arange(T)[None, None]  # row position of the token after each read token
-    token_MRT = jax.vmap(lambda t, r, p: t[r[:, None], p])(rows(state.tokens), row_MR, jnp.minimum(place_MRT, S) - 1)
-
-    flat = lambda x: sharding.constrain(x.reshape(-1, *x.shape[2:]), "batch", *(None,) * (x.ndim - 2))
-    at = {
-        "slot": slot_MR,
-        "entry": row_MR // G,
-        "size": size_MR,
-        "idle": take(state.waiting["idle_steps"]),
-    }
-    # Cache positions of the slot's first token and of its first unread token.
-    at |= {"oldest": prompt_MR - 1, "next": length_MR - 1}
-    at |= {"end": jnp.broadcast_to(state.cache_end, size_MR.shape)}
-    at = {name: flat(x) for name, x in at.items()}
-
-    def each(function, *arrays):  # for the keys and values of a layer; each device works on its own rows and heads
-        def one(axis, layer, first, *others):
-            split = ("batch", "kv_heads")[: first.ndim - 2]
-            axes = (*(split for _ in (first, *others)), ("batch",))
-            call = functools.partial(function, None if layer.is_recurrent else axis)
-            return sharding.by_device(call, first, *others, at, axes=axes, shared=len(split))
-
-        both = zip((2 if model.attention == "splash" else 3, 2), *arrays, strict=True)
-        return [tuple(map(functools.partial(one, axis), model.arch.by_layer, *x)) for axis, *x in both]
-
-    past = each(
-        functools.partial(_past, S),
-        (state.prompt_k, state.prompt_v),
-        (state.cache_k, state.cache_v),
-    )
-    seen = Prompt(*past, visible=jnp.arange(S)[None] < at["next"][:, None])
-    how = {"prompt": seen, "length": at["size"], "rope": rope}
-    hidden, made = model.forward(params, flat(token_MRT), flat(place_MRT) - 1, **how)
-    cache_k, cache_v = each(_kept, past, made[:2], (state.cache_k, state.cache_v))
-
-    columns, unrows = (
-        dict(state.columns),
-        lambda x: x.reshape(state.length.shape + x.shape[2:]),
-    )
+    cache_k, cache_v = _by_layer(model, places, _kept, past, made[:2], caches)
+    columns = dict(state.columns)
     if "experts" in columns:  # each position stores the experts of the previous token
-        chosen = moe.by_token(hidden, made)[1].reshape(*place_MRT.shape, -1).astype(columns["experts"].dtype)
-        place_MRT = jnp.where(jnp.arange(T)[None, None] < size_MR[..., None], place_MRT, S)  # out of range for padding
-        put = jax.vmap(lambda t, r, p, x: t.at[r[:, None], p].set(x, mode="drop"))
-        columns["experts"] = unrows(put(rows(columns["experts"]), row_MR, place_MRT, chosen))
-    length = jax.vmap(lambda t, r, x: t.at[r].add(x))(rows(state.length), row_MR, size_MR)
-    idle = jax.vmap(lambda t, slot, x: t.at[slot].multiply(x == 0))(state.waiting["idle_steps"], slot_MR, size_MR)
+        chosen = moe.by_token(hidden, made)[1].reshape(*place_MRT.shape, -1)
+        columns["experts"] = _with_experts(columns["experts"], chosen, readers, place_MRT)
     return state.replace(
         cache_k=cache_k,
         cache_v=cache_v,
-        length=unrows(length),
+        length=_add_to_rows(state.length, readers),
         columns=columns,
-        waiting={**state.waiting, "idle_steps": idle},
+        waiting={**state.waiting, "idle_steps": _without_idle_steps(state.waiting["idle_steps"], readers)},
     )
+
+
+class _Readers(NamedTuple):
+    """The rows that read in one forward, each [M,R] i32.
+
+    Attributes:
+        slot: slot of the row.
+        row: index of the row in the shard's table.
+        size: number of tokens that the row reads; 0 for a row without unread tokens.
+        length: number of tokens of the row that are read, and the first token to read.
+    """
+
+    slot: jax.Array
+    row: jax.Array
+    size: jax.Array
+    length: jax.Array
+
+    def places(self, state: Any) -> dict[str, jax.Array]:
+        """Return the slots, entries, sizes and cache positions of the rows, [R] i32 by name."""
+        group_size = state.tokens.shape[2]
+        prompt_length = _of_slots(by_slot(state, state.prompt_length), self.slot)
+        places = {
+            "slot": self.slot,
+            "entry": self.row // group_size,
+            "size": self.size,
+            "idle": _of_slots(state.waiting["idle_steps"], self.slot),
+            "oldest": prompt_length - 1,  # position of the first token in the slot's cache
+            "next": self.length - 1,  # position of the first unread token
+            "end": jnp.broadcast_to(state.cache_end, self.size.shape),
+        }
+        return {name: tables.flat(x) for name, x in places.items()}
+
+
+def _readers(state: Any, T: int) -> _Readers:
+    """Return the rows that read next: in each shard the first rows with unread tokens."""
+    num_slots = state.slot_row.shape[1]
+    num_readers = -(-num_slots // READ_PART)
+    unread_MZ = _unread(state)
+    slot_MR = jnp.argsort(unread_MZ <= 0, axis=1, stable=True)[:, :num_readers]
+    return _Readers(
+        slot=slot_MR,
+        row=_of_slots(jnp.maximum(state.slot_row, 0), slot_MR),
+        size=jnp.clip(_of_slots(unread_MZ, slot_MR), 0, T),
+        length=_of_slots(by_slot(state, state.length), slot_MR),
+    )
+
+
+def _of_slots(values_MZ: jax.Array, slot_MR: jax.Array) -> jax.Array:
+    """Return the values [M,R] of some slots from the values of all slots."""
+    return jnp.take_along_axis(values_MZ, slot_MR, axis=1)
+
+
+def _by_layer(model: Model, places: Mapping[str, jax.Array], function: Callable[..., Any], *arrays: Any) -> list[Any]:
+    """Apply ``function`` to the keys and to the values of each layer. Each device works on its own rows and heads.
+
+    Args:
+        places: the result of ``_Readers.places``.
+        function: receives the axis of a block's positions (None if the layer has states), the layer's part of each of
+            ``arrays``, and ``places``.
+        arrays: pairs of keys and values, each by layer.
+
+    Returns:
+        The results for the keys and for the values, each by layer.
+    """
+    axis_of_keys = 2 if model.attention == "splash" else 3
+    axis_of_values = 2
+    keys, values = zip(*arrays, strict=True)
+    results = []
+    for axis, by_layer in ((axis_of_keys, keys), (axis_of_values, values)):
+        of_layers = []
+        for layer, *of_layer in zip(model.arch.by_layer, *by_layer, strict=True):
+            call = functools.partial(function, None if layer.is_recurrent else axis)
+            of_layers.append(_on_devices(call, of_layer, places))
+        results.append(tuple(of_layers))
+    return results
+
+
+def _on_devices(function: Callable[..., Any], of_layer: list[Any], places: Mapping[str, jax.Array]) -> Any:
+    """Call ``function`` on each device with the device's rows and heads of one layer's arrays."""
+    split = ("batch", "kv_heads")[: of_layer[0].ndim - 2]
+    axes = (*[split] * len(of_layer), ("batch",))
+    return sharding.by_device(function, *of_layer, places, axes=axes, shared=len(split))
+
+
+def _with_experts(table: jax.Array, chosen: jax.Array, readers: _Readers, place_MRT: jax.Array) -> jax.Array:
+    """Return the column "experts" [M,E,G,S,...] with the experts [M,R,T,...] of the tokens that the rows have read."""
+    _, _, G, S, _ = table.shape
+    T = place_MRT.shape[2]
+    is_read = jnp.arange(T)[None, None] < readers.size[..., None]
+    place_MRT = jnp.where(is_read, place_MRT, S)  # out of range for padding
+    rows = tables.put_at(tables.by_row(table), readers.row, place_MRT, chosen.astype(table.dtype))
+    return tables.by_group(rows, G)
+
+
+def _add_to_rows(length: jax.Array, readers: _Readers) -> jax.Array:
+    """Return the lengths [M,E,G] with the tokens that the rows have read."""
+
+    def of_shard(length_Q: jax.Array, row_R: jax.Array, size_R: jax.Array) -> jax.Array:
+        return length_Q.at[row_R].add(size_R)
+
+    rows = jax.vmap(of_shard)(tables.by_row(length), readers.row, readers.size)
+    return tables.by_group(rows, length.shape[2])
+
+
+def _without_idle_steps(idle_steps: jax.Array, readers: _Readers) -> jax.Array:
+    """Return the idle steps [M,Z/M], 0 for the slots whose rows have read."""
+
+    def of_shard(idle_steps_Z: jax.Array, slot_R: jax.Array, size_R: jax.Array) -> jax.Array:
+        return idle_steps_Z.at[slot_R].multiply(size_R == 0)
+
+    return jax.vmap(of_shard)(idle_steps, readers.slot, readers.size)
 
 
 def _past(
@@ -268,7 +364,7 @@ def _past(
     axis: int | None,
     of_prompts: jax.Array,
     blocks: tuple[jax.Array, ...],
-    at: Any,
+    places: Mapping[str, jax.Array],
 ) -> jax.Array:
     """Return one layer's keys or values [R,K,S,H] of the reading rows in token order, or their delta rule states.
 
@@ -277,18 +373,19 @@ def _past(
         axis: the axis of a block's positions; None if the layer has states.
         of_prompts: [E,K,L,H] keys or values of the prompts.
         blocks: the slots' cache blocks of the layer.
-        at: slots, entries, sizes and positions of the reading rows, [R] i32 by name.
+        places: slots, entries, sizes and cache positions of the reading rows, [R] i32 by name.
     """
-    own = jnp.concatenate([x[at["slot"]] for x in blocks], axis=axis or 0)
+    own = jnp.concatenate([block[places["slot"]] for block in blocks], axis=axis or 0)
     if axis is None:
         return own
-    place_RS = (at["end"] - at["idle"] - at["next"])[:, None] + jnp.arange(width)[None]
+    position = jnp.arange(width)[None]
+    begin = places["end"] - places["idle"] - places["next"]  # the cache position of the row's first token
+    place_RS = begin[:, None] + position
     own = _in_order(jnp.moveaxis(own, axis, 2), place_RS % own.shape[axis])
-    prompts = jnp.pad(
-        of_prompts[at["entry"]],
-        ((0, 0), (0, 0), (0, width - of_prompts.shape[2]), (0, 0)),
-    )
-    is_before_RS = jnp.arange(width)[None] < at["oldest"][:, None]
+    prompts = of_prompts[places["entry"]]
+    num_missing = width - prompts.shape[2]
+    prompts = jnp.pad(prompts, ((0, 0), (0, 0), (0, num_missing), (0, 0)))
+    is_before_RS = position < places["oldest"][:, None]
     return jnp.where(is_before_RS[:, None, :, None], prompts, own)
 
 
@@ -297,47 +394,55 @@ def _kept(
     past_RKSH: jax.Array,
     new_RKTH: jax.Array,
     blocks: tuple[jax.Array, ...],
-    at: Any,
+    places: Mapping[str, jax.Array],
 ) -> Any:
     """Return one layer's cache blocks of all slots, with the newly read tokens added. See ``_past``."""
-    parts, slot = [new_RKTH], jnp.where(at["size"] > 0, at["slot"], len(blocks[0]))  # out of range: slot unchanged
-    if axis is not None:
-        S, C = past_RKSH.shape[2], sum(x.shape[axis] for x in blocks)
-        age_RC = (at["end"][:, None] - 1 - jnp.arange(C)[None]) % C
-        nth_RC = at["size"][:, None] - 1 - age_RC  # index among the new tokens; negative for earlier tokens
-        index_RC = jnp.where(nth_RC < 0, at["next"][:, None], S) + nth_RC
-        both = jnp.concatenate([past_RKSH, new_RKTH], axis=2)
-        parts = jnp.split(
-            jnp.moveaxis(_in_order(both, jnp.maximum(index_RC, 0)), 2, axis),
-            len(blocks),
-            axis=axis,
-        )
-    whole = lambda x: jnp.where(
-        jnp.isfinite(x), x, 0
-    )  # remove nonfinite values, which would stay in the slot for later rows
-    return tuple(x.at[slot].set(whole(part), mode="drop") for x, part in zip(blocks, parts, strict=True))
+    num_slots = len(blocks[0])
+    slot = jnp.where(places["size"] > 0, places["slot"], num_slots)  # out of range: the slot stays unchanged
+    if axis is None:
+        parts = [new_RKTH]
+    else:
+        S = past_RKSH.shape[2]
+        C = sum(block.shape[axis] for block in blocks)
+        age_RC = (places["end"][:, None] - 1 - jnp.arange(C)[None]) % C
+        nth_RC = places["size"][:, None] - 1 - age_RC  # index among the new tokens; negative for earlier tokens
+        index_RC = jnp.where(nth_RC < 0, places["next"][:, None], S) + nth_RC
+        past_and_new = jnp.concatenate([past_RKSH, new_RKTH], axis=2)
+        in_order = _in_order(past_and_new, jnp.maximum(index_RC, 0))
+        parts = jnp.split(jnp.moveaxis(in_order, 2, axis), len(blocks), axis=axis)
+    kept = []
+    for block, part in zip(blocks, parts, strict=True):
+        # Remove nonfinite values, which would stay in the slot for later rows.
+        finite = jnp.where(jnp.isfinite(part), part, 0)
+        kept.append(block.at[slot].set(finite, mode="drop"))
+    return tuple(kept)
 
 
 def _in_order(x_RKXH: jax.Array, index_RY: jax.Array) -> jax.Array:
+    """Return the positions ``index_RY`` of keys or values, [R,K,Y,H]."""
     return jnp.take_along_axis(x_RKXH, index_RY[:, None, :, None], axis=2)
 
 
 def keep_states(state: Any, made: Any, is_active_MZ: jax.Array, arch: Architecture) -> Any:
     """Return the new caches ``made``, but keep the old delta rule states of the slots that a step skips."""
 
-    def kept(layer, old, new):
-        if not layer.is_recurrent:
-            return new
-        mask = lambda x: is_active_MZ.reshape(-1, *(1,) * (x.ndim - 1))
-        return tuple(jnp.where(mask(x), y, x) for x, y in zip(old, new, strict=True))
+    def kept(old: jax.Array, new: jax.Array) -> jax.Array:
+        is_active = is_active_MZ.reshape(-1, *(1,) * (old.ndim - 1))
+        return jnp.where(is_active, new, old)
 
-    of = zip((state.cache_k, state.cache_v), made[:2], strict=True)
-    return tuple(tuple(map(kept, arch.by_layer, old, new)) for old, new in of)
+    caches = []
+    for old_by_layer, new_by_layer in zip((state.cache_k, state.cache_v), made[:2], strict=True):
+        by_layer = []
+        for layer, old, new in zip(arch.by_layer, old_by_layer, new_by_layer, strict=True):
+            by_layer.append(tuple(map(kept, old, new)) if layer.is_recurrent else new)
+        caches.append(tuple(by_layer))
+    return tuple(caches)
 
 
 def waiting_after_step(state: Any, is_waiting: jax.Array, is_active_MZ: jax.Array) -> Waiting:
     """Return ``state.waiting`` after a decode step. The idle steps of inactive slots with a row increase by one."""
-    idle_steps = state.waiting["idle_steps"] + ((state.slot_row >= 0) & ~is_active_MZ)
+    is_idle_MZ = (state.slot_row >= 0) & ~is_active_MZ
+    idle_steps = state.waiting["idle_steps"] + is_idle_MZ
     return {**state.waiting, "is_waiting": is_waiting, "idle_steps": idle_steps}
 
 
@@ -348,16 +453,18 @@ def host_arrays(state: Any) -> tuple[jax.Array, ...]:
         Stop reasons, lengths and numbers of received answers, each [M,E,G]. The waiting rows of the slots [M,Z/M], -1
         for slots without a waiting row. The tokens and log-probs of the slots' rows [M,Z/M,S].
     """
-    M, _, _, S = state.tokens.shape
     row = jnp.maximum(state.slot_row, 0)
     waits = by_slot(state, state.waiting["is_waiting"]) & (state.slot_row >= 0)
-    read = jax.vmap(lambda of_rows, row: of_rows[row])
-    by_row = (x.reshape(M, -1, S) for x in (state.tokens, state.behaviour_logp))
-    of_slots = [sharding.by_device(read, x, row, axes=(("batch",),) * 2) for x in by_row]
     return (
         state.stop_reason,
         state.length,
         state.waiting["heard"],
         jnp.where(waits, row, -1),
-        *of_slots,
+        _rows_of_slots(state.tokens, row),
+        _rows_of_slots(state.behaviour_logp, row),
     )
+
+
+def _rows_of_slots(table: jax.Array, row: jax.Array) -> jax.Array:
+    """Return the rows [M,Z/M,S] of a table [M,E,G,S]. They stay on the devices of their shard."""
+    return sharding.by_device(tables.take, tables.by_row(table), row, axes=(("batch",), ("batch",)))
