@@ -68,7 +68,8 @@ def filled_batches(rows: Sequence[prompts_lib.EncodedExample], size: int) -> Ite
     """Yield all rows in order, ``size`` per batch, with ids from 0. The last row pads the last batch."""
     for start in range(0, len(rows), size):
         ids = range(start, start + size)
-        yield prompts_lib.batch_of([rows[min(i, len(rows) - 1)] for i in ids], ids)
+        filled = [rows[min(i, len(rows) - 1)] for i in ids]
+        yield prompts_lib.batch_of(filled, ids)
 
 
 def evaluate(
@@ -100,28 +101,17 @@ def evaluate(
         Rates, counts and all completions, as plain JSON. Rates ignore completions without a score. A rate is None if no
         completion counts.
     """
-    tickets = []
-    groups: list[FinishedGroup] = []
-    own_texts: list[list[str] | None] = []  # None if the rows are on another host
-    own_answers: list[list[str] | None] = []
+    asked = _Asked()
     for batch in filled_batches(held_out, generator.sampler.num_prompts):
-        finished = generator.generate(params, batch, version=version, key=key)
+        groups = generator.generate(params, batch, version=version, key=key)
         generator.take()
         generator.draws.clear()  # an evaluation does not report these sums
-        for group in finished[: len(held_out) - len(groups)]:
-            groups.append(group)
-            if group.completions is None:
-                own_texts.append(None)
-                own_answers.append(None)
-                tickets.append(None)
-                continue
-            texts = [decode(ids) for ids in group.completions]
-            own_texts.append(texts)
-            own_answers.append(group.played.last_turns() if group.played else texts)
-            tickets.append(pool.submit(group.example, texts, group.played))
-    rewards = pool.collect(tickets)
-    all_texts = hosts.complete(own_texts)
-    all_answers = hosts.complete(own_answers)
+        num_left = len(held_out) - len(asked.groups)
+        for group in groups[:num_left]:
+            asked.add(group, pool, decode)
+    rewards = pool.collect(asked.tickets)
+    all_texts = hosts.complete(asked.texts)
+    all_answers = hosts.complete(asked.answers)
     num_samples = generator.sampler.group_size
     total = rewards.total.reshape(-1, num_samples)
     scored = (rewards.outcome == OUTCOME_SCORE).reshape(-1, num_samples)
@@ -130,24 +120,76 @@ def evaluate(
     votes = []
     for i in np.flatnonzero(whole):
         votes.append(majority_passes(all_answers[i] or [], passed[i].tolist(), are_programs=are_programs))
-    samples = []
-    for i, group in enumerate(groups):
-        prompt = prompt_shown(group.example.prompt, decode)
-        for j, text in enumerate(all_texts[i] or []):
-            reward = float(total[i, j]) if scored[i, j] else None
-            samples.append({"prompt": prompt, "completion": text, "reward": reward})
     return {
-        "num_prompts": len(groups),
+        "num_prompts": len(asked.groups),
         "num_samples": num_samples,
         "pass_rate": _mean(passed[scored]),
         "reward_mean": _mean(total[scored]),
         "pass_at_k": _pass_at_ks(num_samples, passed[whole]),
         f"maj_at_{num_samples}": _mean(votes),
-        "completion_length_tokens": _mean([length for group in groups for length in group.lengths]),
+        "completion_length_tokens": _mean(asked.lengths()),
         "timeout_count": int((rewards.outcome == OUTCOME_TIMEOUT).sum()),
         "error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
-        "samples": samples,
+        "samples": _samples(asked.groups, all_texts, total, scored, decode),
     }
+
+
+@dataclasses.dataclass
+class _Asked:
+    """The groups of an evaluation, one list element per question.
+
+    Attributes:
+        tickets: tickets of the pool; None if the rows are on another host.
+        texts: the completions of a group; None if the rows are on another host.
+        answers: the texts that majority vote compares; None if the rows are on another host.
+    """
+
+    groups: list[FinishedGroup] = dataclasses.field(default_factory=list)
+    tickets: list[Any] = dataclasses.field(default_factory=list)
+    texts: list[list[str] | None] = dataclasses.field(default_factory=list)
+    answers: list[list[str] | None] = dataclasses.field(default_factory=list)
+
+    def lengths(self) -> list[int]:
+        """Return the number of tokens of every completion."""
+        lengths: list[int] = []
+        for group in self.groups:
+            lengths += group.lengths
+        return lengths
+
+    def add(self, group: FinishedGroup, pool: RewardPool, decode: Callable[[list[int]], str]) -> None:
+        """Add a finished group, and queue it for scoring if its rows are on this host."""
+        self.groups.append(group)
+        if group.completions is None:
+            self.tickets.append(None)
+            self.texts.append(None)
+            self.answers.append(None)
+            return
+        texts = [decode(ids) for ids in group.completions]
+        self.tickets.append(pool.submit(group.example, texts, group.played))
+        self.texts.append(texts)
+        self.answers.append(group.played.last_turns() if group.played else texts)
+
+
+def _samples(
+    groups: list[FinishedGroup],
+    texts: list[list[str] | None],
+    total: np.ndarray,
+    scored: np.ndarray,
+    decode: Callable[[list[int]], str],
+) -> list[dict[str, Any]]:
+    """Return every completion with its prompt and its reward; the reward is None without a score.
+
+    Args:
+        texts: the completions of each group.
+        total, scored: [groups, num_samples] rewards, and whether a completion has a score.
+    """
+    samples = []
+    for i, group in enumerate(groups):
+        prompt = prompt_shown(group.example.prompt, decode)
+        for j, text in enumerate(texts[i] or []):
+            reward = float(total[i, j]) if scored[i, j] else None
+            samples.append({"prompt": prompt, "completion": text, "reward": reward})
+    return samples
 
 
 def _mean(values: Any) -> float | None:
@@ -307,53 +349,65 @@ def questions(
     Raises:
         ConfigError: among others, if no training question or no held-out question is left.
     """
-
-    def loaded_from(prompts: PromptsConfig) -> tasks.Loaded:
-        loaded = tasks.load(prompts, seed=config.seed)
-        if not (config.environments.factory and prompts.source in HIDING):
-            return loaded
-        examples = []
-        for example in loaded.examples:
-            hidden = json.dumps(example.columns, default=str)
-            examples.append(dataclasses.replace(example, hidden=hidden))
-        return dataclasses.replace(loaded, examples=tuple(examples))
-
     stop_strings.check(config.sampling.stop_strings, tokenizer)
-    loaded = loaded_from(config.prompts)
+    loaded = _load(config, config.prompts)
     examples = loaded.examples
     held_out: Sequence[Example] = ()
     messages = list(loaded.bad_rows)
-    if config.eval.num_prompts:
-        if config.eval.name:
-            is_file = config.prompts.source in limits.FILE_SOURCES
-            size = 0 if is_file else max(config.prompts.size, config.eval.num_prompts)
-            other = dataclasses.replace(config.prompts, name=config.eval.name, size=size)
-            try:
-                more = loaded_from(other)
-            except ConfigError as error:
-                raise ConfigError(str(error).replace("prompts.name=", "eval.name=")) from error
-            held_out = more.examples[: config.eval.num_prompts]
-            messages += more.bad_rows
-        else:
-            examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
+    if config.eval.num_prompts and config.eval.name:
+        held_out, bad_rows = _load_held_out(config)
+        messages += bad_rows
+    elif config.eval.num_prompts:
+        examples, held_out = prompts_lib.split_held_out(examples, config.eval.num_prompts, seed=config.seed)
     prompts = config.prompts
     examples = loaded.laddered(examples)
     if config.environments.factory:
         prompts, (examples, held_out), failures = environment.shown(config, tokenizer, examples, held_out)
         messages += failures
-        lacks_held_out = config.eval.num_prompts > 0 and not held_out
-        if failures and (not examples or lacks_held_out):
-            purpose = "held out" if examples else "to train on"
-            raise ConfigError(
-                f"environments.factory={config.environments.factory!r:.200}: no question {purpose} can be begun: "
-                f"{failures[0]}"
-            )
+        _check_begun(config, examples, held_out, failures)
     train, long_train = prompts_lib.encode_examples(examples, tokenizer, prompts)
     held: list[prompts_lib.EncodedExample] = []
     long_held: list[str] = []
     if held_out:
         held, long_held = prompts_lib.encode_examples(held_out, tokenizer, prompts)
     return _apart(config, train, held), held, messages + long_train + long_held
+
+
+def _load(config: Config, prompts: PromptsConfig) -> tasks.Loaded:
+    """Load the questions of a source. Questions that differ only for their environment get different hidden texts."""
+    loaded = tasks.load(prompts, seed=config.seed)
+    if not (config.environments.factory and prompts.source in HIDING):
+        return loaded
+    examples = []
+    for example in loaded.examples:
+        hidden = json.dumps(example.columns, default=str)
+        examples.append(dataclasses.replace(example, hidden=hidden))
+    return dataclasses.replace(loaded, examples=tuple(examples))
+
+
+def _load_held_out(config: Config) -> tuple[Sequence[Example], Sequence[str]]:
+    """Return the held-out questions of the source ``eval.name``, and messages about its skipped rows."""
+    is_file = config.prompts.source in limits.FILE_SOURCES
+    size = 0 if is_file else max(config.prompts.size, config.eval.num_prompts)
+    prompts = dataclasses.replace(config.prompts, name=config.eval.name, size=size)
+    try:
+        loaded = _load(config, prompts)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("prompts.name=", "eval.name=")) from error
+    return loaded.examples[: config.eval.num_prompts], loaded.bad_rows
+
+
+def _check_begun(
+    config: Config, examples: Sequence[Example], held_out: Sequence[Example], failures: Sequence[str]
+) -> None:
+    """Raise a ``ConfigError`` if the environment failed for all training questions or for all held-out questions."""
+    lacks_held_out = config.eval.num_prompts > 0 and not held_out
+    if failures and (not examples or lacks_held_out):
+        purpose = "held out" if examples else "to train on"
+        raise ConfigError(
+            f"environments.factory={config.environments.factory!r:.200}: no question {purpose} can be begun: "
+            f"{failures[0]}"
+        )
 
 
 def _apart(

@@ -152,12 +152,32 @@ class Generator:
         if sampler.stale_cache:
             self.state = self.programs["reread"](params, self.state, version)
         self._open(params, prompts, version)
+        due = self._due()
+        self._run_chunks(params, version, key, due, on_finished)
+        self._chosen = quotas.chosen(
+            self._finished_places(),
+            self._group_id,
+            due,
+            sampler.num_prompts,
+            sampler.slack,
+        )
+        return [self.finished[place] for place in quotas.in_rows(self._chosen, sampler.num_prompts)]
+
+    def _run_chunks(
+        self,
+        params: Any,
+        version: jax.Array,
+        key: jax.Array,
+        due: set[Place],
+        on_finished: Callable[[FinishedGroup], Any],
+    ) -> None:
+        """Run chunks of decode steps until the finished groups fill a call and include the due groups."""
+        sampler = self.sampler
         scanned = np.zeros((sampler.shards, sampler.entries, sampler.group_size), np.int64)
         # Only the host can find stop strings. With stop strings, the next chunk waits for the search of the host.
         chunks_ahead = 0 if sampler.sampling.stop_strings else 1
         unread: collections.deque[Any] = collections.deque()  # stop reasons and lengths of the dispatched chunks
         reading: Reading = []
-        due = self._due()
         is_due = self._due_mask(due)
         if self.conversations:
             self.conversations.ask(self.programs["read_waiting"](self.state), self.open_prompts)
@@ -175,14 +195,6 @@ class Generator:
             if self._has_enough(due):
                 break
         self._receive(reading, on_finished)
-        self._chosen = quotas.chosen(
-            self._finished_places(),
-            self._group_id,
-            due,
-            sampler.num_prompts,
-            sampler.slack,
-        )
-        return [self.finished[place] for place in quotas.in_rows(self._chosen, sampler.num_prompts)]
 
     def _group_id(self, place: Place) -> int:
         """Return the position in the prompt stream of an open prompt. Older prompts have smaller positions."""
@@ -190,7 +202,11 @@ class Generator:
 
     def _finished_places(self) -> list[list[Place]]:
         """Return the places of the finished groups by shard."""
-        return [[place for place in self.finished if place[0] == shard] for shard in range(self.sampler.shards)]
+        by_shard: list[list[Place]] = [[] for _ in range(self.sampler.shards)]
+        for place in self.finished:
+            shard, _ = place
+            by_shard[shard].append(place)
+        return by_shard
 
     def _has_enough(self, due: set[Place]) -> bool:
         """Return whether the finished groups are enough for a call and include all due groups."""
@@ -201,8 +217,9 @@ class Generator:
     def _due_mask(self, due: set[Place]) -> jax.Array:
         """Return a mask [M,E] bool of the due entries, on the devices."""
         sampler = self.sampler
-        rows = [[(m, e) in due for e in range(sampler.entries)] for m in range(sampler.shards)]
-        mask = np.array(rows)
+        mask = np.zeros((sampler.shards, sampler.entries), bool)
+        for place in due:
+            mask[place] = True
         return sharding.put(mask, sharding.leading(sampler.mesh, mask))
 
     def _read_flags(self, flags: tuple[jax.Array, ...]) -> Any:
@@ -249,9 +266,9 @@ class Generator:
                     continue
                 group = self.finished[place]
                 start = len(self.open_prompts[place].tokens)
-                completions = [
-                    row[start : start + length].tolist() for row, length in zip(rows, group.lengths, strict=True)
-                ]
+                completions = []
+                for row, length in zip(rows, group.lengths, strict=True):
+                    completions.append(row[start : start + length].tolist())
                 group.completions = completions
                 if self.conversations:
                     group.played = self.conversations.played(place, group.example, completions)
@@ -291,13 +308,20 @@ class Generator:
         """Return, for each shard, the entries that new prompts may take."""
         M = self.sampler.shards
         E = self.sampler.entries
-        free = [[(m, e) for e in range(E) if (m, e) not in self.open_prompts] for m in range(M)]
+        free = []
+        for m in range(M):
+            places = [(m, e) for e in range(E)]
+            free.append([place for place in places if place not in self.open_prompts])
         if not self.max_lag:
             return free
         # Capacity of a shard. Past calls do not appear in the formula, because each call adds P prompts to the capacity
         # and collects P groups.
         capacity = (self.max_lag + 1) * (self.sampler.num_prompts // M)
-        return [places[: max(0, capacity - (E - len(places)))] for places in free]
+        allowed = []
+        for places in free:
+            num_open = E - len(places)
+            allowed.append(places[: max(0, capacity - num_open)])
+        return allowed
 
     def _due(self) -> set[Place]:
         """Return the open prompts that the next call must wait for. The result is empty if ``max_lag`` is 0.
@@ -338,17 +362,13 @@ class Generator:
         for wave in range(num_waves):
             index = np.zeros((M, quota), np.int64)
             entry = np.full((M, quota), sampler.entries, np.int32)  # unused places hold entry E, which the device drops
+            begin = wave * quota
             for m in range(M):
-                for j, place in enumerate(free[m][wave * quota : (wave + 1) * quota]):
-                    i = starts[m] + wave * quota + j
+                for j, place in enumerate(free[m][begin : begin + quota]):
+                    i = starts[m] + begin + j
                     index[m, j] = i
                     entry[m, j] = place[1]
-                    self.open_prompts[place] = OpenPrompt(
-                        group_id=int(prompts.group_id[i]),
-                        example=prompts.examples[i],
-                        tokens=prompts.tokens[i, : prompts.length[i]].tolist(),
-                        call=self.calls,
-                    )
+                    self.open_prompts[place] = self._open_prompt(prompts, i)
             flat = index.reshape(-1)
             arrays = (
                 prompts.tokens[flat],
@@ -359,11 +379,24 @@ class Generator:
             arrays = sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
             self.state = self.programs["prefill"](params, self.state, *arrays, *version_argument)
 
+    def _open_prompt(self, prompts: PromptBatch, i: int) -> OpenPrompt:
+        """Return the record of prompt ``i`` of a batch, opened by this call."""
+        return OpenPrompt(
+            group_id=int(prompts.group_id[i]),
+            example=prompts.examples[i],
+            tokens=prompts.tokens[i, : prompts.length[i]].tolist(),
+            call=self.calls,
+        )
+
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def opened(self) -> list[list[int]]:
         """Return shard, entry, calls since the opening and group_id of each open prompt, for ``adopt``."""
-        return [[*place, self.calls - prompt.call, prompt.group_id] for place, prompt in self.open_prompts.items()]
+        opened = []
+        for place, prompt in self.open_prompts.items():
+            lag = self.calls - prompt.call
+            opened.append([*place, lag, prompt.group_id])
+        return opened
 
     def adopt(
         self,
