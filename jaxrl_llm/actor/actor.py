@@ -255,7 +255,7 @@ class Actor:
             "external": self._external_state if self.is_inside else self._external.state(),
             "open_prompts": self.generator.opened(),
             "conversations": conversations.state() if conversations else [],
-            "draws": [[np.asarray(x).tolist() for x in jax.tree.leaves(sums)] for sums in self.generator.draws],
+            "draws": [_leaves_of(sums) for sums in self.generator.draws],
             "rounds": [sampled.state() for sampled in self._rounds],
             "spent_s": time.monotonic() - self._began if self.is_inside else self.spent_s,
         }
@@ -298,6 +298,11 @@ class Actor:
             rounds = Sampled.restored(saved, arrays["rounds"], question, self._config.reward_columns)
             self._rounds.append(rounds)
         return messages
+
+
+def _leaves_of(sums: DrawSums) -> list[list[float]]:
+    """Return the sums of one call of ``generate`` as plain JSON, for ``_draw_sums``."""
+    return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(sums)]
 
 
 def _draw_sums(leaves: list[list[float]]) -> DrawSums:

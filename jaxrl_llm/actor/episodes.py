@@ -129,10 +129,12 @@ class Played:
                 values.append(np.diff(rewards, prepend=0.0).tolist())
                 continue
             values.append(None)
-            if any(reply.reward is None and reply.outcome == OUTCOME_SCORE for reply in replies):
-                reasons = ["environment: an agent returned no reward"]
+            for reply in replies:
+                if reply.reward is None and reply.outcome == OUTCOME_SCORE:
+                    reasons = ["environment: an agent returned no reward"]
         scores = self.by_turn(values)
-        outcome = np.where(np.isnan(scores).any(axis=1), OUTCOME_ERROR, OUTCOME_SCORE)
+        has_error = np.isnan(scores).any(axis=1)
+        outcome = np.where(has_error, OUTCOME_ERROR, OUTCOME_SCORE)
         return Answer(scores, outcome, reasons)
 
     def failures_in(self, answer: Answer) -> Answer:
@@ -201,16 +203,19 @@ class Conversations:
             Stop reasons, lengths and numbers of received answers, each [M,E,G].
         """
         reasons, lengths, answer_counts, row_MZ = jax.device_get(flags[:-2])
-        tokens, logps = map(sharding.own_rows, flags[-2:])
+        all_tokens = sharding.own_rows(flags[-2])
+        all_logps = sharding.own_rows(flags[-1])
+        group_size = lengths.shape[2]
         self._waiting = set()
-        for shard, slots in tokens.items():
+        for shard, tokens in all_tokens.items():
+            logps = all_logps[shard]
             for slot in np.flatnonzero(row_MZ[shard] >= 0):
-                entry, g = divmod(int(row_MZ[shard][slot]), lengths.shape[2])
+                entry, g = divmod(int(row_MZ[shard][slot]), group_size)
                 row = shard, entry, g
-                prompt = prompts[shard, entry]
                 self._waiting.add(row)
+                prompt = prompts[shard, entry]
                 completion = slice(len(prompt.tokens), lengths[row])
-                self._ask(row, prompt, slots[slot][completion], logps[shard][slot][completion])
+                self._ask(row, prompt, tokens[slot][completion], logps[slot][completion])
         return [reasons, lengths, answer_counts]
 
     def _ask(self, row: Row, prompt: Prompt, completion: np.ndarray, logps: np.ndarray) -> None:
@@ -224,18 +229,35 @@ class Conversations:
         episode, turns = self._episode(row)
         if turns and turns[-1].end == end:
             return
-        begins = [0, *(turn.stop for turn in turns)]
-        ends = [*(turn.end for turn in turns), end]
-        spans = list(zip(begins, ends, strict=True))
-        text = self._decode(completion[begins[-1] :].tolist())
         texts, answers, state = _so_far(turns)
-        for_agents: dict[str, Any] = {}
-        if self._environment.is_agent:
-            for_agents["sizes"] = [[len(prompt.tokens) + begin, end - begin] for begin, end in spans]
-        if agents.are_tokens(prompt.example.prompt):
-            for_agents["drawn"] = [[completion[begin:end].tolist(), logps[begin:end].tolist()] for begin, end in spans]
+        begin = turns[-1].stop if turns else 0
+        text = self._decode(completion[begin:].tolist())
+        for_agents = self._for_agents(prompt, turns, completion, logps)
         reply = self._environment.ask(episode, prompt.example, [*texts, text], answers, state, **for_agents)
-        turns.append(Turn(text, end, reply, last=int(completion[-1])))
+        last_token = int(completion[-1])
+        turns.append(Turn(text, end, reply, last=last_token))
+
+    def _for_agents(
+        self, prompt: Prompt, turns: list[Turn], completion: np.ndarray, logps: np.ndarray
+    ) -> dict[str, Any]:
+        """Return the arguments of ``Environment.ask`` that only agents need.
+
+        "sizes" has the numbers of prompt tokens and of completion tokens of every turn. "drawn" has the token ids and
+        the log-probs of every turn; only agents with token prompts receive this argument.
+        """
+        begins = [0, *(turn.stop for turn in turns)]
+        ends = [*(turn.end for turn in turns), len(completion)]
+        spans = list(zip(begins, ends, strict=True))
+        arguments: dict[str, Any] = {}
+        if self._environment.is_agent:
+            prompt_size = len(prompt.tokens)
+            arguments["sizes"] = [[prompt_size + begin, end - begin] for begin, end in spans]
+        if agents.are_tokens(prompt.example.prompt):
+            drawn = []
+            for begin, end in spans:
+                drawn.append([completion[begin:end].tolist(), logps[begin:end].tolist()])
+            arguments["drawn"] = drawn
+        return arguments
 
     def answers(self, sampler: Sampler, check: Callable[[], None]) -> tuple[jax.Array, jax.Array]:
         """Wait for the replies to the waiting rows and return them as arguments for ``turns.append_answers``.
@@ -246,12 +268,18 @@ class Conversations:
             Answer tokens [M,E,G,A] i32 and verdicts [M,E,G] i32.
         """
         started = time.monotonic()
-        replies = [self._rows[row][1][-1].reply for row in self._waiting]
-        while not all(hosts.exchange(not wait(replies, CHECK_S).not_done)):
+        replies = []
+        for row in self._waiting:
+            _, turns = self._rows[row]
+            replies.append(turns[-1].reply)
+        while True:
+            has_all = not wait(replies, CHECK_S).not_done
+            if all(hosts.exchange(has_all)):
+                break
             check()
         own_answers = {}
         for row in self._waiting:
-            turns = self._rows[row][1]
+            _, turns = self._rows[row]
             turn = turns[-1]
             if not turn.verdict:
                 self._judge(turn, len(turns))
@@ -265,7 +293,8 @@ class Conversations:
                 verdicts[row] = verdict
                 tokens[row][: len(answer)] = answer
         self._waited_s += time.monotonic() - started
-        return sharding.put((tokens, verdicts), sharding.leading(sampler.mesh, (tokens, verdicts)))
+        arrays = (tokens, verdicts)
+        return sharding.put(arrays, sharding.leading(sampler.mesh, arrays))
 
     def take_waited_s(self) -> float:
         """Return the seconds that ``answers`` has waited since the last ``take_waited_s`` call.
@@ -296,11 +325,10 @@ class Conversations:
         limit = self._limits.max_answer_tokens
         try:
             answer = self._encode(reply.answer, turn.last)
-        except ConfigError as rejection:  # the tokenizer or the chat template rejects the answer
-            error = str(rejection)
-        else:
             if not 0 < len(answer) <= limit:
                 error = f"an answer of {len(answer)} tokens; environments.max_answer_tokens={limit}"
+        except ConfigError as rejection:  # the tokenizer or the chat template rejects the answer
+            error = str(rejection)
         if error is not None:
             failed = dataclasses.replace(
                 reply,
@@ -368,7 +396,8 @@ class Conversations:
 
     def forget(self, place: Place) -> None:
         """End the episodes of the group at this place, because the group has left the sampler."""
-        for row in [row for row in self._rows if row[:2] == place]:
+        rows = [row for row in self._rows if row[:2] == place]
+        for row in rows:
             episode, _ = self._rows.pop(row)
             self._environment.forget(episode)
 
@@ -378,7 +407,8 @@ class Conversations:
         """Return the turns with a verdict of all hosts, as plain JSON for ``restore``."""
         own_rows = []
         for row, (_, turns) in self._rows.items():
-            own_rows.append((row, [_saved(turn) for turn in turns if turn.verdict]))
+            saved_turns = [_saved(turn) for turn in turns if turn.verdict]
+            own_rows.append((row, saved_turns))
         longest: dict[Row, list[Any]] = {}
         for host_rows in hosts.exchange(own_rows):
             for row, turns in host_rows:
@@ -391,8 +421,9 @@ class Conversations:
         """Restore the turns that ``state`` returned."""
         for shard, entry, g, saved_turns in state:
             turns = []
-            for text, end, answer, verdict, reply in saved_turns:
-                turns.append(Turn(text, end, _finished(Reply(*reply)), answer, verdict))
+            for text, end, answer, verdict, saved_reply in saved_turns:
+                reply = _finished(Reply(*saved_reply))
+                turns.append(Turn(text, end, reply, answer, verdict))
             self._rows[shard, entry, g] = self._environment.begin(), turns
 
 
@@ -407,7 +438,8 @@ def _so_far(turns: list[Turn]) -> tuple[list[str], list[Any], Any]:
     replies = [turn.reply.result() for turn in turns]
     texts = [turn.text for turn in turns]
     answers = [reply.answer for reply in replies]
-    return texts, answers, replies[-1].state if replies else None
+    state = replies[-1].state if replies else None
+    return texts, answers, state
 
 
 def _finished(reply: Reply) -> Future[Reply]:

@@ -33,6 +33,7 @@ from jaxrl_llm.actor.external_groups import ExternalGroup, GroupParser
 from jaxrl_llm.actor.external_sources import HindsightSource, source_of
 from jaxrl_llm.actor.resampling import Sampled
 from jaxrl_llm.config import Config
+from jaxrl_llm.models.files.decoding import Decode
 from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.questions.stream import EncodedExample
 from jaxrl_llm.runtime import hosts, sharding
@@ -89,7 +90,8 @@ class External:
             return None
         groups = self._take(num_groups, first_source=iteration)
         for j, group in enumerate(groups):
-            if group.rewards is None and j % hosts.count() == jax.process_index():
+            is_own = j % hosts.count() == jax.process_index()
+            if group.rewards is None and is_own:
                 group.ticket = score(group)
         padded = [*groups, *[None] * (num_groups - len(groups))]
         rows = _rows(padded, self._config, first_id=-1 - iteration * num_groups)
@@ -120,7 +122,7 @@ class External:
                 queue.rotate(-1)
         return groups
 
-    def observe(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
+    def observe(self, sampled: Sampled, decode: Decode) -> None:
         """Pass the groups that this run has sampled to the hindsight functions."""
         for source in self._sources.values():
             if isinstance(source, HindsightSource):
@@ -182,17 +184,21 @@ class ExternalBatch:
         if self.rewards is not None:
             return
         G = self.group_size
-        total = np.full((len(self.groups), G), np.nan, np.float32)
-        outcome = np.full((len(self.groups), G), OUTCOME_ERROR, np.int8)
+        rows = (len(self.groups), G)
+        total = np.full(rows, np.nan, np.float32)
+        outcome = np.full(rows, OUTCOME_ERROR, np.int8)
         parts = {name: total.copy() for name in self.functions}
-        columns = {name: np.zeros((*total.shape, *rest), np.float32) for name, rest in self.column_shapes.items()}
+        columns = {}
+        for name, shape in self.column_shapes.items():
+            columns[name] = np.zeros((*rows, *shape), np.float32)
         for j, group in enumerate(self.groups):
             if group is None:
                 continue
             size = len(group.completions)
             if group.rewards is not None:
                 total[j, :size] = group.rewards
-                outcome[j, :size] = np.where(np.isfinite(group.rewards), OUTCOME_SCORE, OUTCOME_ERROR)
+                has_score = np.isfinite(group.rewards)
+                outcome[j, :size] = np.where(has_score, OUTCOME_SCORE, OUTCOME_ERROR)
                 continue
             scored = collect([group.ticket])
             total[j, :size] = scored.total
@@ -202,7 +208,9 @@ class ExternalBatch:
             for name, column in columns.items():
                 column[j, :size] = scored.columns[name]
         flat_parts = {name: part.ravel() for name, part in parts.items()}
-        flat_columns = {name: column.reshape(-1, *column.shape[2:]) for name, column in columns.items()}
+        flat_columns = {}
+        for name, column in columns.items():
+            flat_columns[name] = column.reshape(-1, *self.column_shapes[name])
         self.rewards = Rewards(total.ravel(), flat_parts, outcome.ravel(), columns=flat_columns)
 
     @property
@@ -227,10 +235,10 @@ class ExternalBatch:
         external_questions = [question_id(group.prompt) if group else -1 for group in self.groups]
         joined = Rewards(
             total=self._interleave(rewards.total, external.total),
-            parts={name: self._interleave(part, external.parts[name]) for name, part in rewards.parts.items()},
+            parts=self._interleave_all(rewards.parts, external.parts),
             outcome=self._interleave(rewards.outcome, external.outcome),
             errors=rewards.errors,
-            columns={name: self._interleave(x, external.columns[name]) for name, x in rewards.columns.items()},
+            columns=self._interleave_all(rewards.columns, external.columns),
         )
         return joined, self._interleave(questions, external_questions).tolist()
 
@@ -242,6 +250,10 @@ class ExternalBatch:
             parts.append(array.reshape(self.num_parts, rows_per_part, *array.shape[1:]))
         joined = np.concatenate(parts, axis=1)
         return joined.reshape(-1, *joined.shape[2:])
+
+    def _interleave_all(self, own: Mapping[str, np.ndarray], external: Mapping[str, np.ndarray]) -> Any:
+        """Interleave the own and external arrays of each name in ``own``."""
+        return {name: self._interleave(array, external[name]) for name, array in own.items()}
 
     def values(self) -> dict[str, float]:
         """Return the metrics of external rollouts."""
@@ -272,15 +284,17 @@ def _rows(groups: Sequence[ExternalGroup | None], config: Config, *, first_id: i
     for j, group in enumerate(groups):
         if group is None:
             continue
-        prompt = slice(j * G, (j + 1) * G)  # the row of a missing completion holds the prompt of its group
-        tokens[prompt, : len(group.prompt)] = group.prompt
-        prompt_length[prompt] = len(group.prompt)
-        length[prompt] = len(group.prompt)
-        for g, (ids, reason) in enumerate(zip(group.completions, group.stop_reasons, strict=True)):
+        siblings = slice(j * G, (j + 1) * G)  # the row of a missing completion holds the prompt of its group
+        prompt_size = len(group.prompt)
+        tokens[siblings, :prompt_size] = group.prompt
+        prompt_length[siblings] = prompt_size
+        length[siblings] = prompt_size
+        for g, ids in enumerate(group.completions):
             row = j * G + g
             length[row] += len(ids)
             tokens[row, prompt_length[row] : length[row]] = ids
-            stop_reason[row] = reason
-    group_id = np.repeat(first_id - np.arange(len(groups), dtype=np.int32), G)
+            stop_reason[row] = group.stop_reasons[g]
+    group_index = np.arange(len(groups), dtype=np.int32)
+    group_id = np.repeat(first_id - group_index, G)
     arrays: list[Any] = [tokens, prompt_length, length, None, group_id, None, stop_reason]
     return Rollout(*arrays)  # the ``Rollout`` holds numpy arrays instead of device arrays

@@ -22,12 +22,12 @@ import itertools
 import os
 import pathlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from jaxrl_llm.actor.external_groups import ExternalGroup, GroupParser, HeldOutError
 from jaxrl_llm.actor.resampling import Sampled
 from jaxrl_llm.config import ConfigError
+from jaxrl_llm.models.files.decoding import Decode
 from jaxrl_llm.runtime import hosts
 from jaxrl_llm.runtime.json_lines import BadRowError, lines
 from jaxrl_llm.scoring.worker_processes import Printer, Worker, close_workers, failure_of, import_function
@@ -183,7 +183,7 @@ class HindsightSource(LineSource):
         self._timeout_s = parser.config.rewards.timeout_s
         self._process: tuple[Worker, Printer] | None = None
 
-    def observe(self, sampled: Sampled, decode: Callable[[list[int]], str]) -> None:
+    def observe(self, sampled: Sampled, decode: Decode) -> None:
         """Call the function on the groups that were sampled. Unused lines of the previous call are dropped."""
         completions = sampled.completions()
         group_size = len(sampled.rewards.outcome) // len(sampled.groups)
@@ -205,7 +205,7 @@ class HindsightSource(LineSource):
             )
         self.failed += len(reasons)
         rounds = itertools.zip_longest(*(group_lines for group_lines, _ in all_results))
-        in_turn = [line for lines_of_round in rounds for line in lines_of_round if line is not None]
+        in_turn = [line for line in itertools.chain(*rounds) if line is not None]
         self._lines = in_turn[::-1]  # reversed, because the last line is taken first
 
     def _call(self, example: Example, texts: list[str]) -> tuple[list[bytes], str]:

@@ -28,6 +28,7 @@ import numpy as np
 from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.config import Config
 from jaxrl_llm.conversations.agents import prompt_shown
+from jaxrl_llm.models.files.decoding import Decode
 from jaxrl_llm.runtime import hosts, sharding
 from jaxrl_llm.types import (
     MAX_ERRORS_KEPT,
@@ -72,8 +73,13 @@ class Sampled:
     def rewards(self) -> Rewards:
         """Return the rewards of the rows that stay."""
         group_size = len(self.answers.outcome) // len(self.asked)
-        rows = (self.kept[:, None] * group_size + np.arange(group_size)).ravel()
-        return each_array(lambda x: x[rows], self.answers)
+        first_rows = self.kept[:, None] * group_size
+        rows = (first_rows + np.arange(group_size)).ravel()
+
+        def kept_rows(array: np.ndarray) -> np.ndarray:
+            return array[rows]
+
+        return each_array(kept_rows, self.answers)
 
     def state(self) -> dict[str, Any]:
         """Return the saved form of the object as plain JSON, without ``rollout``. ``restored`` reads it."""
@@ -109,7 +115,7 @@ class Sampled:
             waited_s=state.get("waited_s", 0.0),
         )
 
-    def sample_lines(self, iteration: int, count: int, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+    def sample_lines(self, iteration: int, count: int, decode: Decode) -> list[dict[str, Any]]:
         """Return ``count`` of the rows that stay, spread over the groups, as lines of samples.jsonl."""
         rewards = self.rewards
         groups = self.groups
@@ -126,21 +132,21 @@ class Sampled:
                 continue
             group = groups[i // group_size]
             drawn_versions = versions[i][versions[i] >= 0]  # of the tokens that the policy drew
-            lines.append(
-                {
-                    "iteration": iteration,
-                    "prompt_id": group.group_id,
-                    "group_id": group.group_id,
-                    "prompt": prompt_shown(group.example.prompt, decode),
-                    "completion": decode(completions[i]),
-                    "reward": float(rewards.total[i]),
-                    "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
-                    "stop_reason": STOP_NAMES[group.stop_reasons[i % group_size]],
-                    "policy_version": int(drawn_versions.min()),
-                    # policy versions between its oldest and its newest token
-                    "age": int(drawn_versions.max() - drawn_versions.min()),
-                }
-            )
+            oldest = int(drawn_versions.min())
+            newest = int(drawn_versions.max())
+            line = {
+                "iteration": iteration,
+                "prompt_id": group.group_id,
+                "group_id": group.group_id,
+                "prompt": prompt_shown(group.example.prompt, decode),
+                "completion": decode(completions[i]),
+                "reward": float(rewards.total[i]),
+                "parts": {name: float(part[i]) for name, part in rewards.parts.items()},
+                "stop_reason": STOP_NAMES[group.stop_reasons[i % group_size]],
+                "policy_version": oldest,
+                "age": newest - oldest,  # number of weight updates between the oldest and the newest token
+            }
+            lines.append(line)
         return [line for line in hosts.complete(lines) if line is not None]  # each row is on one of the hosts
 
     def completions(self) -> dict[int, list[int]]:
@@ -148,7 +154,10 @@ class Sampled:
         tokens = sharding.own_rows(self.rollout.tokens)
         start = sharding.own_rows(self.rollout.prompt_length)
         end = sharding.own_rows(self.rollout.length)
-        return {i: row[start[i] : end[i]].tolist() for i, row in tokens.items()}
+        completions = {}
+        for i, row in tokens.items():
+            completions[i] = row[start[i] : end[i]].tolist()
+        return completions
 
 
 def sample(
@@ -203,7 +212,9 @@ def sample(
         mixed = is_mixed(sampled.answers, sampled.asked, config)
         num_rounds = len(sampled.asked) // num_groups
         if mixed[sampled.kept].all() or num_rounds > config.rollout.max_resample_rounds:
-            sampled.num_tied_left_out = int(np.sum(~mixed) - np.sum(~mixed[sampled.kept]))
+            num_tied = np.sum(~mixed)
+            num_tied_kept = np.sum(~mixed[sampled.kept])
+            sampled.num_tied_left_out = int(num_tied - num_tied_kept)
             return sampled
         rounds.append(sampled)
 
@@ -217,10 +228,11 @@ def _merge(
 ) -> Sampled:
     """Return the merged earlier rounds and a new round as one round. Mixed groups stay first."""
     asked = earlier.asked + new.asked
-    answers = each_array(lambda *arrays: np.concatenate(arrays), earlier.answers, new.answers)
+    answers = each_array(_concatenate, earlier.answers, new.answers)
     mixed = is_mixed(answers, asked, config)
     candidates = np.concatenate([earlier.kept, len(earlier.asked) + new.kept])
-    place = np.argsort(~mixed[candidates], kind="stable")[: len(new.kept)].astype(np.int32)
+    mixed_first = np.argsort(~mixed[candidates], kind="stable")
+    place = mixed_first[: len(new.kept)].astype(np.int32)
     place_on_devices = sharding.put(place, sharding.replicated(generator.sampler.mesh, 0))
     return Sampled(
         rollout=choose(earlier.rollout, new.rollout, place_on_devices),
@@ -229,6 +241,10 @@ def _merge(
         answers=answers,
         waited_s=earlier.waited_s + new.waited_s,
     )
+
+
+def _concatenate(*arrays: np.ndarray) -> np.ndarray:
+    return np.concatenate(arrays)
 
 
 def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int) -> Rollout:
@@ -244,13 +260,21 @@ def choose(first: Rollout, second: Rollout, place: jax.Array, *, group_size: int
 def each_array(function: Callable[..., np.ndarray], *rewards: Rewards) -> Rewards:
     """Apply ``function`` to each array of several ``Rewards`` and return one ``Rewards`` with the first few errors."""
     first = rewards[0]
-    errors = dict.fromkeys(error for x in rewards for error in x.errors)
+    errors: dict[str, None] = {}  # ordered and without duplicates
+    for some in rewards:
+        errors |= dict.fromkeys(some.errors)
+    parts = {}
+    for name in first.parts:
+        parts[name] = function(*(some.parts[name] for some in rewards))
+    columns = {}
+    for name in first.columns:
+        columns[name] = function(*(some.columns[name] for some in rewards))
     return Rewards(
-        total=function(*(x.total for x in rewards)),
-        parts={name: function(*(x.parts[name] for x in rewards)) for name in first.parts},
-        outcome=function(*(x.outcome for x in rewards)),
+        total=function(*(some.total for some in rewards)),
+        parts=parts,
+        outcome=function(*(some.outcome for some in rewards)),
         errors=tuple(errors)[:MAX_ERRORS_KEPT],
-        columns={name: function(*(x.columns[name] for x in rewards)) for name in first.columns},
+        columns=columns,
     )
 
 
@@ -335,7 +359,8 @@ def is_mixed(rewards: Rewards, groups: list[FinishedGroup], config: Config) -> n
     """
     counts = rewards.outcome == OUTCOME_SCORE
     if config.algorithm.overlong_filter:
-        counts &= np.array([reason != STOP_LENGTH for group in groups for reason in group.stop_reasons])
+        reasons = np.concatenate([group.stop_reasons for group in groups])
+        counts &= reasons != STOP_LENGTH
     columns = [rewards.total]
     if config.algorithm.looks_at_parts:
         parts = [rewards.parts[name] for name in config.rewards.functions]
@@ -346,6 +371,7 @@ def is_mixed(rewards: Rewards, groups: list[FinishedGroup], config: Config) -> n
     def differ(value: np.ndarray) -> np.ndarray:
         value = value.reshape(len(groups), -1)
         highest = np.max(np.where(counts, value, -np.inf), axis=1)
-        return np.min(np.where(counts, value, np.inf), axis=1) < highest
+        lowest = np.min(np.where(counts, value, np.inf), axis=1)
+        return lowest < highest
 
     return np.any([differ(value) for value in columns], axis=0)
