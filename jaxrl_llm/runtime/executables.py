@@ -26,17 +26,16 @@ from jaxrl_llm.runtime.programs import Program, in_use_bytes, memory
 
 def saved_in(folder: str, mesh: Mesh) -> pathlib.Path:
     """Return the folder for the programs of ``plan --save``. Its name has the devices and the package versions."""
-    packages = {x.name: x.version for x in importlib.metadata.distributions()}
+    packages = {package.name: package.version for package in importlib.metadata.distributions()}
     versions = [f"{name} {packages[name]}" for name in ("jax", "jaxlib", "libtpu") if name in packages]
-    return pathlib.Path(
-        folder,
-        f"{mesh.size} x {mesh.devices.flat[0].device_kind}, {', '.join(versions)}",
-    )
+    device_kind = mesh.devices.flat[0].device_kind
+    return pathlib.Path(folder, f"{mesh.size} x {device_kind}, {', '.join(versions)}")
 
 
 def saved_as(lowered: jax.stages.Lowered, mesh: Mesh) -> str:
     """Return the file name of a saved program: the digest of its device ids and its text."""
-    text = f"{[device.id for device in mesh.devices.flat]} {lowered.as_text()}"
+    device_ids = [device.id for device in mesh.devices.flat]
+    text = f"{device_ids} {lowered.as_text()}"
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -53,16 +52,27 @@ def load_all(programs: Mapping[str, Program], mesh: Mesh, folder: str) -> dict[s
         return {}
     loaded = {}
     devices = mesh.devices.flatten().tolist()
-    where = saved_in(folder, mesh)
-    for name, lowered in ((name, program.lower(mesh)) for name, program in programs.items()):
-        if not (file := where / saved_as(lowered, mesh)).is_file():
-            there = sorted(x.name for x in pathlib.Path(folder).glob("*/"))
-            here = where.name
-            differ = "of these settings and code" if here in there else f"but for {there}"
-            raise ConfigError(f"executables={folder!r} has no {name!r} for {here!r} {differ}; run plan --save again")
-        trees = jax.tree.structure(lowered.args_info), lowered.out_tree
-        loaded[name] = deserialize_and_load(file.read_bytes(), *trees, devices[0].client, execution_devices=devices)
+    saved_folder = saved_in(folder, mesh)
+    for name, program in programs.items():
+        lowered = program.lower(mesh)
+        file = saved_folder / saved_as(lowered, mesh)
+        if not file.is_file():
+            raise ConfigError(_not_saved(folder, saved_folder.name, name))
+        loaded[name] = deserialize_and_load(
+            file.read_bytes(),
+            jax.tree.structure(lowered.args_info),
+            lowered.out_tree,
+            devices[0].client,
+            execution_devices=devices,
+        )
     return loaded
+
+
+def _not_saved(folder: str, devices: str, program: str) -> str:
+    """Return the error for a program that the folder does not have for these devices, settings and code."""
+    saved_devices = sorted(path.name for path in pathlib.Path(folder).glob("*/"))
+    reason = "of these settings and code" if devices in saved_devices else f"but for {saved_devices}"
+    return f"executables={folder!r} has no {program!r} for {devices!r} {reason}; run plan --save again"
 
 
 def keeping_update(run: Any) -> Program:
@@ -92,6 +102,7 @@ def keep_what_fits(
         if "Ran out of memory" not in str(error):
             raise
         return compiled  # the TPU compiler rejects a program that does not fit into a chip
-    memories = {name: memory(program) for name, program in compiled.items()} | {"update": memory(update)}
+    candidates = compiled | {"update": update}
+    memories = {name: memory(program) for name, program in candidates.items()}
     in_use = in_use_bytes(memories, **run.beside)
-    return compiled | {"update": update} if in_use["update"] <= limit else compiled
+    return candidates if in_use["update"] <= limit else compiled

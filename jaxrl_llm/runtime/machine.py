@@ -1,4 +1,4 @@
-"""The processor of the machine that this process runs on, by name and number.
+"""The processor of this machine: the model of the CPU and the number of usable cores.
 
 Owns: queries to the operating system. Does not know: accelerators, jax.
 """
@@ -21,10 +21,15 @@ def cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    for line in lines:
+        if line.startswith("model name"):
+            _, _, model = line.partition(":")
+            return model.strip()
+    return platform.machine()
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

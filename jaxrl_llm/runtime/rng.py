@@ -1,8 +1,9 @@
-"""Named streams of random numbers: every key is ``fold_in(fold_in(root, stream), ids...)``.
+"""Random keys by name: every key is ``fold_in(fold_in(root, stream), ids...)``.
 
-No draw depends on another draw or on the order of the draws.
+Each use of random numbers has its own stream, and each row has an id. Therefore a random number does not depend on
+other random numbers or on the order of the draws.
 
-Owns: the streams. Does not know: what is drawn.
+Owns: the numbers of the streams, the noise of a token. Does not know: distributions, the use of the random numbers.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ def stream(seed: int, name: str) -> jax.Array:
     return jax.random.fold_in(jax.random.key(seed), STREAMS[name])
 
 
-def token_uniform(key: jax.Array, group_id: jax.Array, sample_index: jax.Array, token_index: jax.Array) -> jax.Array:
-    """Draw one uniform number in [0,1) per row. It depends only on (stream, prompt, sample, token).
+def token_uniform(
+    key: jax.Array,
+    group_id: jax.Array,
+    sample_index: jax.Array,
+    token_index: jax.Array,
+) -> jax.Array:
+    """Draw one uniform number in [0,1) per row. The number depends only on (stream, prompt, sample, token).
 
     Args:
         key: the key of a stream.
@@ -29,8 +35,10 @@ def token_uniform(key: jax.Array, group_id: jax.Array, sample_index: jax.Array, 
         [Z] f32.
     """
 
-    def one(prompt, sample, token):
-        row = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, prompt), sample), token)
-        return jax.random.uniform(row)
+    def of_row(group_id: jax.Array, sample_index: jax.Array, token_index: jax.Array) -> jax.Array:
+        prompt_key = jax.random.fold_in(key, group_id)
+        sample_key = jax.random.fold_in(prompt_key, sample_index)
+        token_key = jax.random.fold_in(sample_key, token_index)
+        return jax.random.uniform(token_key)
 
-    return jax.vmap(one)(group_id, sample_index, token_index)
+    return jax.vmap(of_row)(group_id, sample_index, token_index)

@@ -24,7 +24,8 @@ def check_output(path: str, flag: str = "--output") -> None:
         if not file.parent.is_dir() or file.is_dir():
             raise ConfigError(f"{flag}={path!r:.200} must be a file in a folder that exists")
         is_new = not file.exists()
-        if (is_new or file.is_file()) and hosts.is_first():  # skip pipes: opening one waits for a reader
+        is_pipe = not is_new and not file.is_file()
+        if hosts.is_first() and not is_pipe:  # opening a pipe waits for a reader
             file.open("a").close()
             if is_new:
                 file.unlink()
@@ -40,7 +41,14 @@ def write(path: str, rows: Iterable[dict[str, Any]]) -> None:
     pathlib.Path(path).write_text("".join(lines), encoding="utf-8")
 
 
-def token_ids(where: str, row: dict[str, Any], field: str, vocab_size: int, *, minimum: int) -> list[int]:
+def token_ids(
+    where: str,
+    row: dict[str, Any],
+    field: str,
+    vocab_size: int,
+    *,
+    minimum: int,
+) -> list[int]:
     """Return the list of token ids in the field ``field`` of ``row``. ``where`` names the row in error messages.
 
     Raises:
@@ -63,9 +71,15 @@ def bucket(length: int) -> int:
 
     Buckets keep the number of compiled programs small.
     """
-    return max(16, 1 << (length - 1).bit_length())
+    power_of_two = 1 << (length - 1).bit_length()
+    return max(16, power_of_two)
 
 
 def check_positions(where: str, tokens: int, limit: int) -> None:
+    """Check that a row has at most ``limit`` tokens, the number of positions of the model.
+
+    Raises:
+        ConfigError: the row has more tokens.
+    """
     if tokens > limit:
         raise ConfigError(f"{where}: {tokens} tokens are more than the model's {limit} positions")

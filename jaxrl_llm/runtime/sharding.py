@@ -4,7 +4,7 @@ Every parameter and activation names its dimensions by logical axes ("vocab", "e
 each logical axis to mesh axes. The learner's weights are sharded over ``fsdp``. The sampler's copy is not sharded over
 ``fsdp``, because otherwise every decode step would gather every weight for one token.
 
-Owns: mesh construction, logical rules, constraints. Does not know: what the arrays mean.
+Owns: mesh construction, logical rules, constraints. Does not know: the meaning of the arrays.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ RULES = {
 OF_SAMPLER = {"embed": None}  # only this rule is different for the sampler's weights
 # Logical axes of weights, for which mesh.rules may set other mesh axes.
 OF_WEIGHTS = ("vocab", "embed", "heads", "kv_heads", "mlp", "expert")
+# Name of a size that is no setting, for errors.
+ROLLOUTS = "rollouts of an iteration"
 # JAX's name for the host memory that a device can read and write directly.
 HOST_MEMORY = "pinned_host"
 
@@ -55,19 +57,30 @@ def rules_of(config: MeshConfig) -> tuple[tuple[str, tuple[str, ...] | None], ..
     Raises:
         ConfigError: weights do not have the logical axis, or the mesh does not have an axis or has it twice in a rule.
     """
+    rules = []
     for name, axes in config.rules.items():
-        given = axes_of(axes) if isinstance(axes, str | list | tuple | None) else (axes,)
-        if name not in OF_WEIGHTS or any(axis not in MESH_AXES or given.count(axis) > 1 for axis in given):
+        if name not in OF_WEIGHTS or not _are_distinct_axes(axes):
             raise ConfigError(
                 f"mesh.rules={{{name!r}: {axes!r}}} must map one of {', '.join(OF_WEIGHTS)} to None, one or different "
                 f"ones of {', '.join(MESH_AXES)}"
             )
-    return tuple((name, axes_of(axes) or None) for name, axes in config.rules.items())
+        rules.append((name, axes_of(axes) or None))
+    return tuple(rules)
+
+
+def _are_distinct_axes(axes: Any) -> bool:
+    """Return whether the value of a rule is None, a mesh axis, or several different mesh axes."""
+    if not isinstance(axes, str | list | tuple | None):
+        return False
+    names = axes_of(axes)
+    return all(name in MESH_AXES and names.count(name) == 1 for name in names)
 
 
 def axes_of(axis: Any) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a ``PartitionSpec``: none, one or several."""
-    return (axis,) if isinstance(axis, str) else tuple(axis or ())
+    if isinstance(axis, str):
+        return (axis,)
+    return tuple(axis or ())
 
 
 def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
@@ -77,12 +90,19 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
         ConfigError: the product of the mesh axes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    data, *others = (getattr(config, axis) for axis in MESH_AXES)
-    shape = (data or max(1, len(devices) // math.prod(others)), *others)
+    sizes = {axis: getattr(config, axis) for axis in MESH_AXES}
+    if config.data:
+        shape = tuple(sizes.values())
+        requirement = "use all"
+    else:
+        others = tuple(size for axis, size in sizes.items() if axis != "data")
+        shape = (max(1, len(devices) // math.prod(others)), *others)
+        requirement = "divide the"
     if math.prod(shape) != len(devices):
-        given = " x ".join(f"mesh.{axis}={n}" for axis, n in zip(MESH_AXES, (data, *others), strict=True) if n)
-        raise ConfigError(f"{given} must {'use all' if data else 'divide the'} {len(devices)} devices")
-    in_mesh = _along_torus(shape, devices) if devices[0].platform == "tpu" else np.asarray(devices).reshape(shape)
+        settings = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size)
+        raise ConfigError(f"{settings} must {requirement} {len(devices)} devices")
+    is_tpu = devices[0].platform == "tpu"
+    in_mesh = _along_torus(shape, devices) if is_tpu else np.asarray(devices).reshape(shape)
     return Mesh(in_mesh, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -119,19 +139,16 @@ def sampler_mesh(config: MeshConfig, mesh: Mesh) -> Mesh:
     """
     data, fsdp, expert, context, tensor = mesh.shape.values()
     wanted = config.sampler_tensor or tensor
-    there = fsdp * context * tensor
-    if wanted % tensor or there % wanted:
+    num_devices = fsdp * context * tensor
+    if wanted % tensor or num_devices % wanted:
         raise ConfigError(
             f"mesh.sampler_tensor={wanted} must be 0, or a multiple of mesh.tensor={tensor} that divides the "
-            f"{there} devices of mesh.fsdp={fsdp} x mesh.context={context} x mesh.tensor={tensor}"
+            f"{num_devices} devices of mesh.fsdp={fsdp} x mesh.context={context} x mesh.tensor={tensor}"
         )
-    if (context, wanted) == (1, tensor):
+    if context == 1 and wanted == tensor:
         return mesh
-    return Mesh(
-        mesh.devices.reshape(data, -1, expert, 1, wanted),
-        MESH_AXES,
-        axis_types=mesh.axis_types,
-    )
+    devices = mesh.devices.reshape(data, -1, expert, 1, wanted)
+    return Mesh(devices, MESH_AXES, axis_types=mesh.axis_types)
 
 
 def check_divisible(config: Config, mesh: Mesh) -> None:
@@ -140,35 +157,67 @@ def check_divisible(config: Config, mesh: Mesh) -> None:
     Raises:
         ConfigError: sizes do not divide. The error names every such setting and the nearest sizes that divide.
     """
-    devices = math.lcm(num_data_shards(mesh), num_data_shards(sampler_mesh(config.mesh, mesh)))
-    shards = num_ring_shards(config, mesh)
-    draw = config.rows_per_draw
-    context = mesh.shape["context"]
-    rollout = ("rollout.prompts_per_iteration", "rollout.lookahead_prompts", "rollout.slots")
-    parts = dict.fromkeys((*rollout, "external.groups_per_iteration", "replay.shards"), devices)
-    parts |= dict.fromkeys(("update.batch_size", "replay.capacity"), shards * draw)
-    # With one ring shard for each data shard, the rollouts divide evenly if the prompts do.
-    parts["rollouts of an iteration"] = shards * draw if config.replay.shards else 1
-    parts["update.micro_batch_size"] = shards * (draw if config.algorithm.surrogate.facts.siblings else 1)
-    parts["update.micro_batch_tokens"] = shards * max(config.line_tokens, 1)
-    parts |= dict.fromkeys(
-        ("prompts.max_tokens", "sampling.max_completion_tokens", "update.pack_width"),
-        context,
-    )
-    values = flatten(config) | {"rollouts of an iteration": config.rows_per_iteration}
+    num_shards = math.lcm(num_data_shards(mesh), num_data_shards(sampler_mesh(config.mesh, mesh)))
+    divisors = _divisors(config, mesh, num_shards)
+    values = flatten(config) | {ROLLOUTS: config.rows_per_iteration}
     wrong = []
-    for path, n in parts.items():
-        value = values[path]
-        rest = value % n
-        if rest:
+    for path, divisor in divisors.items():
+        if values[path] % divisor:
             # A suggested size must also divide the batch.
             batch = config.update.batch_size if path == "update.micro_batch_size" else 0
-            near = " or ".join(str(x) for x in (value - rest, value - rest + n) if x and batch % x == 0)
-            wrong.append(f"{path}={value} must be a multiple of {n}" + f" ({near})" * bool(near))
+            wrong.append(_not_a_multiple(path, values[path], divisor, batch))
     if wrong:
-        why = f"{devices} data-parallel devices, {shards} ring shards (replay.shards), groups of {draw} (replay.unit)"
-        why += f", mesh.context={context} parts of a row" * (context > 1)
-        raise ConfigError(f"{'; '.join(wrong)}: over {why}")
+        shards = num_ring_shards(config, mesh)
+        context = mesh.shape["context"]
+        reason = (
+            f"{num_shards} data-parallel devices, {shards} ring shards (replay.shards), groups of "
+            f"{config.rows_per_draw} (replay.unit)"
+        )
+        if context > 1:
+            reason += f", mesh.context={context} parts of a row"
+        raise ConfigError(f"{'; '.join(wrong)}: over {reason}")
+
+
+def _divisors(config: Config, mesh: Mesh, num_shards: int) -> dict[str, int]:
+    """Return the number that must divide each size, by setting.
+
+    Args:
+        num_shards: least common multiple of the data shards of the learner and of the sampler.
+    """
+    shards = num_ring_shards(config, mesh)
+    rows_per_draw = config.rows_per_draw
+    context = mesh.shape["context"]
+    has_siblings = config.algorithm.surrogate.facts.siblings
+    return {
+        "rollout.prompts_per_iteration": num_shards,
+        "rollout.lookahead_prompts": num_shards,
+        "rollout.slots": num_shards,
+        "external.groups_per_iteration": num_shards,
+        "replay.shards": num_shards,
+        "update.batch_size": shards * rows_per_draw,
+        "replay.capacity": shards * rows_per_draw,
+        # With one ring shard for each data shard, the rollouts divide evenly if the prompts do.
+        ROLLOUTS: shards * rows_per_draw if config.replay.shards else 1,
+        "update.micro_batch_size": shards * rows_per_draw if has_siblings else shards,
+        "update.micro_batch_tokens": shards * max(config.line_tokens, 1),
+        "prompts.max_tokens": context,
+        "sampling.max_completion_tokens": context,
+        "update.pack_width": context,
+    }
+
+
+def _not_a_multiple(path: str, value: int, divisor: int, batch: int) -> str:
+    """Return the message about a size that is no multiple of ``divisor``, with the nearest sizes that are allowed.
+
+    Args:
+        batch: a number that the size must divide; 0 = none.
+    """
+    below = value - value % divisor
+    nearest = [str(size) for size in (below, below + divisor) if size and batch % size == 0]
+    message = f"{path}={value} must be a multiple of {divisor}"
+    if nearest:
+        message += f" ({' or '.join(nearest)})"
+    return message
 
 
 def num_data_shards(mesh: Mesh) -> int:
@@ -188,10 +237,13 @@ def partition_spec(shape: tuple[int, ...], logical_axes: tuple[str | None, ...],
     free = set(mesh.axis_names)
     for size, name in zip(shape, logical_axes, strict=True):
         axis = None if name is None else rules[name]
-        parts = math.prod(mesh.shape[a] for a in axes_of(axis))
-        fits = parts > 1 and size % parts == 0 and free >= set(axes_of(axis))
-        free -= set(axes_of(axis)) if fits else set()
-        spec.append(axis if fits else None)
+        mesh_axes = set(axes_of(axis))
+        parts = math.prod(mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
+        if parts > 1 and size % parts == 0 and mesh_axes <= free:
+            free -= mesh_axes
+            spec.append(axis)
+        else:
+            spec.append(None)
     return PartitionSpec(*spec)
 
 
@@ -207,15 +259,22 @@ def named(
 
 def leading(mesh: Mesh, tree: Any) -> Any:
     """Return shardings over the batch axes for arrays whose first dimension is rows, decode slots or ring shards."""
-    return jax.tree.map(
-        lambda x: named(mesh, x.shape, ("batch", *(None,) * len(x.shape))[: len(x.shape)]),
-        tree,
-    )
+
+    def of_array(x: Any) -> NamedSharding:
+        return named(mesh, x.shape, _padded(("batch",), len(x.shape)))
+
+    return jax.tree.map(of_array, tree)
+
+
+def _padded(names: tuple[str, ...], num_dimensions: int) -> tuple[str | None, ...]:
+    """Return the logical axes of an array whose first dimensions have these names and whose other ones have none."""
+    return (*names, *[None] * num_dimensions)[:num_dimensions]
 
 
 def rows(mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     """Return an abstract array with the sharding of ``leading``."""
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=leading(mesh, jax.ShapeDtypeStruct(shape, dtype)))
+    unplaced = jax.ShapeDtypeStruct(shape, dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=leading(mesh, unplaced))
 
 
 def undivided(mesh: Mesh, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeDtypeStruct:
@@ -225,11 +284,11 @@ def undivided(mesh: Mesh, dtype: Any, shape: tuple[int, ...] = ()) -> jax.ShapeD
 
 def placed(shapes: Any, layouts: Any) -> Any:
     """Return the abstract arrays ``shapes`` with the shardings ``layouts``."""
-    return jax.tree.map(
-        lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),
-        shapes,
-        layouts,
-    )
+
+    def of_array(x: Any, layout: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout)
+
+    return jax.tree.map(of_array, shapes, layouts)
 
 
 def of(tree: Any) -> Any:
@@ -258,13 +317,23 @@ def by_device(
     if mesh.empty or math.prod(mesh.shape[axis] for axis in over) == 1:
         return function(*args)
 
-    def split(names, x):
-        is_spec = isinstance(names, PartitionSpec)
-        return names if is_spec else partition_spec(x.shape, (*names, *(None,) * x.ndim)[: x.ndim], mesh)
+    def split(names: Any, x: jax.Array) -> PartitionSpec:
+        if isinstance(names, PartitionSpec):
+            return names
+        return partition_spec(x.shape, _padded(names, x.ndim), mesh)
 
-    specs = tuple(jax.tree.map(functools.partial(split, names), x) for x, names in zip(args, axes, strict=True))
-    out = PartitionSpec(*specs[0][:shared])
-    return jax.shard_map(function, in_specs=specs, out_specs=out, axis_names={*over}, check_vma=False)(*args)
+    specs = []
+    for arg, names in zip(args, axes, strict=True):
+        specs.append(jax.tree.map(functools.partial(split, names), arg))
+    out_spec = PartitionSpec(*specs[0][:shared])
+    on_each = jax.shard_map(
+        function,
+        in_specs=tuple(specs),
+        out_specs=out_spec,
+        axis_names={*over},
+        check_vma=False,
+    )
+    return on_each(*args)
 
 
 def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array) -> Any:
@@ -275,25 +344,32 @@ def by_vocabulary(function: Callable, logits_ZV: jax.Array, *of_rows: jax.Array)
     """
     mesh = jax.sharding.get_abstract_mesh()
     split = ("batch", "vocab")
-    axis = () if mesh.empty else axes_of(partition_spec(logits_ZV.shape, split, mesh)[1])
-    return by_device(
-        lambda *x: function(*x, axis),
-        logits_ZV,
-        *of_rows,
-        axes=(split, *[("batch",)] * len(of_rows)),
-    )
+    axis: tuple[str, ...] = ()
+    if not mesh.empty:
+        _, of_vocabulary = partition_spec(logits_ZV.shape, split, mesh)
+        axis = axes_of(of_vocabulary)
+
+    def with_axis(*arrays: jax.Array) -> Any:
+        return function(*arrays, axis)
+
+    return by_device(with_axis, logits_ZV, *of_rows, axes=(split, *[("batch",)] * len(of_rows)))
 
 
 def parts(size: int, name: str) -> int:
     """Return into how many parts the active mesh splits a dimension of this size and logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
-    spec = () if mesh.empty else partition_spec((size,), (name,), mesh)
-    return math.prod(mesh.shape[axis] for names in spec for axis in axes_of(names))
+    if mesh.empty:
+        return 1
+    (names,) = partition_spec((size,), (name,), mesh)
+    return math.prod(mesh.shape[axis] for axis in axes_of(names))
 
 
 def on_rows(spec: PartitionSpec) -> PartitionSpec:
     """Return the spec with only the entries whose mesh axes are all in ``TOKEN_AXES``. The others become None."""
-    return PartitionSpec(*(axis if {*axes_of(axis)} <= {*TOKEN_AXES} else None for axis in spec))
+    entries = []
+    for entry in spec:
+        entries.append(entry if set(axes_of(entry)) <= set(TOKEN_AXES) else None)
+    return PartitionSpec(*entries)
 
 
 def replicated(mesh: Mesh, tree: Any) -> Any:
@@ -307,22 +383,33 @@ def put(tree: Any, layout: Any) -> Any:
     ``device_put`` would compare the arrays of all hosts, and each host would have to wait for the others.
     """
 
-    def one(x: Any, to: NamedSharding) -> jax.Array:
-        if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key) and not to.is_fully_addressable:
-            return jax.random.wrap_key_data(put(jax.random.key_data(x), to), impl=jax.random.key_impl(x))
-        if to.is_fully_addressable:
-            return jax.device_put(x, to)
-        return jax.make_array_from_callback(np.shape(x), to, lambda index: np.asarray(x)[index])
+    return jax.tree.map(_put, tree, layout)
 
-    return jax.tree.map(one, tree, layout)
+
+def _put(x: Any, layout: NamedSharding) -> jax.Array:
+    """Copy one host array to the devices."""
+    if layout.is_fully_addressable:
+        return jax.device_put(x, layout)
+    if jax.dtypes.issubdtype(getattr(x, "dtype", None), jax.dtypes.prng_key):
+        data = _put(jax.random.key_data(x), layout)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+
+    def shard(index: Any) -> np.ndarray:
+        return np.asarray(x)[index]
+
+    return jax.make_array_from_callback(np.shape(x), layout, shard)
 
 
 def own_rows(x: jax.Array) -> dict[int, np.ndarray]:
     """Return the rows of an array on this host, by row number. Only one host returns a copied row."""
     found = {}
     for shard in x.addressable_shards:
-        if shard.replica_id == 0:
-            found |= enumerate(np.asarray(shard.data), shard.index[0].start or 0 if shard.index else 0)
+        if shard.replica_id != 0:
+            continue
+        first = 0
+        if shard.index:
+            first = shard.index[0].start or 0
+        found |= enumerate(np.asarray(shard.data), first)
     return found
 
 
@@ -333,8 +420,13 @@ def on_host(tree: Any) -> Any:
 
 def device_bytes(tree: Any) -> int:
     """Return the bytes of abstract arrays on one device. Arrays in host memory do not count."""
-    there = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind != HOST_MEMORY]
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in there)
+    num_bytes = 0
+    for x in jax.tree.leaves(tree):
+        if x.sharding.memory_kind == HOST_MEMORY:
+            continue
+        shard_shape = x.sharding.shard_shape(x.shape)
+        num_bytes += math.prod(shard_shape) * x.dtype.itemsize
+    return num_bytes
 
 
 def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> None:
@@ -349,8 +441,10 @@ def check_host_memory(mesh: Mesh, setting: str, value: Any, otherwise: Any) -> N
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST_MEMORY not in kinds:
-        said = f"{setting}={value!r} must be {otherwise!r} on {device.device_kind}"
-        raise ConfigError(f"{said}: it has no memory {HOST_MEMORY!r}, only {', '.join(map(repr, kinds))}")
+        raise ConfigError(
+            f"{setting}={value!r} must be {otherwise!r} on {device.device_kind}: this device has no memory "
+            f"{HOST_MEMORY!r}, only {', '.join(map(repr, kinds))}"
+        )
 
 
 def constrain(x: jax.Array, *logical_axes: str | None, rules: tuple[tuple[str, Any], ...] = ()) -> jax.Array:
@@ -361,7 +455,8 @@ def constrain(x: jax.Array, *logical_axes: str | None, rules: tuple[tuple[str, A
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, partition_spec(x.shape, logical_axes, mesh, RULES | dict(rules)))
+    spec = partition_spec(x.shape, logical_axes, mesh, RULES | dict(rules))
+    return jax.lax.with_sharding_constraint(x, spec)
 
 
 def gather_once(x: jax.Array, *logical_axes: str | None) -> jax.Array:
@@ -397,7 +492,10 @@ _gather_once.defvjp(_gather_once_forward, _gather_once_backward)
 
 def _without_token_axes(spec: PartitionSpec) -> PartitionSpec:
     """Return the sharding ``spec`` without the entries that have mesh axes of ``TOKEN_AXES``."""
-    return PartitionSpec(*(None if {*axes_of(axis)} & {*TOKEN_AXES} else axis for axis in spec))
+    entries = []
+    for entry in spec:
+        entries.append(None if set(axes_of(entry)) & set(TOKEN_AXES) else entry)
+    return PartitionSpec(*entries)
 
 
 def gather_copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
@@ -419,7 +517,7 @@ def gather_copies(x: jax.Array, spec: PartitionSpec) -> jax.Array:
                     x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, axis_index_groups=rings)
         return x[None]
 
-    in_spec = PartitionSpec(*(a or b for a, b in zip(gathered_spec, other_spec, strict=True)))
+    in_spec = PartitionSpec(*(gathered or other for gathered, other in zip(gathered_spec, other_spec, strict=True)))
     out_spec = PartitionSpec(TOKEN_AXES, *other_spec)
     x = jax.lax.with_sharding_constraint(x, spec)  # jax 0.12 cannot add a shard_map's gradient directly to a ref
     return jax.shard_map(gather, in_specs=in_spec, out_specs=out_spec, check_vma=False)(x)
@@ -434,5 +532,6 @@ def _rings(num_devices: int) -> Iterator[list[list[int]]]:
     while stride < num_devices:
         remaining = num_devices // stride
         size = next(size for size in (4, 2, remaining) if remaining % size == 0)
-        yield (np.arange(num_devices).reshape(-1, size, stride).swapaxes(1, 2).reshape(-1, size).tolist())
+        devices = np.arange(num_devices).reshape(-1, size, stride)
+        yield devices.swapaxes(1, 2).reshape(-1, size).tolist()
         stride *= size

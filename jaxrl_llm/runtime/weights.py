@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import flax.traverse_util
@@ -20,6 +20,7 @@ from jaxrl_llm.ops.checksum import checksum
 from jaxrl_llm.runtime import bucket, hosts
 from jaxrl_llm.runtime.checkpoint import POLICY
 from jaxrl_llm.runtime.checkpoint_files import (
+    DamagedError,
     best_of,
     by_name,
     check_arrays,
@@ -43,14 +44,18 @@ def is_run(path: str) -> bool:
 
     Every path in a bucket counts as a run.
     """
-    if bucket.is_bucket(path := os.path.expanduser(path)):
+    path = os.path.expanduser(path)
+    if bucket.is_bucket(path):
         return True
     if not os.path.isdir(path):  # also False for a name that is not valid
         head, name = os.path.split(path.rstrip("/"))
         return name == BEST and is_run(head or ".")
     folder = os.path.realpath(path)
     name = os.path.basename(folder)
-    has = lambda name: os.path.exists(os.path.join(folder, name))
+
+    def has(name: str) -> bool:
+        return os.path.exists(os.path.join(folder, name))
+
     if step_of(name) is not None and has("state"):
         return True
     is_one = name == "checkpoints" or has("checkpoints") or has("metrics.jsonl")
@@ -76,8 +81,10 @@ def check_workdir(folder: pathlib.Path) -> None:
     if not isinstance(settings, dict) or "made_with" not in settings:
         others.append("config.json")
     if others:
-        said = f"--workdir={str(folder)!r:.200} has {others[0]}, which no run has written there"
-        raise ConfigError(f"{said}, and a run would write over such files: give it a folder of its own")
+        raise ConfigError(
+            f"--workdir={str(folder)!r:.200} must be a folder without other files: it has {others[0]}, which no run "
+            "has written there, and a run would overwrite this file. Use a new folder."
+        )
 
 
 def begin(workdir: pathlib.Path, settings: str) -> None:
@@ -120,7 +127,11 @@ def config_of_run(directory: str | os.PathLike, abstract_params: Any = None) -> 
     Raises:
         ConfigError: as in ``restore_params``.
     """
-    read = lambda path: (_about(path, abstract_params)[0], os.fspath(path))
+
+    def read(path: pathlib.Path) -> tuple[Config, str]:
+        config, _, _, _ = _about(path, abstract_params)
+        return config, os.fspath(path)
+
     return read_whole(*_meant(directory), read, say=False, is_alone=True)
 
 
@@ -167,6 +178,15 @@ def restore_params(
     return read_whole(root, hosts.exchange(iteration)[0], read, compared)
 
 
+def _prefix_of_policy(names: Iterable[str]) -> str:
+    """Return the beginning of the names of the policy's weights, up to ``POLICY`` with it."""
+    for name in names:
+        head, policy, _ = f"/{name}".partition(POLICY)
+        if policy:
+            return f"{head}{policy}".removeprefix("/")
+    raise DamagedError(f"no array has {POLICY} in its name")
+
+
 def _about(
     path: pathlib.Path,
     abstract_params: Any = None,
@@ -181,9 +201,8 @@ def _about(
     host, text = read_text(path)
     config = config_of(text, path)
     check(host)
-    heads = [f"/{name}".partition(POLICY) for name in text["arrays"]]
-    prefix = next(f"{head}{POLICY}"[1:] for head, found, _ in heads if found)
-    saved = {name: about for name, about in text["arrays"].items() if name.startswith(prefix)}
+    prefix = _prefix_of_policy(text["arrays"])
+    saved = {name: description for name, description in text["arrays"].items() if name.startswith(prefix)}
     if abstract_params is None:
         return config, prefix, saved, dict.fromkeys(saved)
     wanted = {prefix + name: leaf for name, leaf in by_name(abstract_params).items()}
