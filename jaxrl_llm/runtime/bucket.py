@@ -11,7 +11,7 @@ holder writes a heartbeat there every few seconds. If the heartbeat stops, the n
     disk     the holder's machine is gone; the server of a network disk may keep the lock of that machine forever
 
 Owns: when a checkpoint or a file is complete, how it is moved and removed, which run may write, the address of a folder
-for tensorstore. Does not know: what a folder contains.
+for tensorstore. Does not know: the content of a folder.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def check(workdir: pathlib.Path, setting: str) -> None:
     """Check that a run may use this workdir with this setting of ``checkpoint.bucket``.
 
     Raises:
-        ConfigError: one of these holds:
+        ConfigError: the run may not use the workdir, for one of three reasons:
 
             - The setting does not name a bucket.
             - The run in the workdir has its checkpoints in another place.
@@ -109,7 +109,8 @@ def check(workdir: pathlib.Path, setting: str) -> None:
         raise ConfigError(f"checkpoint.bucket={setting!r:.200} must be '' or '{PREFIX}BUCKET/FOLDER'")
     before = setting
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        before = json.loads((workdir / "config.json").read_text())["checkpoint"].get("bucket", "")
+        settings = json.loads((workdir / "config.json").read_text())
+        before = settings["checkpoint"].get("bucket", "")
     if before != setting:
         raise ConfigError(
             f"checkpoint.bucket={setting!r}, but the run of --workdir={workdir} has its checkpoints in "
@@ -117,9 +118,11 @@ def check(workdir: pathlib.Path, setting: str) -> None:
         )
     root = place(setting or workdir / "checkpoints", "checkpoint.bucket")
     rows = workdir / "metrics.jsonl"
-    has_report = (workdir / "report.html").is_file() and rows.is_file() and rows.stat().st_size > 0
-    is_empty = not (root.is_dir() and any(path.name != WRITER for path in root.iterdir()))  # ignore the holder's object
-    if has_report and is_empty and not _is_cut(workdir):
+    has_rows = rows.is_file() and rows.stat().st_size > 0
+    has_report = has_rows and (workdir / "report.html").is_file()
+    # The holder's object does not count.
+    has_checkpoint = root.is_dir() and any(path.name != WRITER for path in root.iterdir())
+    if has_report and not has_checkpoint and not _is_cut(workdir):
         raise ConfigError(
             f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: it would begin anew and "
             "lose its metrics. Use another workdir, or remove report.html"
@@ -130,7 +133,8 @@ def _is_cut(workdir: pathlib.Path) -> bool:
     """Return whether the metrics end before the last iteration. A run that has not ended may have a report too."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         planned = json.loads((workdir / "config.json").read_text())["num_iterations"]
-        return json.loads((workdir / "metrics.jsonl").read_bytes().splitlines()[-1])["iteration"] < planned
+        last_row = json.loads((workdir / "metrics.jsonl").read_bytes().splitlines()[-1])
+        return last_row["iteration"] < planned
     return False
 
 
@@ -164,9 +168,9 @@ def held(setting: str, who: str) -> Iterator[None]:
 
         is_refused = isinstance(error, ClientError | DefaultCredentialsError)
         # The HTTP status is that of a timeout or of too many requests.
-        passes = not is_refused or getattr(error, "code", None) in (408, 429)
-        said = f"checkpoint.bucket={setting!r} cannot be written: {type(error).__name__}: {error}"
-        raise (MachineError if passes else ConfigError)(said) from error
+        is_temporary = not is_refused or getattr(error, "code", None) in (408, 429)
+        kind = MachineError if is_temporary else ConfigError
+        raise kind(f"checkpoint.bucket={setting!r} cannot be written: {type(error).__name__}: {error}") from error
     ended = threading.Event()
     threading.Thread(target=writer.keep, args=(ended,), daemon=True).start()
     try:
@@ -191,11 +195,11 @@ class _Writer:
         self._generation = 0  # 0 = the object does not exist
         self._writing = threading.Lock()
 
-    def take(self, what: str) -> None:
+    def take(self, subject: str) -> None:
         """Write the object as soon as it does not exist or its holder has sent no heartbeat for ``STALE_S`` seconds.
 
         Raises:
-            ConfigError: the holder is alive. The message begins with ``what``.
+            ConfigError: the holder is alive. The message begins with ``subject``.
         """
         before = 0
         since = time.monotonic()
@@ -203,13 +207,13 @@ class _Writer:
             self._generation, text = self._read()
             is_dead = before and time.monotonic() - since > STALE_S
             if before and self._generation not in (0, before):
-                raise ConfigError(f"{what} is in use by {text}: use another folder, or wait for its end")
+                raise ConfigError(f"{subject} is in use by {text}: use another folder, or wait for its end")
             if (self._generation == 0 or is_dead) and self._write():
                 return
             if self._generation and not before:
                 before = self._generation
                 print(
-                    f"{what} was taken by {text}: does it live? ({STALE_S:.0f} s at most)",
+                    f"{subject} was taken by {text}: does it live? ({STALE_S:.0f} s at most)",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -238,10 +242,12 @@ class _Writer:
         """Return the generation and the text of the object, or (0, "") if it does not exist."""
         from google.api_core.exceptions import NotFound
 
-        while (blob := self._bucket.get_blob(self._name, timeout=BEAT_S)) is not None:
+        while True:
+            blob = self._bucket.get_blob(self._name, timeout=BEAT_S)
+            if blob is None:
+                return 0, ""
             with contextlib.suppress(NotFound):  # the object was removed or replaced since the lookup
                 return blob.generation, blob.download_as_text(timeout=BEAT_S)
-        return 0, ""
 
     def _write(self) -> bool:
         """Write the object, and return False if another process has written or removed it in the meantime."""
@@ -266,12 +272,12 @@ def machine() -> str:
     return socket.gethostname()
 
 
-def wait_for(path: pathlib.Path, what: str) -> IO[str]:
+def wait_for(path: pathlib.Path, subject: str) -> IO[str]:
     """Wait until the holder of a folder on disk releases it or sends no heartbeat. Return the locked lock file.
 
     Raises:
         ConfigError: a run on this machine holds the folder. The system would release the lock of a dead process at
-            once, so that run is alive. The message begins with ``what``.
+            once, so that run is alive. The message begins with ``subject``.
         MachineError: a run on another machine still holds the folder after ``WAIT_S`` seconds.
     """
     started = time.monotonic()
@@ -287,29 +293,35 @@ def wait_for(path: pathlib.Path, what: str) -> IO[str]:
             continue
         except BlockingIOError:
             lock.seek(0)
-            (who, _, where), seen = (
-                lock.read().partition("\n"),
-                os.fstat(lock.fileno()).st_mtime_ns,
-            )
+            who, _, where = lock.read().partition("\n")
+            modified = os.fstat(lock.fileno()).st_mtime_ns
             lock.close()
         now = time.monotonic()
         if where in ("", machine()):  # an empty text was written by a version without heartbeats
-            raise ConfigError(f"{what} is in use by {who}")
+            raise ConfigError(f"{subject} is in use by {who}")
         if now - started > WAIT_S:
-            raise MachineError(f"{what} is still in use by {who}")
+            raise MachineError(f"{subject} is still in use by {who}")
         if not beat:
-            said = f"{what} is in use by {who}, on another machine: waiting for its end, {WAIT_S:.0f} s at most"
-            print(said, file=sys.stderr, flush=True)
-        if seen != beat:
-            beat = seen
+            print(
+                f"{subject} is in use by {who}, on another machine: waiting for its end, {WAIT_S:.0f} s at most",
+                file=sys.stderr,
+                flush=True,
+            )
+        if modified != beat:
+            beat = modified
             since = now
         if now - since > STALE_LOCK_S:
-            new = path.with_name(f"{path.name}-{os.getpid()}-{machine()}")
-            lock = open(new, "a+")  # noqa: SIM115
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.replace(new, path)
-            return lock
+            return _take_over(path)
         time.sleep(1)
+
+
+def _take_over(path: pathlib.Path) -> IO[str]:
+    """Replace a lock file by a new file. Return the new file, which this process has locked."""
+    new = path.with_name(f"{path.name}-{os.getpid()}-{machine()}")
+    lock = open(new, "a+")  # noqa: SIM115
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.replace(new, path)
+    return lock
 
 
 @contextlib.contextmanager
@@ -338,9 +350,9 @@ def alive(path: pathlib.Path, text: str) -> Iterator[None]:
         ended.set()
 
 
-def _end(what: str, who: str) -> None:
+def _end(setting: str, who: str) -> None:
     """End this process, because another run treated it as dead and took its folder over."""
-    sys.stderr.write(f"error: {what} was taken over by {' '.join(who.split())}\n")
+    sys.stderr.write(f"error: {setting} was taken over by {' '.join(who.split())}\n")
     sys.stderr.flush()
     os._exit(1)
 
@@ -376,13 +388,16 @@ def move(path: Any, to: Any) -> None:
         return
     import fsspec
 
-    files, (old, new) = (
-        fsspec.filesystem("gcs"),
-        (os.fspath(x).removeprefix(PREFIX) for x in (path, to)),
-    )
-    names = sorted(files.find(old), key=lambda name: name == f"{old}/{MARKER}")
-    for some in (names[:-1], names[-1:]):
-        files.copy(some, [new + name.removeprefix(old) for name in some])
+    files = fsspec.filesystem("gcs")
+    old = os.fspath(path).removeprefix(PREFIX)
+    new = os.fspath(to).removeprefix(PREFIX)
+
+    def is_marker(name: str) -> bool:
+        return name == f"{old}/{MARKER}"
+
+    names = sorted(files.find(old), key=is_marker)
+    for batch in (names[:-1], names[-1:]):  # the marker last
+        files.copy(batch, [new + name.removeprefix(old) for name in batch])
     remove(path)
 
 

@@ -12,8 +12,8 @@ the one before. Arrays are stored under their tree paths. They are not compresse
 time and hardly shrinks float weights.
 
 Owns: the layout above, which checkpoints are kept, which run may write into a workdir. Does not know: which settings a
-resumed run may change (``runtime.checkpoint_files``), what the state means, except that the subtree ``params/policy``
-holds the weights.
+resumed run may change (``runtime.checkpoint_files``), the meaning of the state, except that the subtree
+``params/policy`` holds the weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -89,10 +89,9 @@ class Checkpointer:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Return for orbax which checkpoints to keep: the last ones of this run, and the best by pass rate."""
         steps = [checkpoint.step for checkpoint in checkpoints if checkpoint.step in self._pass_rates]
-        kept = (
-            checkpoint_files.best_of(steps, self._pass_rates, self._config.keep_best) + steps[-self._config.keep_last :]
-        )
-        return [checkpoint.step in kept for checkpoint in checkpoints]
+        best = checkpoint_files.best_of(steps, self._pass_rates, self._config.keep_best)
+        last = steps[-self._config.keep_last :]
+        return [checkpoint.step in best or checkpoint.step in last for checkpoint in checkpoints]
 
     def save(
         self,
@@ -132,17 +131,30 @@ class Checkpointer:
         if self._current == (iteration, False) and not is_inside:
             return
         arrays = checkpoint_files.by_name(device_state)
-        sums = zip(arrays.items(), _sums(device_state, checksums), strict=True)
-        self._pass_rates[iteration] = self._pass_rates.get(iteration) if pass_rate is None else float(pass_rate)
+        sums = _sums(device_state, checksums)
+        if pass_rate is not None:
+            self._pass_rates[iteration] = float(pass_rate)
         text = {
             "config": json.loads(to_json(config)),
             "files": config.files,
-            "pass_rate": self._pass_rates[iteration],
+            "pass_rate": self._pass_rates.setdefault(iteration),
             "is_inside": is_inside,
-            "arrays": {name: [str(x.dtype), list(x.shape), value] for (name, x), value in sums},
+            "arrays": _descriptions(arrays, sums),
         }
         # Copy through JSON text, because the caller changes its dictionaries while the write runs.
         host = json.loads(json.dumps(host_state))
+        self._start_write(iteration, arrays, host, text | {"digest": checkpoint_files.digest(host, text)})
+        self._current = (iteration, is_inside)
+        self._is_new = True
+        self._saved_at = time.monotonic()
+
+    def _start_write(self, iteration: int, arrays: dict[str, Any], host: Any, text: dict[str, Any]) -> None:
+        """Start to write a checkpoint after the previous write has ended, and return.
+
+        Args:
+            arrays: arrays of state/ by name.
+            host, text: JSON objects of host/ and config/.
+        """
         self.wait()
         if iteration in checkpoint_files.steps_in(self.directory) and hosts.is_first():
             bucket.move(self.directory / str(iteration), self.directory / f"{ASIDE}{iteration}")
@@ -153,13 +165,10 @@ class Checkpointer:
             args=ocp.args.Composite(
                 state=ocp.args.PyTreeSave(arrays),
                 host=ocp.args.JsonSave(host),
-                config=ocp.args.JsonSave(text | {"digest": checkpoint_files.digest(host, text)}),
+                config=ocp.args.JsonSave(text),
             ),
             force=True,
         )
-        self._current = (iteration, is_inside)
-        self._is_new = True
-        self._saved_at = time.monotonic()
 
     def restore(
         self,
@@ -198,13 +207,15 @@ class Checkpointer:
             state = jax.tree.unflatten(structure, arrays.values())
             checkpoint_files.compare(text["arrays"], arrays, _sums(state, checksums))
             state = dict.fromkeys(abstract_state) | state
-            shapes = {name: x[1] for name, x in text["arrays"].items()}
+            shapes = {name: shape for name, (_, shape, _) in text["arrays"].items()}
             return Restored(step, state, host, text["is_inside"], shapes)
 
         restored = checkpoint_files.read_whole(self.directory, iteration, read, check)
         if restored:
             self._current = restored.iteration, restored.is_inside
-            self._pass_rates = {step: x for step, x in self._pass_rates.items() if step <= restored.iteration}
+            newer = [step for step in self._pass_rates if step > restored.iteration]
+            for step in newer:
+                del self._pass_rates[step]
         return restored
 
     def is_due(self, iteration: int, pass_rate: float | None = None) -> bool:
@@ -216,8 +227,12 @@ class Checkpointer:
         rates = self._pass_rates | {iteration: pass_rate}
         steps = {step for step in self._manager.all_steps() if step < iteration} | {iteration}
         is_best = iteration in checkpoint_files.best_of(steps, rates, self._config.keep_best)
-        waited, is_best = hosts.exchange((time.monotonic() - self._saved_at, is_best))[0]
-        return is_best or (every > 0 and iteration % every == 0) or 0 < self._config.every_minutes * 60 <= waited
+        waited_s, is_best = hosts.exchange((time.monotonic() - self._saved_at, is_best))[0]
+        if is_best:
+            return True
+        if every > 0 and iteration % every == 0:
+            return True
+        return 0 < self._config.every_minutes * 60 <= waited_s
 
     def check_config(
         self,
@@ -236,7 +251,11 @@ class Checkpointer:
         Raises:
             ConfigError: settings differ from the latest checkpoint, its arrays do not fit, or all are damaged.
         """
-        read = lambda path: checkpoint_files.read_fitting(path, abstract_state, config, allow_changes)[0]
+
+        def read(path: pathlib.Path) -> dict[str, Any]:
+            host, _, _ = checkpoint_files.read_fitting(path, abstract_state, config, allow_changes)
+            return host
+
         checkpoint_files.read_whole(self.directory, None, read, check, say=False)
 
     def check(self) -> dict[str, float]:
@@ -260,16 +279,17 @@ class Checkpointer:
         seconds = self._last_write_s()
         if seconds is None:
             return ""
-        fits = "within" if seconds <= (grace := self._config.grace_s) else "too long for a preemption:"
-        return f"; the last was written in {seconds:.1f} s, {fits} checkpoint.grace_s={grace:g}"
+        grace_s = self._config.grace_s
+        relation = "within" if seconds <= grace_s else "too long for a preemption:"
+        return f"; the last was written in {seconds:.1f} s, {relation} checkpoint.grace_s={grace_s:g}"
 
     def _last_write_s(self) -> float | None:
         """Return the seconds that orbax took to write the newest checkpoint, or None if unknown."""
         # An unknown time is not an error.
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, hosts.MachineError):
             file = self.directory / str(self.latest_iteration()) / "_CHECKPOINT_METADATA"  # a file of orbax
-            said = json.loads(file.read_bytes())
-            return (said["commit_timestamp_nsecs"] - said["init_timestamp_nsecs"]) / 1e9
+            times = json.loads(file.read_bytes())
+            return (times["commit_timestamp_nsecs"] - times["init_timestamp_nsecs"]) / 1e9
         return None
 
     def wait(self) -> None:
@@ -285,12 +305,11 @@ class Checkpointer:
 
     def best(self) -> str:
         """Return text that names the best checkpoint and its pass rate; "" if none is kept for its pass rate."""
-        found = checkpoint_files.best_of(
-            checkpoint_files.steps_in(self.directory),
-            self._pass_rates,
-            self._config.keep_best,
-        )[:1]
-        return "".join(f"; the best is {self.directory / str(x)}, pass rate {self._pass_rates[x]:.3f}" for x in found)
+        steps = checkpoint_files.steps_in(self.directory)
+        best = checkpoint_files.best_of(steps, self._pass_rates, self._config.keep_best)
+        if not best:
+            return ""
+        return f"; the best is {self.directory / str(best[0])}, pass rate {self._pass_rates[best[0]]:.3f}"
 
     def latest_iteration(self) -> int | None:
         """Return the iteration of the newest finished checkpoint, or None if there is none."""
@@ -317,13 +336,22 @@ def _open(directory: pathlib.Path, kept: Any) -> ocp.CheckpointManager:
     manager = ocp.CheckpointManager(directory, options=options, item_names=tuple(handlers), item_handlers=handlers)
     # orbax would ask jax with the number of the iteration. Hosts agree on the number of a check instead (``stop``), and
     # a stop between two checks would never be reached.
-    manager.reached_preemption = lambda step: False
+    manager.reached_preemption = _never
     return manager
+
+
+def _never(step: int) -> bool:
+    """Return False, because ``stop.StopRequest`` decides when a run stops."""
+    del step
+    return False
 
 
 def _tidy(directory: pathlib.Path) -> None:
     """Restore each checkpoint that was set aside if its replacement is unfinished. Otherwise remove it."""
-    for aside in [path for path in (directory.iterdir() if directory.is_dir() else ()) if path.name.startswith(ASIDE)]:
+    if not directory.is_dir():
+        return
+    set_aside = [path for path in directory.iterdir() if path.name.startswith(ASIDE)]
+    for aside in set_aside:
         whole = directory / aside.name.removeprefix(ASIDE)
         if bucket.is_whole(aside) and not bucket.is_whole(whole):
             bucket.remove(whole)
@@ -332,9 +360,20 @@ def _tidy(directory: pathlib.Path) -> None:
 
 
 def _sums(state: dict[str, Any], checksums: Callable[[str, Any], jax.Array]) -> list[int]:
-    """Return the checksums of all leaves in the order of ``stored.by_name``."""
-    parts = [jax.device_get(checksums(part, state[part])) for part in sorted(state) if jax.tree.leaves(state[part])]
-    return np.concatenate(parts).tolist()
+    """Return the checksums of all leaves in the order of ``checkpoint_files.by_name``."""
+    sums = []
+    for part in sorted(state):
+        if jax.tree.leaves(state[part]):
+            sums.append(jax.device_get(checksums(part, state[part])))
+    return np.concatenate(sums).tolist()
+
+
+def _descriptions(arrays: dict[str, Any], sums: list[int]) -> dict[str, list[Any]]:
+    """Return dtype, shape and checksum of every array by name."""
+    descriptions = {}
+    for (name, array), checksum in zip(arrays.items(), sums, strict=True):
+        descriptions[name] = [str(array.dtype), list(array.shape), checksum]
+    return descriptions
 
 
 @contextlib.contextmanager
@@ -348,13 +387,13 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
         of_bucket: the setting ``checkpoint.bucket``; "" = the checkpoints are in the workdir.
 
     Raises:
-        ConfigError: one of these holds:
+        ConfigError: the workdir or the folder cannot be used, for one of four reasons:
 
             - No file can be written in the workdir.
             - The path of the workdir has a forbidden character.
             - Another run on this machine holds the workdir.
             - Another run holds the folder in the bucket.
-        MachineError: one of these holds:
+        MachineError: a machine or a disk fails, for one of three reasons:
 
             - The disk fails or is full, or the bucket does not answer.
             - A run on another machine holds the workdir.
@@ -365,22 +404,13 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
             hosts.find(workdir, None)
         yield
         return
-    where = str(workdir.resolve())
     path = workdir / "lock"
-    if "[" in where or not where.isprintable():  # orbax reads '[' as a pattern; tensorstore requires UTF-8
-        raise ConfigError(f"--workdir={where!r} must be without '[' and characters that cannot be printed")
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        lock = open(path, "a")  # noqa: SIM115, closed below
-    except OSError as error:
-        is_fault = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
-        kind = hosts.MachineError if is_fault else ConfigError
-        raise kind(f"--workdir={workdir} cannot be written: {error.strerror}") from error
+    lock = _open_lock(workdir, path)
     who = f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     text = f"{who}\n{bucket.machine()}"
     with contextlib.ExitStack() as held:
         held.enter_context(lock)
-        shown = bucket.alive(path, text)
+        heartbeat = bucket.alive(path, text)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -390,10 +420,29 @@ def claim(workdir: pathlib.Path, of_bucket: str = "") -> Iterator[None]:
                 f"warning: {path}: {error.strerror}; nothing keeps another run out",
                 file=sys.stderr,
             )
-            shown = contextlib.nullcontext()
+            heartbeat = contextlib.nullcontext()
         path.write_text(text)
-        held.enter_context(shown)
+        held.enter_context(heartbeat)
         if not of_bucket:
             hosts.find(workdir, text)
-        with bucket.held(of_bucket, f"{who}, --workdir={where}"):
+        with bucket.held(of_bucket, f"{who}, --workdir={workdir.resolve()}"):
             yield
+
+
+def _open_lock(workdir: pathlib.Path, path: pathlib.Path) -> IO[str]:
+    """Create the workdir, and open its lock file ``path`` for writing.
+
+    Raises:
+        ConfigError: the workdir cannot be created or written, or its path has a forbidden character.
+        MachineError: the disk fails or is full.
+    """
+    place = str(workdir.resolve())
+    if "[" in place or not place.isprintable():  # orbax reads '[' as a pattern; tensorstore requires UTF-8
+        raise ConfigError(f"--workdir={place!r} must be without '[' and characters that cannot be printed")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        return open(path, "a")
+    except OSError as error:
+        is_fault = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
+        kind = hosts.MachineError if is_fault else ConfigError
+        raise kind(f"--workdir={workdir} cannot be written: {error.strerror}") from error

@@ -1,7 +1,7 @@
 """Functions that read stored checkpoints, find the undamaged and the best ones and check that a run can resume.
 
-Owns: how a checkpoint is read, what counts as damage, which settings may differ on resume. Does not know: how a
-checkpoint is written (``runtime.checkpoint``), what its arrays mean.
+Owns: how a checkpoint is read, the definition of damage, which settings may differ on resume. Does not know: how a
+checkpoint is written (``runtime.checkpoint``), the meaning of its arrays.
 """
 
 from __future__ import annotations
@@ -134,7 +134,9 @@ def _damage_of(path: pathlib.Path, part: str) -> Iterator[None]:
 def step_of(name: str) -> int | None:
     """Return the iteration that a checkpoint folder is named after, or None for a folder of another name."""
     is_number = name.isascii() and name.isdigit()  # for "²", ``isdigit`` is True and ``int`` fails
-    return int(name) if is_number and len(name) < 20 else None
+    if not is_number or len(name) >= 20:
+        return None
+    return int(name)
 
 
 def steps_in(directory: pathlib.Path) -> list[int]:
@@ -182,7 +184,7 @@ def read_whole(
         ConfigError: there is no checkpoint of ``iteration``, or all are damaged.
         MachineError: a checkpoint cannot be read now and may be undamaged.
     """
-    exchange: Callable[[Any], list[Any]] = (lambda value: [value]) if is_alone else hosts.exchange
+    exchange: Callable[[Any], list[Any]] = _only_own if is_alone else hosts.exchange
     steps = exchange(steps_in(root))[0]
     if iteration is not None and iteration not in steps:
         raise ConfigError(f"no checkpoint of iteration {iteration} in {root}; there are {sorted(steps)}")
@@ -208,15 +210,22 @@ def read_whole(
     return None
 
 
+def _only_own(value: Any) -> list[Any]:
+    """Return the value of this host as the only value, in place of ``hosts.exchange``."""
+    return [value]
+
+
 def digest(host: Any, text: dict[str, Any]) -> str:
     """Return the digest of the JSON objects in host/ and config/."""
-    return hashlib.sha256(json.dumps([host, text], sort_keys=True).encode()).hexdigest()
+    data = json.dumps([host, text], sort_keys=True).encode()
+    return hashlib.sha256(data).hexdigest()
 
 
 def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
     """Return the JSON objects that ``Checkpointer.save`` wrote into host/ and config/. Check their digest."""
     with _damage_of(path, "host/ or config/"):
-        host, text = [json.loads((path / item / "metadata").read_bytes()) for item in ("host", "config")]
+        host = json.loads((path / "host" / "metadata").read_bytes())
+        text = json.loads((path / "config" / "metadata").read_bytes())
         if text.pop("digest") != digest(host, text):
             raise ValueError("the digest differs from the saved digest")
     return host, text
@@ -225,7 +234,10 @@ def read_text(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
 def by_name(tree: Any) -> dict[str, Any]:
     """Return ``{"train/step": leaf}`` in the order of ``jax.tree.leaves``. None and empty subtrees have no entry."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    named = {}
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        named[name] = leaf
     assert len(named) == len(leaves), "two leaves of the state share a name"
     return named
 
@@ -253,7 +265,10 @@ def read_fitting(
             f"checkpoint {path}. Raise num_iterations, or use another workdir"
         )
     saved_parts = {_part_of(name) for name in text["arrays"]}
-    wanted = {part: x for part, x in abstract_state.items() if part in saved_parts or not _is_optional(part)}
+    wanted = {}
+    for part, arrays_of_part in abstract_state.items():
+        if part in saved_parts or not _is_optional(part):
+            wanted[part] = arrays_of_part
     saved = {}
     for name, description in text["arrays"].items():
         part = _part_of(name)
@@ -262,16 +277,25 @@ def read_fitting(
     arrays = by_name(wanted)
     check_arrays(saved, arrays, path, same_dtype=True)
     if config.rollout.max_lag_iterations and SAMPLER_ROWS in arrays:
-        saved_shards = text["arrays"][SAMPLER_ROWS][1][0]
-        shards = arrays[SAMPLER_ROWS].shape[0]
-        if saved_shards % shards:
-            # Prompts that are due at the same time may then be in one shard, which could not return them in time.
-            raise ConfigError(
-                f"the checkpoint has unfinished rollouts on {saved_shards} data-parallel devices, and "
-                f"rollout.max_lag_iterations={config.rollout.max_lag_iterations} limits their age. Continue on "
-                f"{saved_shards} devices or on a divisor of that number, not on {shards}"
-            )
+        _check_shards(_first_axis(saved[SAMPLER_ROWS]), arrays[SAMPLER_ROWS].shape[0], config)
     return host, text, wanted
+
+
+def _check_shards(saved_shards: int, shards: int, config: Config) -> None:
+    """Raise a ``ConfigError`` if unfinished rollouts of limited age cannot move to this number of data shards."""
+    if saved_shards % shards:
+        # Prompts that are due at the same time may then be in one shard, which could not return them in time.
+        raise ConfigError(
+            f"the checkpoint has unfinished rollouts on {saved_shards} data-parallel devices, and "
+            f"rollout.max_lag_iterations={config.rollout.max_lag_iterations} limits their age. Continue on "
+            f"{saved_shards} devices or on a divisor of that number, not on {shards}"
+        )
+
+
+def _first_axis(description: list[Any]) -> int:
+    """Return the size of the first axis of a saved array, from its dtype, shape and checksum."""
+    _, shape, _ = description
+    return shape[0]
 
 
 def _part_of(name: str) -> str:
@@ -292,14 +316,20 @@ def pass_rates(directory: pathlib.Path) -> dict[int, float | None]:
     rates = {}
     for step in steps_in(directory):
         with contextlib.suppress(DamagedError):
-            rates[step] = read_text(directory / str(step))[1]["pass_rate"]
+            _, text = read_text(directory / str(step))
+            rates[step] = text["pass_rate"]
     return rates
 
 
 def best_of(steps: Iterable[int], rates: dict[int, float | None], count: int) -> list[int]:
     """Return at most ``count`` iterations with the highest pass rates, best first. The earlier wins a tie."""
-    measured = {step: rate for step in sorted(steps) if (rate := rates.get(step)) is not None}
-    return sorted(measured, key=lambda step: measured[step], reverse=True)[:count]
+    measured = {}
+    for step in sorted(steps):
+        rate = rates.get(step)
+        if rate is not None:
+            measured[step] = rate
+    best_first = sorted(measured, key=measured.__getitem__, reverse=True)
+    return best_first[:count]
 
 
 def config_of(text: dict[str, Any], path: pathlib.Path) -> Config:
@@ -331,14 +361,14 @@ def read_arrays(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any]:
             leaf = wanted[name]
             if leaf is None:
                 return stored.read().result()
-            sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            layout = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
             read_part = _part_reader(stored, leaf)
 
             def part(index: tuple[slice, ...] | None) -> np.ndarray:
                 assert index is not None  # only arrays without a shape have None here
                 return read_part(index).astype(leaf.dtype, copy=False)
 
-            return jax.make_array_from_callback(leaf.shape, sharding, part)
+            return jax.make_array_from_callback(leaf.shape, layout, part)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
         return dict(zip(wanted, pool.map(read, wanted), strict=True))
@@ -350,23 +380,31 @@ def _part_reader(stored: Any, leaf: jax.ShapeDtypeStruct) -> Callable[[tuple[sli
     An array [M, E, ...] has M shards of E rows, and the rows keep their order. An array [M] has one sum per shard: the
     total becomes the sum of the first shard, and the other sums become 0.
     """
+
+    def same_part(index: tuple[slice, ...]) -> Any:
+        return stored[index].read().result()
+
     if stored.shape == leaf.shape:
-        return lambda index: stored[index].read().result()
+        return same_part
     if stored.ndim == 1:
         sums = np.zeros(leaf.shape, leaf.dtype)
         sums[0] = stored.read().result().sum()
         return sums.__getitem__
 
-    def part(index: tuple[slice, ...]) -> Any:
+    def moved_part(index: tuple[slice, ...]) -> Any:
         first, last, _ = index[0].indices(leaf.shape[0])
-        start = first * leaf.shape[1]
-        stop = last * leaf.shape[1]
-        each = stored.shape[1]
-        rows = stored[start // each : -(-stop // each)].read().result().reshape(-1, *leaf.shape[2:])
-        rows = rows[start % each :][: stop - start].reshape(-1, *leaf.shape[1:])
-        return rows[:, *index[1:]]
+        _, num_rows, *sizes = leaf.shape
+        start = first * num_rows
+        stop = last * num_rows
+        rows_per_shard = stored.shape[1]
+        first_shard = start // rows_per_shard
+        end_shard = -(-stop // rows_per_shard)
+        rows = stored[first_shard:end_shard].read().result().reshape(-1, *sizes)
+        begin = start % rows_per_shard
+        rows = rows[begin : begin + stop - start]
+        return rows.reshape(-1, num_rows, *sizes)[:, *index[1:]]
 
-    return part
+    return moved_part
 
 
 def compare(saved: dict[str, Any], arrays: dict[str, Any], sums: list[int]) -> None:
@@ -394,16 +432,15 @@ def changed_settings(saved: Config, config: Config) -> dict[str, tuple[Any, Any]
     config = from_json(to_json(config))
     day = saved.prompts.chat_template_kwargs.get(DATE)
     if day is not None:  # ignore the date, because a run sets it by itself
-        told = {DATE: day, **config.prompts.chat_template_kwargs}
-        config = dataclasses.replace(
-            config,
-            prompts=dataclasses.replace(config.prompts, chat_template_kwargs=told),
-        )
-    return {
-        name: values
-        for name, values in differences(saved, config).items()
-        if name not in free and name.split(".")[0] not in free
-    }
+        arguments = {DATE: day, **config.prompts.chat_template_kwargs}
+        prompts = dataclasses.replace(config.prompts, chat_template_kwargs=arguments)
+        config = dataclasses.replace(config, prompts=prompts)
+    changed = {}
+    for name, values in differences(saved, config).items():
+        group, _, _ = name.partition(".")
+        if name not in free and group not in free:
+            changed[name] = values
+    return changed
 
 
 def changed_files(saved: dict[str, str], config: Config) -> dict[str, tuple[str, str]]:
@@ -411,8 +448,12 @@ def changed_files(saved: dict[str, str], config: Config) -> dict[str, tuple[str,
 
     A file without a saved digest, or without a digest in ``config``, counts as unchanged.
     """
-    pairs = {spec: (old, config.files.get(spec, old)) for spec, old in saved.items()}
-    return {f"the file of {spec}": (old, new) for spec, (old, new) in pairs.items() if old != new}
+    changed = {}
+    for spec, old in saved.items():
+        new = config.files.get(spec, old)
+        if new != old:
+            changed[f"the file of {spec}"] = (old, new)
+    return changed
 
 
 def listed(changed: dict[str, tuple[Any, Any]]) -> str:
@@ -438,14 +479,17 @@ def check_settings(
         ConfigError: a setting or a file differs.
     """
     saved = config_of(text, path)
-    fixed = {*FIXED_SETTINGS, *(OF_ROUNDS if host.get("rounds") else ())}
-    if RING_PAGES in text["arrays"] and config.sampling.max_completion_tokens < saved.sampling.max_completion_tokens:
+    fixed = set(FIXED_SETTINGS)
+    if host.get("rounds"):
+        fixed |= set(OF_ROUNDS)
+    has_shorter_rows = config.sampling.max_completion_tokens < saved.sampling.max_completion_tokens
+    if RING_PAGES in text["arrays"] and has_shorter_rows:
         # Check the length, because pages fit rows of any length and a longer row would be cut.
         fixed.add("sampling.max_completion_tokens")
     changed = changed_settings(saved, config) | changed_files(text.get("files", {}), config)
     changed = {name: pair for name, pair in changed.items() if name in fixed or not allow_changes}
     if changed:
-        more = "" if fixed & {*changed} else ", or pass --allow_config_changes"
+        more = "" if fixed & changed.keys() else ", or pass --allow_config_changes"
         raise ConfigError(
             f"checkpoint {path} was made with other settings: {listed(changed)}. "
             f"Set them back, or use another workdir{more}"
@@ -465,21 +509,33 @@ def check_arrays(
         ConfigError: an array is missing, not expected, or has another shape; or another dtype, with ``same_dtype``.
     """
 
-    def fits(name: str, old: list[int], new: list[int]) -> bool:
-        same_rows = len(new) == 1 or (math.prod(old[:2]) == math.prod(new[:2]) and old[2:] == new[2:])
-        return old == new or (name.startswith("sampler/") and len(old) == len(new) and same_rows)
-
     wrong = [f"{name} is missing" for name in wanted if name not in saved]
     wrong += [f"{name} is not expected" for name in saved if name not in wanted]
-    for name in wanted:
-        if name in saved:
-            (dtype, shape, _), new = saved[name], wanted[name]
-            if not fits(name, shape, list(new.shape)) or (same_dtype and dtype != str(new.dtype)):
-                wrong.append(f"{name} is {dtype}{shape}, not {new.dtype}{list(new.shape)}")
+    for name, array in wanted.items():
+        if name not in saved:
+            continue
+        dtype, shape, _ = saved[name]
+        has_wrong_dtype = same_dtype and dtype != str(array.dtype)
+        if has_wrong_dtype or not _fits(name, shape, list(array.shape)):
+            wrong.append(f"{name} is {dtype}{shape}, not {array.dtype}{list(array.shape)}")
     if wrong:
         more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
-        if RING_ROWS in saved and RING_ROWS in wanted and saved[RING_ROWS][1][0] != wanted[RING_ROWS].shape[0]:
-            shards = saved[RING_ROWS][1][0]
-            more += f". Its ring has replay.shards={shards}: with that and --allow_config_changes it fits, on as many "
-            more += "data-parallel devices or a divisor of them"
+        if RING_ROWS in saved and RING_ROWS in wanted:
+            shards = _first_axis(saved[RING_ROWS])
+            if shards != wanted[RING_ROWS].shape[0]:
+                more += (
+                    f". Its ring has replay.shards={shards}: with that and --allow_config_changes it fits, on as many "
+                    "data-parallel devices or a divisor of them"
+                )
         raise ConfigError(f"checkpoint {path} does not fit: {'; '.join(wrong[:3])}{more}")
+
+
+def _fits(name: str, saved: list[int], wanted: list[int]) -> bool:
+    """Return whether a saved shape can be read as the wanted shape. Arrays of the sampler may have other shards."""
+    if saved == wanted:
+        return True
+    if not name.startswith("sampler/") or len(saved) != len(wanted):
+        return False
+    if len(wanted) == 1:  # one sum for each shard
+        return True
+    return math.prod(saved[:2]) == math.prod(wanted[:2]) and saved[2:] == wanted[2:]
