@@ -1,6 +1,6 @@
 """Common parts of all commands: flags, one-line errors with exit status 2, the choice of an available platform.
 
-Does not know: what the commands do.
+Owns: the parsing of a command line, the exit status. Does not know: the work of a command.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(
     ``MachineError`` prints one line and exits with status 1. Any other exception is a bug and keeps its traceback.
 
     Args:
-        text: what ``--help`` prints above the flags; None for the docstring of the main module.
+        text: text that ``--help`` prints above the flags; None for the docstring of the main module.
         stops: ``main`` handles SIGTERM itself.
         alone: the command must run on one host.
     """
@@ -57,14 +57,16 @@ def run(
         distributed.initialize(alone=alone)
         if not stops:
             distributed.end_at_sigterm()
-        with (
-            distributed.together(lambda error: 2 if isinstance(error, ConfigError) else 1),
-            writing("output"),
-        ):
+        with distributed.together(_status_of), writing("output"):
             main()
 
     with distributed.ending_at_once(), one_line_errors(), _help_text(main, text):
         app.run(command, flags_parser=_parse)
+
+
+def _status_of(error: BaseException) -> int:
+    """Return the exit status of a command that ends with an error."""
+    return 2 if isinstance(error, ConfigError) else 1
 
 
 @contextlib.contextmanager
@@ -118,7 +120,8 @@ def writing(folder: str | os.PathLike) -> Iterator[None]:
         for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             # Recognise the error by its message, because tensorstore and safetensors raise other types.
             if os.strerror(code) in str(error):
-                raise DiskError(f"{getattr(error, 'filename', None) or folder}: {os.strerror(code)}") from error
+                path = getattr(error, "filename", None) or folder
+                raise DiskError(f"{path}: {os.strerror(code)}") from error
         raise
 
 
@@ -160,7 +163,9 @@ def _with_home(word: str) -> str:
     A shell does not expand "~" there.
     """
     match = re.match("(--?[a-z_]+=)(~/.*)", word, re.DOTALL)
-    return match[1] + os.path.expanduser(match[2]) if match else word
+    if match is None:
+        return word
+    return match[1] + os.path.expanduser(match[2])
 
 
 def _with_config_files(argv: list[str]) -> list[str]:
@@ -200,10 +205,11 @@ def _take_record(argv: list[str]) -> tuple[list[str], dict[str, Any] | None]:
             file = file / "config.json"
         if file.suffix != ".json":
             continue
-        found = _read_record(path, file)
-        build(Config, found.settings)  # check names and types; combinations are checked after the overrides
-        flags.FLAGS["config"].value = found.settings
-        return argv[:i] + argv[i + (1 if equals else 2) :], found.made_with
+        record = _read_record(path, file)
+        build(Config, record.settings)  # check names and types; combinations are checked after the overrides
+        flags.FLAGS["config"].value = record.settings
+        num_words = 1 if equals else 2
+        return argv[:i] + argv[i + num_words :], record.made_with
     return argv, None
 
 
@@ -242,8 +248,11 @@ def check_files_of(recorded: dict[str, str], settings: Any) -> None:
                 f"{setting} names {spec!r:.200}, which was in the memory of that run alone: put the function into a "
                 f"file, and name it with --config.{setting}=path/to/file.py:function"
             )
-        if spec in recorded and (now := config.files.get(spec)) != recorded[spec]:
-            became = "has changed since the run" if now else "cannot be found here"
+        if spec not in recorded:
+            continue
+        digest = config.files.get(spec)
+        if digest != recorded[spec]:
+            became = "has changed since the run" if digest else "cannot be found here"
             raise ConfigError(
                 f"{setting} names {spec!r:.200}, whose file {became}: restore the file (a relative path begins in the "
                 f"working folder), or set --config.{setting}"
@@ -257,16 +266,21 @@ def _check_config_files(argv: list[str]) -> None:
         path, *arguments = (path if equals else following).split(":", 1)
         if name in ("--config", "-config") and os.path.exists(path) and not os.path.isdir(path):
             try:
-                module = runpy.run_path(path)
-                if "get_config" not in module:
-                    raise NameError("there is no get_config() in it")
-                settings = module["get_config"](*arguments)
-                if not isinstance(settings, Mapping) and not hasattr(settings, "to_dict"):
-                    raise TypeError(f"get_config() returned {settings!r:.60}, which is no group of settings")
+                _run_config_file(path, arguments)
             except (Exception, SystemExit) as error:
                 lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
                 where = f"{path}:{lines[-1]}" if lines else path
                 raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+
+
+def _run_config_file(path: str, arguments: list[str]) -> None:
+    """Run a config file and its ``get_config(*arguments)``. Raise an error if the result is no group of settings."""
+    module = runpy.run_path(path)
+    if "get_config" not in module:
+        raise NameError("there is no get_config() in it")
+    settings = module["get_config"](*arguments)
+    if not isinstance(settings, Mapping) and not hasattr(settings, "to_dict"):
+        raise TypeError(f"get_config() returned {settings!r:.60}, which is no group of settings")
 
 
 def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -294,7 +308,8 @@ def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:
         if not path or (is_next_word and text.startswith("--")):
             raise ConfigError(f"{word} must name a setting and its value: --config.a.b=VALUE")
         overrides.append((path, text))
-    if overrides and sum(bool(re.match("--?config=", word)) for word in rest) > 1:
+    configs = [word for word in rest if re.match("--?config=", word)]
+    if overrides and len(configs) > 1:
         raise ConfigError("--config is defined twice")
     return rest, overrides
 

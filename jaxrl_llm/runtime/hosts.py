@@ -12,7 +12,8 @@ host has, for example the scores of its rows, reaches the other hosts through ``
 coordination service of jax, which runs on host 0. The messages are exchanged values, the current activity of each host
 and the error of a host that fails. Because of the error, the other hosts do not wait forever for the failed host.
 
-Owns: the index of this host, the messages between hosts, how hosts end together. Does not know: what hosts compute.
+Owns: the index of this host, the messages between hosts, how hosts end together. Does not know: the computation of
+a host.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ _joined = threading.Event()
 _parting = threading.Event()
 _leaving = threading.Lock()
 _meetings = itertools.count()
-_heard: dict[str, tuple[str, float]] = {}  # latest message of each host, and when this host saw a new one
+_latest: dict[str, tuple[str, float]] = {}  # latest heartbeat of each host, and when this host first saw it
 
 
 class MachineError(RuntimeError):
@@ -79,7 +80,7 @@ def initialize(*, alone: bool = False) -> None:
         alone: the command must run on one host.
 
     Raises:
-        ConfigError: one of these holds:
+        ConfigError: the job cannot be joined, for one of three reasons:
 
             - A variable of the job is missing or has a value that is not allowed.
             - JAXRL_DISTRIBUTED=1 is set, but no job is found.
@@ -90,15 +91,14 @@ def initialize(*, alone: bool = False) -> None:
     address = os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     if required not in ("", "0", "1"):
         raise ConfigError(f"JAXRL_DISTRIBUTED={required!r} must be 1 (a job of several hosts), 0 (not) or unset")
-    if required == "0" or not (required or address or _is_found()):
+    if required == "0":
+        return
+    if not (required or address or _is_found()):
         return
     num_processes = None
     process_id = None
     if address:
-        num_processes = _number_of("JAX_NUM_PROCESSES", address)
-        process_id = _number_of("JAX_PROCESS_ID", address)
-        if process_id >= num_processes:
-            raise ConfigError(f"JAX_PROCESS_ID={process_id} must be less than JAX_NUM_PROCESSES={num_processes}")
+        num_processes, process_id = _numbers_of(address)
     elif not os.environ.get("MEGASCALE_COORDINATOR_ADDRESS"):
         _remove_megascale_variables()
     if alone and num_processes != 1:
@@ -130,6 +130,15 @@ def initialize(*, alone: bool = False) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, open until the process ends
 
 
+def _numbers_of(address: str) -> tuple[int, int]:
+    """Return the number of processes of the job at ``address``, and the number of this process."""
+    num_processes = _number_of("JAX_NUM_PROCESSES", address)
+    process_id = _number_of("JAX_PROCESS_ID", address)
+    if process_id >= num_processes:
+        raise ConfigError(f"JAX_PROCESS_ID={process_id} must be less than JAX_NUM_PROCESSES={num_processes}")
+    return num_processes, process_id
+
+
 def _number_of(name: str, address: str) -> int:
     """Return the value of an environment variable of the job at ``address``."""
     value = os.environ.get(name, "")
@@ -140,7 +149,8 @@ def _number_of(name: str, address: str) -> int:
 
 def _remove_megascale_variables() -> None:
     """Remove variables that another job has left in the environment. From them jax would read slices."""
-    for name in [name for name in os.environ if name.startswith("MEGASCALE_")]:
+    names = [name for name in os.environ if name.startswith("MEGASCALE_")]
+    for name in names:
         del os.environ[name]
 
 
@@ -244,13 +254,13 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def doing(what: str) -> None:
+def doing(activity: str) -> None:
     """Set the activity that this host reports to the other hosts.
 
     If the activity is not replaced within ``HANGING_S`` seconds, the process prints its tracebacks to stderr.
     """
     global _doing
-    _doing = what
+    _doing = activity
     if sys.__stderr__ is None:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr has no file descriptor
@@ -298,13 +308,13 @@ def exchange(value: T) -> list[T]:
     service = _service()
     number = next(_meetings)
     index = jax.process_index()
-    service.key_value_set_bytes(f"said/{number}/{index}", pickle.dumps(value))
-    service.wait_at_barrier(f"said/{number}", LONGEST_WAIT_MS)
+    service.key_value_set_bytes(f"exchanged/{number}/{index}", pickle.dumps(value))
+    service.wait_at_barrier(f"exchanged/{number}", LONGEST_WAIT_MS)
     by_host = {}
-    for name, data in service.key_value_dir_get_bytes(f"said/{number}/"):
+    for name, data in service.key_value_dir_get_bytes(f"exchanged/{number}/"):
         by_host[name.rpartition("/")[2]] = data
     if number:  # every host has read the values of the call before this one
-        service.key_value_delete(f"said/{number - 1}/{index}")
+        service.key_value_delete(f"exchanged/{number - 1}/{index}")
     return [pickle.loads(by_host[str(i)]) for i in range(count())]
 
 
@@ -371,14 +381,18 @@ def agree(**facts: Any) -> None:
     """
     if count() == 1:
         return
-    texts = {name: fact if isinstance(fact, str) else repr(fact) for name, fact in {"code": _code(), **facts}.items()}
+    texts = {"code": _code()}
+    for name, fact in facts.items():
+        texts[name] = fact if isinstance(fact, str) else repr(fact)
     digests = exchange({name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()})
     for name, text in texts.items():
-        other = [i for i, digest in enumerate(digests) if digest[name] != digests[0][name]]
-        if other:
+        others = [i for i, digest in enumerate(digests) if digest[name] != digests[0][name]]
+        if others:
             by_host = exchange(text)
-            at, first = _difference(by_host[other[0]], by_host[0])
-            raise ConfigError(f"{name} of host {other[0]} is not that of host 0: {at!r} instead of {first!r}")
+            other_text, first_text = _difference(by_host[others[0]], by_host[0])
+            raise ConfigError(
+                f"{name} of host {others[0]} is not that of host 0: {other_text!r} instead of {first_text!r}"
+            )
 
 
 @functools.cache
@@ -393,10 +407,12 @@ def _code() -> str:
 
 def _difference(one: str, other: str) -> tuple[str, str]:
     """Return 80 characters of each text around the first position where the texts differ."""
-    start = max(
-        0,
-        next((i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0) - 40,
-    )
+    first = 0
+    for i, (character, other_character) in enumerate(zip(one, other, strict=False)):
+        if character != other_character:
+            first = i
+            break
+    start = max(0, first - 40)
     return one[start : start + 80], other[start : start + 80]
 
 
@@ -409,7 +425,8 @@ def checksums(tree: Any) -> dict[str, str]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         for shard in leaf.addressable_shards:
             name = f"{jax.tree_util.keystr(path, simple=True, separator='/')}{shard.index}"
-            found.setdefault(name, set()).add(hashlib.sha256(np.asarray(shard.data).tobytes()).hexdigest()[:16])
+            data = np.asarray(shard.data).tobytes()
+            found.setdefault(name, set()).add(hashlib.sha256(data).hexdigest()[:16])
     return {name: " ".join(sorted(digests)) for name, digests in found.items()}
 
 
@@ -419,10 +436,15 @@ def agree_on_copies(tree: Any, **facts: Any) -> None:
     Raises:
         RuntimeError: copies differ. Every host raises the error, which names the array or the fact.
     """
-    said: dict[str, str] = {}
-    for host, sums in enumerate(exchange({**checksums(tree), **{name: repr(fact) for name, fact in facts.items()}})):
-        for name, text in sums.items():
-            if said.setdefault(name, text) != text or (name not in facts and " " in text):
+    own_texts = checksums(tree)
+    for name, fact in facts.items():
+        own_texts[name] = repr(fact)
+    first_texts: dict[str, str] = {}
+    for host, texts in enumerate(exchange(own_texts)):
+        for name, text in texts.items():
+            differs = text != first_texts.setdefault(name, text)
+            has_several_digests = name not in facts and " " in text
+            if differs or has_several_digests:
                 raise RuntimeError(f"{name} of host {host} is not what other hosts have")
 
 
@@ -464,7 +486,8 @@ def meet(*, key: str, timeout_ms: int) -> None:
 
 def _end(error: BaseException, status: int) -> str:
     """Publish to the other hosts the message of the error that ends this host, and return the message."""
-    if "JaxRuntimeError" in (type(error).__name__, type(error.__cause__).__name__) or "Gloo" in str(error):
+    is_of_jax = "JaxRuntimeError" in (type(error).__name__, type(error.__cause__).__name__)
+    if is_of_jax or "Gloo" in str(error):
         time.sleep(SILENT_S + 5)  # if another host is gone, ``_watch`` names it and ends this host
     service = _service()
     index = jax.process_index()
@@ -497,34 +520,40 @@ def _watch(service: Any) -> None:
     index = jax.process_index()
     for beat in itertools.count():
         if _parting.is_set():
-            return None
+            return
         try:
             service.key_value_set(f"alive/{index}", f"{beat} {_doing}", allow_overwrite=True)
             alive = service.key_value_dir_get("alive/")
             failed = service.key_value_dir_get("failed/")
         except Exception as error:
-            return None if _parting.is_set() else _leave(_of_host_0(f"is gone ({str(error).splitlines()[0][:100]})"))
+            if not _parting.is_set():
+                reason = str(error).splitlines()[0][:100]
+                _leave(_of_host_0(f"is gone ({reason})"))
+            return
         for name, text in failed:
-            host = name.rpartition("/")[2]
+            _, _, host = name.rpartition("/")
             if host != str(index):
-                (status, _, what), words = (
-                    text.partition("\n")[0].partition(" "),
-                    text.partition("\n")[2],
-                )
-                return _leave(f"host {host} failed in: {what}: {words}", int(status))
+                status_and_activity, _, message = text.partition("\n")
+                status, _, activity = status_and_activity.partition(" ")
+                return _leave(f"host {host} failed in: {activity}: {message}", int(status))
         for name, text in alive:
-            host = name.rpartition("/")[2]
-            if _heard.get(host, ("",))[0] != text:
-                _heard[host] = text, time.monotonic()
-            elif time.monotonic() - _heard[host][1] > SILENT_S:
-                what = text.partition(" ")[2]
-                return _leave(f"host {host} has not been heard of for {SILENT_S} s; it was in: {what}")
+            _, _, host = name.rpartition("/")
+            latest, since = _latest.get(host, ("", 0.0))
+            if latest != text:
+                _latest[host] = text, time.monotonic()
+            elif time.monotonic() - since > SILENT_S:
+                _, _, activity = text.partition(" ")
+                return _leave(f"host {host} has not been heard of for {SILENT_S} s; it was in: {activity}")
         time.sleep(1)
 
 
-def _of_host_0(how: str) -> str:
+def _of_host_0(state: str) -> str:
     """Return the error message for a lost host 0, with the last activity that host 0 reported."""
-    return f"host 0 {how}; it was in: {_heard['0'][0].partition(' ')[2] if '0' in _heard else 'start'}"
+    activity = "start"
+    if "0" in _latest:
+        heartbeat, _ = _latest["0"]
+        _, _, activity = heartbeat.partition(" ")
+    return f"host 0 {state}; it was in: {activity}"
 
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
@@ -548,9 +577,10 @@ def _aborted(_: int) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
     except OSError as error:
         _leave(_of_host_0(f"is gone ({error})"))
-    silent = time.monotonic() - _heard.get("0", ("", time.monotonic()))[1]
-    if silent > SILENT_S:
-        _leave(_of_host_0(f"has not been heard of for {silent:.0f} s"))
+    _heartbeat, since = _latest.get("0", ("", time.monotonic()))
+    silent_s = time.monotonic() - since
+    if silent_s > SILENT_S:
+        _leave(_of_host_0(f"has not been heard of for {silent_s:.0f} s"))
     faulthandler.dump_traceback()  # an abort with another cause: print the traceback that it would have printed
 
 

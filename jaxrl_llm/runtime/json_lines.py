@@ -3,8 +3,8 @@
 Python's ``json`` writes and reads NaN and Infinity, which are not JSON. ``written`` formats values for other programs.
 ``strict`` reads the messages of models and clients.
 
-Owns: the accepted and written form of JSON, the format of a line, the errors for bad lines. Does not know: what keys
-mean.
+Owns: the accepted and written form of JSON, the format of a line, the errors for bad lines. Does not know: the meaning
+of keys.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def finite(value: Any) -> Any:
         return {finite(key): finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def strict(text: str | bytes) -> Any:
@@ -85,7 +87,9 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _twice(pairs: list[tuple[str, Any]]) -> str:
     """Return the most frequent key of the pairs."""
-    return collections.Counter(key for key, _ in pairs).most_common(1)[0][0]
+    counts = collections.Counter(key for key, _ in pairs)
+    key, _ = counts.most_common(1)[0]
+    return key
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -139,7 +143,8 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         ConfigError: a line is not a JSON object.
     """
     rows = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    *whole_lines, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole_lines, start=1):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -166,7 +171,8 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         ConfigError: a line is too long.
     """
     with opened(path) as file:  # read bytes, so that text in another encoding is only one bad row
-        for number, line in enumerate(iter(functools.partial(file.readline, MAX_LINE_BYTES + 1), b""), 1):
+        read_line = functools.partial(file.readline, MAX_LINE_BYTES + 1)
+        for number, line in enumerate(iter(read_line, b""), start=1):
             if len(line) > MAX_LINE_BYTES:
                 raise ConfigError(f"{path}:{number}: a line may have {MAX_LINE_BYTES >> 20} MiB, and this has more")
             if line.strip():
@@ -192,7 +198,8 @@ def parse(line: bytes) -> Any:
     """
     try:
         value = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_object)
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        num_brackets = line.count(b"[") + line.count(b"{")
+        if num_brackets > MAX_DEPTH and _depth(value) > MAX_DEPTH:
             raise RecursionError
         return value
     except json.JSONDecodeError as error:
@@ -216,5 +223,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _depth(value: Any) -> int:
     """Return how deeply lists and dictionaries are nested in a value."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    return 0 if inner is None else 1 + max(map(_depth, inner), default=0)
+    if isinstance(value, dict):
+        inner = list(value.values())
+    elif isinstance(value, list):
+        inner = value
+    else:
+        return 0
+    return 1 + max(map(_depth, inner), default=0)

@@ -1,7 +1,7 @@
 """Programs: functions with fixed argument shapes, which are compiled ahead of time so that their memory is known.
 
-Owns: lowering, compiling, the count of later compilations, the memory in use while a program runs. Does not know: what
-the programs compute.
+Owns: lowering, compiling, the count of later compilations, the memory in use while a program runs. Does not know: the
+computation of a program.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import pathlib
 import resource
@@ -59,14 +60,17 @@ class Program:
         """Trace the function for the mesh of its arguments, or for ``mesh`` if no argument has a sharding."""
         # The arguments of the sampler's programs may be on another mesh.
         mesh = next((x.sharding.mesh for x in jax.tree.leaves(self.args) if x.sharding), mesh)
-        # In jaxlib 0.10 this pass crashes on the bfloat16 sums in the gradient of a shard_map. A CPU does not need it.
-        options = {"xla_disable_hlo_passes": "all-reduce-promotion"} if mesh.devices.flat[0].platform == "cpu" else None
-        how = {
-            "out_shardings": self.out_shardings,
-            "donate_argnums": self.donate,
-            "compiler_options": options,
-        }
-        jitted = jax.jit(self.fn, **how)
+        options = None
+        if mesh.devices.flat[0].platform == "cpu":
+            # In jaxlib 0.10 this pass crashes on the bfloat16 sums in the gradient of a shard_map. A CPU does not need
+            # the pass.
+            options = {"xla_disable_hlo_passes": "all-reduce-promotion"}
+        jitted = jax.jit(
+            self.fn,
+            out_shardings=self.out_shardings,
+            donate_argnums=self.donate,
+            compiler_options=options,
+        )
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             return jitted.lower(*self.args)
 
@@ -77,8 +81,17 @@ def run_if(condition: jax.Array, function: Callable[[Any], Any], state: Any) -> 
     This is a while loop with at most one step. On a GPU, ``lax.cond`` would copy its results inside the branch and
     after it.
     """
-    once = lambda carry: (jnp.bool_(False), function(carry[1]))
-    return jax.lax.while_loop(lambda carry: carry[0], once, (condition, state))[1]
+
+    def is_wanted(carry: tuple[jax.Array, Any]) -> jax.Array:
+        condition, _ = carry
+        return condition
+
+    def once(carry: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        _, state = carry
+        return jnp.bool_(False), function(state)
+
+    _, state = jax.lax.while_loop(is_wanted, once, (condition, state))
+    return state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +133,7 @@ def use_cache(folder: str) -> None:
         jax.config.update("jax_compilation_cache_dir", None)
         if used and hosts.is_first():
             print(
-                f"warning: {used} is no folder that all hosts share: what is compiled is not kept",
+                f"warning: {used} is no folder that all hosts share: compiled programs are not saved",
                 file=sys.stderr,
             )
 
@@ -134,13 +147,17 @@ def compile_all(programs: Mapping[str, Program], mesh: Mesh) -> dict[str, jax.st
     Raises:
         ConfigError: the programs of the hosts differ.
     """
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        lowered = {name: program.lower(mesh) for name, program in programs.items()} if hosts.count() > 1 else {}
+    lowered = {}
+    if hosts.count() > 1:
+        lowered = {name: program.lower(mesh) for name, program in programs.items()}
         # Hosts with different programs would wait for each other forever.
         hosts.agree(**{f"program {name}": program.as_text() for name, program in lowered.items()})
-        of = lambda name: lowered[name] if lowered else programs[name].lower(mesh)
-        compiling = {name: pool.submit(of(name).compile) for name in programs}
-        compiled = {name: program.result() for name, program in compiling.items()}
+    compiling = {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for name, program in programs.items():
+            traced = lowered[name] if lowered else program.lower(mesh)
+            compiling[name] = pool.submit(traced.compile)
+        compiled = {name: future.result() for name, future in compiling.items()}
     release_freed()
     return compiled
 
@@ -181,17 +198,18 @@ def resident_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen:
             Otherwise the slots are freed when their rollouts are collected.
         frozen: bytes of weights that do not learn.
     """
-    names = (
-        "init_ring",
-        "init_state",
-        "join",
-        "publish_base",
-        *(["init_sampler"] if keeps_slots else []),
-    )
-    whole = sum(memories[name].outputs for name in names if name in memories)
-    rollouts = memories["collect"].outputs - memories["collect"].aliased if "collect" in memories else 0
-    rounds = memories["choose"].arguments if "choose" in memories else 0
-    return whole + rollouts + rounds + frozen
+    names = ["init_ring", "init_state", "join", "publish_base"]
+    if keeps_slots:
+        names.append("init_sampler")
+    resident = frozen
+    for name in names:
+        if name in memories:
+            resident += memories[name].outputs
+    if "collect" in memories:
+        resident += memories["collect"].outputs - memories["collect"].aliased  # the rollouts
+    if "choose" in memories:
+        resident += memories["choose"].arguments  # the rounds of an iteration
+    return resident
 
 
 def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: int = 0) -> dict[str, int]:
@@ -203,25 +221,38 @@ def in_use_bytes(memories: Mapping[str, Memory], *, keeps_slots: bool, frozen: i
     """
     resident = resident_bytes(memories, keeps_slots=keeps_slots, frozen=frozen)
 
-    def one(name: str, m: Memory) -> int:
+    in_use = {}
+    for name, m in memories.items():
         if name in START_UP:
-            return m.peak
-        whose = "eval_" if name.startswith("eval_") else ""
-        own = {"publish"} if keeps_slots and not whose else {"publish", f"{whose}init_sampler"}
-        beside = own & memories.keys() if name.removeprefix(whose) in SAMPLING else ()
-        return max(
-            m.peak,
-            resident + sum(memories[x].outputs for x in beside) + m.temporary + m.outputs - m.aliased,
-        )
+            in_use[name] = m.peak
+            continue
+        needed = resident + m.temporary + m.outputs - m.aliased
+        for other in _beside(name, keeps_slots):
+            if other in memories:
+                needed += memories[other].outputs
+        in_use[name] = max(m.peak, needed)
+    return in_use
 
-    return {name: one(name, m) for name, m in memories.items()}
+
+def _beside(name: str, keeps_slots: bool) -> list[str]:
+    """Return the programs whose outputs are in memory, in addition to the resident arrays, while a program runs."""
+    prefix = "eval_" if name.startswith("eval_") else ""
+    if name.removeprefix(prefix) not in SAMPLING:
+        return []
+    if keeps_slots and not prefix:
+        return ["publish"]  # the decode slots of training are resident
+    return ["publish", f"{prefix}init_sampler"]
 
 
 def memory_limit(mesh: Mesh) -> int | None:
     """Return the memory limit in bytes of the smallest device of all hosts, or None if unknown, as on CPU."""
-    own = [device.memory_stats() for device in mesh.local_devices]
-    limits = hosts.exchange([stats["bytes_limit"] for stats in own if stats and "bytes_limit" in stats])
-    return min((limit for of_host in limits for limit in of_host), default=None)
+    own_limits = []
+    for device in mesh.local_devices:
+        stats = device.memory_stats()
+        if stats and "bytes_limit" in stats:
+            own_limits.append(stats["bytes_limit"])
+    limits = itertools.chain(*hosts.exchange(own_limits))
+    return min(limits, default=None)
 
 
 def host_share(mesh: Mesh) -> int:
@@ -239,11 +270,13 @@ def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int, **sett
         ConfigError: the run does not fit. The error names the largest program, its bytes and settings that lower them.
     """
     in_use = in_use_bytes({name: memory(program) for name, program in compiled.items()}, **settings)
-    name = max(in_use, key=lambda name: in_use[name])
-    if in_use[name] > limit:
+    largest = max(in_use, key=in_use.__getitem__)
+    needed_gib = in_use[largest] / 2**30
+    limit_gib = limit / 2**30
+    if in_use[largest] > limit:
         raise ConfigError(
-            f"program {name!r} and the arrays beside it need {in_use[name] / 2**30:.2f} GiB per device, which has "
-            f"{limit / 2**30:.2f} GiB: {MEMORY_SETTINGS}"
+            f"program {largest!r} and the arrays beside it need {needed_gib:.2f} GiB per device, which has "
+            f"{limit_gib:.2f} GiB: {MEMORY_SETTINGS}"
         )
 
 
@@ -252,8 +285,10 @@ def memory_table(compiled: Mapping[str, jax.stages.Compiled]) -> str:
     lines = ["program           arguments    outputs  temporary    aliased       peak  (MiB per device)"]
     for name, executable in compiled.items():
         m = memory(executable)
-        sizes = (m.arguments, m.outputs, m.temporary, m.aliased, m.peak)
-        lines.append(f"{name:<16}" + "".join(f"{size / 2**20:11.1f}" for size in sizes))
+        line = f"{name:<16}"
+        for size in (m.arguments, m.outputs, m.temporary, m.aliased, m.peak):
+            line += f"{size / 2**20:11.1f}"
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -278,5 +313,11 @@ class CompileCounter:
 
 def peak_memory_bytes(mesh: jax.sharding.Mesh) -> int:
     """Return the peak memory of the fullest local device, or of this process if devices do not report it (CPU)."""
-    peaks = [stats["peak_bytes_in_use"] for d in mesh.local_devices if (stats := d.memory_stats())]
-    return max(peaks) if peaks else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = []
+    for device in mesh.local_devices:
+        stats = device.memory_stats()
+        if stats:
+            peaks.append(stats["peak_bytes_in_use"])
+    if peaks:
+        return max(peaks)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -42,7 +42,7 @@ PACKAGES = (
 class RunRecord(NamedTuple):
     """Content of a config.json."""
 
-    settings: dict[str, Any]  # nested settings; config.recorded makes a Config of them
+    settings: dict[str, Any]  # nested settings, from which config.recorded makes a Config
     made_with: dict[str, Any] | None  # the environment of the run; None = the file was not written by a run
 
     @property

@@ -1,6 +1,6 @@
 """Stop requests: a signal requests a stop, and the run stops at the next point where its state can be saved.
 
-Owns: the signals that request a stop, the check at which all hosts stop. Does not know: what is saved.
+Owns: the signals that request a stop, the check at which all hosts stop. Does not know: the state that is saved.
 """
 
 from __future__ import annotations
