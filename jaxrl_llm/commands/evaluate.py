@@ -3,7 +3,7 @@
     python -m jaxrl_llm.evaluate --model=PATH [--adapter=FOLDER] | --checkpoint=DIR  --config=FILE [--num_samples=K]
 
 The command prints one JSON object: pass@1, pass@k for k up to K, maj@K, the mean length, and the number of messages
-about skipped rows of the source. The first of these messages are printed on stderr. The default of K is the config's
+about skipped rows of the source. The first messages are also printed on stderr. The default of K is the config's
 ``eval.num_samples``. The questions are the questions that training with the same config holds out.
 
 Owns: this command. Does not know: the estimators (evaluation), training.
@@ -17,6 +17,7 @@ import pathlib
 import sys
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 from ml_collections import config_flags
@@ -105,18 +106,8 @@ def evaluate(
         environments.opened(config, examples, tokenizer) as environment,
     ):
         run = assemble(config, source.architecture(), tokenizer.eos_ids, mesh)
-        sampler = run.eval_sampler
-        assert sampler is not None  # eval.num_prompts is at least 1
         params, base = _weights(run, source, checkpoint)
-        weights = run.learner.params, run.learner.base, run.sampler_params
-        check_room(
-            run,
-            (weights, "model.path"),
-            (sampler.abstract_state(), "eval.num_samples", "eval.slots"),
-        )
-        publishing = publish.programs(run.model, mesh, sampler.mesh)
-        evals = {f"eval_{name}": program for name, program in sampler.programs(run.sampler_params).items()}
-        compiled = compile_all(evals | publishing, mesh)
+        compiled = _compile(run)
         if base is None:
             params = compiled["publish"](params)
         else:
@@ -124,6 +115,22 @@ def evaluate(
         version = sharding.put(np.int32(0), sharding.replicated(mesh, 0))
         result = Evaluation(run, compiled, tokenizer, held_out, pool, environment).result(params, version)
         return result | {"skipped_count": len(skipped)}
+
+
+def _compile(run: Run) -> dict[str, jax.stages.Compiled]:
+    """Compile the programs of an evaluation, after a check that its arrays fit."""
+    sampler = run.eval_sampler
+    assert sampler is not None  # eval.num_prompts is at least 1
+    weights = (run.learner.params, run.learner.base, run.sampler_params)
+    check_room(
+        run,
+        (weights, "model.path"),
+        (sampler.abstract_state(), "eval.num_samples", "eval.slots"),
+    )
+    programs = publish.programs(run.model, run.mesh, sampler.mesh)
+    for name, program in sampler.programs(run.sampler_params).items():
+        programs[f"eval_{name}"] = program
+    return compile_all(programs, run.mesh)
 
 
 def _checked(config: Config, model: str, checkpoint: str, num_samples: int | None, adapter: str) -> Config:

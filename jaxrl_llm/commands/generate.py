@@ -20,11 +20,13 @@ import collections
 import json
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
+from jax.sharding import Mesh
 
 from jaxrl_llm.actor import stop_strings
-from jaxrl_llm.actor.generator import Generator
+from jaxrl_llm.actor.generator import FinishedGroup, Generator
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, MeshConfig, PromptsConfig, SamplingConfig, freeze
 from jaxrl_llm.learner import publish
@@ -79,31 +81,19 @@ def generate(
     params = source.load_params(model, mesh, seed=seed)
     params = compile_all(publish.programs(model, mesh, mesh), mesh)["publish"](params)
     shapes = publish.abstract_params(model, mesh)
-    version, key = sharding.put((np.int32(0), rng.stream(seed, "sample")), sharding.replicated(mesh, (0, 0)))
+    replicated = sharding.replicated(mesh, 0)
+    version = sharding.put(np.int32(0), replicated)
+    key = sharding.put(rng.stream(seed, "sample"), replicated)
     output: list[dict[str, Any] | None] = [None] * len(table)
     for width, members in sorted(buckets.items()):
         shards = sharding.num_data_shards(mesh)
         num_rows = -(-min(batch_size, len(members)) // shards) * shards
-        sampler = Sampler(
-            model=model,
-            mesh=mesh,
-            sampling=sampling,
-            eos_ids=stop_ids if ignore_eos else tokenizer.eos_ids,
-            num_prompts=num_rows,
-            group_size=1,
-            max_prompt_tokens=width,
-            num_slots=num_rows,
-            chunk_steps=16,
-            keeps_support=False,
-        )
+        eos_ids = stop_ids if ignore_eos else tokenizer.eos_ids
+        sampler = _sampler(model, mesh, sampling, eos_ids, num_rows, width)
         generator = Generator(sampler, compile_all(sampler.programs(shapes), mesh), tokenizer.decode)
         for start in range(0, len(members), num_rows):
             chosen = members[start : start + num_rows]
-            padded = chosen + [chosen[-1]] * (num_rows - len(chosen))
-            rows = [EncodedExample(Example("", {}), np.asarray(prompts[i], np.int32), width) for i in padded]
-            batch = batch_of(rows, padded)  # the row's place in the file determines its sampling noise
-            groups = generator.generate(params, batch, version=version, key=key)
-            logp = sharding.own_rows(generator.take().behaviour_logp)
+            groups, logp = _complete(generator, params, prompts, chosen, version=version, key=key)
             for j, i in enumerate(chosen):
                 completions = groups[j].completions
                 if completions is None or j not in logp:
@@ -111,6 +101,55 @@ def generate(
                 reason = groups[j].stop_reasons[0]
                 output[i] = table[i] | _result(prompts[i], completions[0], logp[j], reason, tokenizer)
     return [row for row in hosts.complete(output) if row is not None]
+
+
+def _sampler(
+    model: Model,
+    mesh: Mesh,
+    sampling: SamplingConfig,
+    eos_ids: tuple[int, ...],
+    num_rows: int,
+    width: int,
+) -> Sampler:
+    """Return a sampler that completes ``num_rows`` prompts of at most ``width`` tokens side by side, once each."""
+    return Sampler(
+        model=model,
+        mesh=mesh,
+        sampling=sampling,
+        eos_ids=eos_ids,
+        num_prompts=num_rows,
+        group_size=1,
+        max_prompt_tokens=width,
+        num_slots=num_rows,
+        chunk_steps=16,
+        keeps_support=False,
+    )
+
+
+def _complete(
+    generator: Generator,
+    params: Any,
+    prompts: list[list[int]],
+    chosen: list[int],
+    *,
+    version: jax.Array,
+    key: jax.Array,
+) -> tuple[list[FinishedGroup], dict[int, np.ndarray]]:
+    """Return the completions of the chosen prompts, and the log-probs of the rows on this host by place in the batch.
+
+    Args:
+        prompts: token ids of all prompts.
+        chosen: rows of the file. The row's place in the file determines its sampling noise.
+    """
+    sampler = generator.sampler
+    num_missing = sampler.num_prompts - len(chosen)
+    padded = chosen + [chosen[-1]] * num_missing
+    rows = []
+    for i in padded:
+        ids = np.asarray(prompts[i], np.int32)
+        rows.append(EncodedExample(Example("", {}), ids, sampler.max_prompt_tokens))
+    groups = generator.generate(params, batch_of(rows, padded), version=version, key=key)
+    return groups, sharding.own_rows(generator.take().behaviour_logp)
 
 
 def _read_prompts(
@@ -238,8 +277,9 @@ def main() -> None:
         encoding=config.prompts.encoding,
     )
     row_files.write(FLAGS.output, output)
-    tokens = sum(len(row["completion_ids"]) for row in output)
-    print(json_lines.written({"rows": len(output), "completion_tokens": tokens, "output": FLAGS.output}))
+    num_tokens = sum(len(row["completion_ids"]) for row in output)
+    summary = {"rows": len(output), "completion_tokens": num_tokens, "output": FLAGS.output}
+    print(json_lines.written(summary))
 
 
 def define_flags() -> None:

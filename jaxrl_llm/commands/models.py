@@ -24,7 +24,7 @@ from jaxrl_llm.runtime import cli, json_lines
 
 FLAGS = flags.FLAGS
 
-# Name of a column -> (bytes per parameter, the settings). The bytes are those of weights, gradient, two moments, and
+# Name of a column -> (bytes per parameter, the settings). The bytes count the weights, their gradient, two moments and
 # the sampler's copy (model.compute_dtype=bfloat16).
 SETTINGS = {
     "float32": (
@@ -51,20 +51,22 @@ def rows(pattern: str = "") -> list[dict[str, Any]]:
     chosen = {name: arch for name, arch in PRESETS.items() if pattern.lower() in name}
     if not chosen:
         raise ConfigError(f"--filter={pattern!r} must be part of a preset's name: {', '.join(PRESETS)}")
-    return [
-        {
-            "preset": name,
-            "family": arch.family,
-            "parameters": arch.num_params,
-            "layers": arch.num_layers,
-            "width": arch.width,
-            "vocabulary": arch.vocab_size,
-            "positions": arch.max_positions,
-            "bytes": {setting: size * arch.num_params for setting, (size, _) in SETTINGS.items()},
-            "layers_have": layers_have(arch),
-        }
-        for name, arch in chosen.items()
-    ]
+    return [_row(name, arch) for name, arch in chosen.items()]
+
+
+def _row(name: str, arch: Architecture) -> dict[str, Any]:
+    """Return the row of one preset."""
+    return {
+        "preset": name,
+        "family": arch.family,
+        "parameters": arch.num_params,
+        "layers": arch.num_layers,
+        "width": arch.width,
+        "vocabulary": arch.vocab_size,
+        "positions": arch.max_positions,
+        "bytes": {setting: size * arch.num_params for setting, (size, _) in SETTINGS.items()},
+        "layers_have": layers_have(arch),
+    }
 
 
 def layers_have(arch: Architecture) -> list[str]:
@@ -127,7 +129,7 @@ def main() -> None:
         print(json_lines.written({"bytes_per_parameter": sizes, "models": presets}))
         return
     console = Console()
-    if not console.is_terminal:  # a pipe has no width of its own
+    if not console.is_terminal:  # rich cannot measure the width of a pipe
         console = Console(width=160)
     console.print(table(presets))
 

@@ -1,4 +1,4 @@
-"""Plan: does a run fit a TPU pod or some GPUs, and how fast can it be? The answer needs none of these machines.
+"""Plan: does a run fit a TPU pod or some GPUs, and how fast can it be? The answer does not need the machines.
 
     python -m jaxrl_llm.plan --config=FILE --topology=v5e:2x4 [--config.mesh.fsdp=8 ...]
     python -m jaxrl_llm.plan --config=FILE --topology=v5p-32 --preset=llama-3.1-8b --price=4.2 --html=plan.html
@@ -118,8 +118,10 @@ def head(run: Run, topology: str, chip: chips.Chip, model: presets.Model) -> dic
     axes = " x ".join(f"{name} {size}" for name, size in run.mesh.shape.items())
     shape = chips.shape_of(topology)
     name = topology if shape == topology else f"{topology} ({shape})"
-    print(f"topology    {name}: {len(devices)} chips, {hosts} hosts, {chip.hbm_gib:g} GiB of HBM a chip; mesh {axes}")
-    print(f"model       {model.name}: {model.arch.num_params / 1e6:.1f} M parameters, {run.config.model.compute_dtype}")
+    memory = f"{chip.hbm_gib:g} GiB of HBM a chip"
+    print(f"topology    {name}: {len(devices)} chips, {hosts} hosts, {memory}; mesh {axes}")
+    num_millions = model.arch.num_params / 1e6
+    print(f"model       {model.name}: {num_millions:.1f} M parameters, {run.config.model.compute_dtype}")
     return {
         "topology": topology,
         "shape": shape,
@@ -133,7 +135,7 @@ def head(run: Run, topology: str, chip: chips.Chip, model: presets.Model) -> dic
 
 
 def _compile(run: Run, *, keep: bool) -> list[Row]:
-    """Compile every program and print a line for each as soon as it is compiled. ``keep`` keeps the executables."""
+    """Compile every program. Print the line of a program right after its compilation. ``keep`` keeps executables."""
     print(
         "program           arguments    outputs  temporary    aliased       peak  (MiB per chip)",
         flush=True,
@@ -156,7 +158,9 @@ def memory_of(run: Run, rows: list[Row], chip: chips.Chip) -> dict[str, Any]:
     compiled = {row.name: row.memory for row in rows if row.memory}
     resident = resident_bytes(compiled, **run.beside)
     in_use = in_use_bytes(compiled, **run.beside)
-    largest = max(in_use, key=lambda name: in_use[name])
+    largest = max(in_use, key=in_use.__getitem__)
+    largest_mib = in_use[largest] / 2**20
+    limit_mib = limit / 2**20
     contents = ["learner", "ring", "rollouts"]
     if run.beside["keeps_slots"]:
         contents.append("sampler")
@@ -166,7 +170,7 @@ def memory_of(run: Run, rows: list[Row], chip: chips.Chip) -> dict[str, Any]:
     on_host = verdict.host_bytes(compiled)
     if on_host:
         print(f"on hosts    {on_host / 2**20:.1f} MiB a chip between programs, in pinned memory")
-    print(f"largest     {in_use[largest] / 2**20:.1f} MiB of {limit / 2**20:.1f} a chip, while {largest} runs")
+    print(f"largest     {largest_mib:.1f} MiB of {limit_mib:.1f} a chip, while {largest} runs")
     too_large = [row.name for row in rows if not row.memory or in_use[row.name] > limit]
     ring = None
     if not too_large:
@@ -222,11 +226,13 @@ def costs_of(run: Run, rows: list[Row], chip: chips.Chip, price: float) -> dict[
         if calls[name]:
             _print_costs(name, program, seconds, calls[name])
     for name, program in counts.items():
-        links = program.by_collective()
-        if calls[name] and sum(links.values()) > 1e6:
-            num_collectives = program.by_collective("collectives")
-            kinds = (f"{kind} {size / 1e9:.3f} GB in {num_collectives[kind]:.0f}" for kind, size in links.items())
-            print(f"sent        {name}: {', '.join(kinds)}")
+        sizes = program.by_collective()
+        if calls[name] and sum(sizes.values()) > 1e6:
+            counts_by_kind = program.by_collective("collectives")
+            parts = []
+            for kind, size in sizes.items():
+                parts.append(f"{kind} {size / 1e9:.3f} GB in {counts_by_kind[kind]:.0f}")
+            print(f"sent        {name}: {', '.join(parts)}")
         for kernel, number in program.uncounted.items():
             print(f"not counted {name}: operations of kernel {kernel}, {number:.0f} times")
     iteration = cost.iteration(run, chip, counts)
@@ -263,7 +269,8 @@ def _print_costs(name: str, program: Counts, seconds: cost.Seconds, calls: int) 
         sum(program.by_collective().values()) / 1e9,
         seconds.total * 1e3,
     )
-    print(f"{name:<16}{calls:7d}" + "".join(f"{number:10.4g}" for number in numbers) + f"  {seconds.bound}")
+    columns = "".join(f"{number:10.4g}" for number in numbers)
+    print(f"{name:<16}{calls:7d}{columns}  {seconds.bound}")
 
 
 def _print_iteration(run: Run, iteration: cost.Iteration) -> None:
@@ -297,11 +304,12 @@ def conclude(run: Run, rows: list[Row], result: dict[str, Any]) -> bool:
     for row in rows:
         if row.name not in too_large:
             continue
-        parts = list(verdict.made_of(run, row).items())[:4]
-        print(f"{row.name:<11} {', '.join(f'{size / 2**30:.2f} GiB {kind}' for kind, size in parts)}")
-        buffers = ", ".join(f"{b.number} x {b.shape} {b.size / 2**30:.2f} GiB" for b in row.buffers[:3])
+        contents = list(verdict.made_of(run, row).items())[:4]
+        parts = [f"{size / 2**30:.2f} GiB {kind}" for kind, size in contents]
+        print(f"{row.name:<11} {', '.join(parts)}")
+        buffers = [f"{b.number} x {b.shape} {b.size / 2**30:.2f} GiB" for b in row.buffers[:3]]
         if buffers:
-            print(f"            temporary: {buffers}")
+            print(f"            temporary: {', '.join(buffers)}")
         advice += [text for text in verdict.suggestions(run, row) if text not in advice]
     result["advice"] = advice
     print(f"does not fit: {', '.join(too_large)}; what helps most here: {'; '.join(advice[:4])}")

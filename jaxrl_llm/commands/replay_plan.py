@@ -345,7 +345,7 @@ def replay_plan(
         rollouts: R, the rollouts that an iteration generates; 0 = do not show the sizes B and N.
 
     Raises:
-        ConfigError: a value is out of range, or neither a value nor a run is given for mu or alpha.
+        ConfigError: a value is out of range, or mu or alpha has no value and no run.
     """
     workdir = ",".join(workdirs)
     if mu is None and not workdirs:

@@ -1,6 +1,6 @@
 """Report: ``python -m jaxrl_llm.report --workdir=DIR`` writes DIR/report.html again, the run on one page.
 
-Owns: the command. Does not know: what is on the page (reports.html).
+Owns: the command. Does not know: the content of the page (reports.html).
 """
 
 import os

@@ -57,15 +57,20 @@ def score(source: Source, path: str, *, batch_size: int, compute_dtype: str) -> 
             chosen = members[start : start + num_rows]
             padded = chosen + [chosen[-1]] * (num_rows - len(chosen))
             arrays = _batch([pairs[i] for i in padded], width)
-            values = jax.device_get(run(params, *sharding.put(arrays, sharding.leading(mesh, arrays))))
+            placed = sharding.put(arrays, sharding.leading(mesh, arrays))
+            values = jax.device_get(run(params, *placed))
             for j, i in enumerate(chosen):
                 prompt, completion = pairs[i]
-                logp = values[j, len(prompt) : len(prompt) + len(completion)]
+                begin = len(prompt)
+                logp = values[j, begin : begin + len(completion)]
                 table[i] = table[i] | {"logp": [float(x) for x in logp]}
     return table
 
 
-def _read_pairs(path: str, arch: Architecture) -> tuple[list[dict[str, Any]], list[Pair], dict[int, list[int]]]:
+def _read_pairs(
+    path: str,
+    arch: Architecture,
+) -> tuple[list[dict[str, Any]], list[Pair], dict[int, list[int]]]:
     """Read the input file.
 
     Returns:
@@ -91,14 +96,18 @@ def _program(model: Model, mesh: Mesh, num_rows: int, width: int) -> Program:
     def logp(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
         return plain_logp(model, params, tokens, prompt_length, length)
 
-    shapes = [sharding.rows(mesh, shape, jnp.int32) for shape in ((num_rows, width), (num_rows,), (num_rows,))]
-    return Program(logp, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
+    tokens = sharding.rows(mesh, (num_rows, width), jnp.int32)
+    lengths = sharding.rows(mesh, (num_rows,), jnp.int32)
+    arguments = (model.abstract_params(mesh), tokens, lengths, lengths)
+    return Program(logp, arguments, sharding.replicated(mesh, 0))
 
 
 def _batch(pairs: list[Pair], width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the tokens, padded with 0, the lengths of the prompts and the lengths of the rows."""
     rows = [prompt + completion for prompt, completion in pairs]
-    tokens = np.asarray([ids + [0] * (width - len(ids)) for ids in rows], np.int32)
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, ids in enumerate(rows):
+        tokens[i, : len(ids)] = ids
     prompt_length = np.asarray([len(prompt) for prompt, _ in pairs], np.int32)
     length = np.asarray([len(ids) for ids in rows], np.int32)
     return tokens, prompt_length, length
@@ -121,16 +130,13 @@ def main() -> None:
     row_files.write(FLAGS.output, output)
     tokens = sum(len(row["logp"]) for row in output)
     mean = sum(sum(row["logp"]) for row in output) / max(1, tokens)
-    print(
-        json_lines.written(
-            {
-                "rows": len(output),
-                "tokens": tokens,
-                "mean_logp_nats": mean,
-                "output": FLAGS.output,
-            }
-        )
-    )
+    summary = {
+        "rows": len(output),
+        "tokens": tokens,
+        "mean_logp_nats": mean,
+        "output": FLAGS.output,
+    }
+    print(json_lines.written(summary))
 
 
 def define_flags() -> None:

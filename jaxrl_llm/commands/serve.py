@@ -28,12 +28,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from absl import flags
+from jax.sharding import Mesh
 
 from jaxrl_llm.actor.sampler import Sampler
 from jaxrl_llm.config import Config, ConfigError, LoraConfig, MeshConfig, SamplingConfig
 from jaxrl_llm.learner import publish
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.files import peft, pretrained
+from jaxrl_llm.models.files.source import Source
+from jaxrl_llm.models.files.tokenizer import Tokenizer
 from jaxrl_llm.models.transformer import Model
 from jaxrl_llm.run import check_fits
 from jaxrl_llm.runtime import cli, rng, sharding
@@ -67,19 +70,25 @@ def server_of(
     Raises:
         ConfigError: bad input, or an address that is not available, before anything is compiled.
     """
-    adapters = adapters or {}
     source = pretrained.resolve(path)
-    arch = source.architecture()
     tokenizer = source.tokenizer().ending_at(sampling.stop_tokens)
     mesh = sharding.make_mesh(MeshConfig())
-    shards = sharding.num_data_shards(mesh)
-    if slots < 1 or slots % shards:
-        raise ConfigError(f"--slots={slots} must be a multiple of {shards}, the devices that the rows are split over")
-    if max_prompt_tokens + sampling.max_completion_tokens > arch.max_positions:
-        lengths = f"--max_prompt_tokens={max_prompt_tokens} + --max_tokens={sampling.max_completion_tokens}"
-        raise ConfigError(f"{lengths} must be at most the model's {arch.max_positions} positions")
+    served = _Served(
+        path=path,
+        source=source,
+        adapters=adapters or {},
+        tokenizer=tokenizer,
+        mesh=mesh,
+        sampling=sampling,
+        max_prompt_tokens=max_prompt_tokens,
+        slots=slots,
+        max_waiting=max_waiting,
+        seed=seed,
+        compute_dtype=compute_dtype,
+    )
+    served.check()
+    num_requests = (slots + max_waiting) * (1 + len(served.adapters))
     try:
-        num_requests = (slots + max_waiting) * (1 + len(adapters))
         server = Server(
             address,
             {},
@@ -91,19 +100,7 @@ def server_of(
     except OSError as error:
         raise ConfigError(f"--host={address[0]!r:.100} --port={address[1]}: {error}") from error
     try:
-        server.engines = _engines(
-            path,
-            source,
-            adapters,
-            mesh,
-            tokenizer,
-            sampling,
-            max_prompt_tokens,
-            slots=slots,
-            max_waiting=max_waiting,
-            seed=seed,
-            compute_dtype=compute_dtype,
-        )
+        server.engines = _engines(served)
     except BaseException:
         server.server_close()
         raise
@@ -112,76 +109,138 @@ def server_of(
     return server
 
 
-def _engines(
-    path: str,
-    source: Any,
-    adapters: Mapping[str, str],
-    mesh: Any,
-    tokenizer: Any,
-    sampling: SamplingConfig,
-    max_prompt_tokens: int,
-    *,
-    slots: int,
-    max_waiting: int,
-    seed: int | None,
-    compute_dtype: str,
-) -> dict[str, Engine]:
-    """Return the running engines of the model and its adapters, by name. The arguments are those of ``server_of``."""
-    arch = source.architecture()
-    shards = sharding.num_data_shards(mesh)
-    num_prompts = min(8, slots // shards) * shards  # prompts of one prefill
-    configs = {name: peft.read_config(folder) for name, folder in adapters.items()}
-    model = Model(arch, compute_dtype)
-    loaded = {path: ({"blocks": {}}, LoraConfig())}  # the model itself has no adapters
-    for name, config in configs.items():
-        loaded[name] = (
-            peft.load(adapters[name], dataclasses.replace(model, lora=config), mesh),
-            config,
+@dataclasses.dataclass(frozen=True)
+class _Served:
+    """A model with adapters to serve.
+
+    Attributes:
+        path: the model, and the name of its engine.
+        source: the files of the model.
+        adapters, sampling, max_prompt_tokens, slots, max_waiting, seed, compute_dtype: as for ``server_of``.
+    """
+
+    path: str
+    source: Source
+    adapters: Mapping[str, str]
+    tokenizer: Tokenizer
+    mesh: Mesh
+    sampling: SamplingConfig
+    max_prompt_tokens: int
+    slots: int
+    max_waiting: int
+    seed: int | None
+    compute_dtype: str
+
+    @property
+    def shards(self) -> int:
+        return sharding.num_data_shards(self.mesh)
+
+    def check(self) -> None:
+        """Raise a ``ConfigError`` if the sizes do not fit the devices or the model."""
+        if self.slots < 1 or self.slots % self.shards:
+            raise ConfigError(
+                f"--slots={self.slots} must be a multiple of {self.shards}, the devices that the rows are split over"
+            )
+        max_tokens = self.sampling.max_completion_tokens
+        max_positions = self.source.architecture().max_positions
+        if self.max_prompt_tokens + max_tokens > max_positions:
+            raise ConfigError(
+                f"--max_prompt_tokens={self.max_prompt_tokens} + --max_tokens={max_tokens} must be at most the "
+                f"model's {max_positions} positions"
+            )
+
+    def sampler(self, model: Model) -> Sampler:
+        """Return the sampler of one engine."""
+        num_prompts = min(8, self.slots // self.shards) * self.shards  # prompts of one prefill
+        is_greedy = self.sampling.temperature == 0
+        kind = Sampler if is_greedy else TemperingSampler
+        sampling = self.sampling if is_greedy else dataclasses.replace(self.sampling, temperature=1.0)
+        return kind(
+            model=model,
+            mesh=self.mesh,
+            sampling=sampling,
+            eos_ids=self.tokenizer.eos_ids,
+            num_prompts=num_prompts,
+            group_size=1,
+            max_prompt_tokens=self.max_prompt_tokens,
+            num_slots=self.slots,
+            chunk_steps=8,
+            lookahead=self.slots - num_prompts,
+            keeps_support=False,
+            cuts_rows=True,
         )
-    if adapters:
-        model = dataclasses.replace(model, lora=lora.common(configs.values()))
-    is_greedy = sampling.temperature == 0
+
+
+def _engines(served: _Served) -> dict[str, Engine]:
+    """Return the running engines of the model and its adapters, by name."""
+    mesh = served.mesh
+    model = Model(served.source.architecture(), served.compute_dtype)
+    loaded = _load_adapters(served, model)
+    if loaded:
+        model = dataclasses.replace(model, lora=lora.common([config for _, config in loaded.values()]))
     # Loaded before anything is compiled, because the files may be wrong.
-    base = source.load_params(model.base, mesh, seed=seed or 0)
-    sampler = (Sampler if is_greedy else TemperingSampler)(
-        model=model,
-        mesh=mesh,
-        sampling=sampling if is_greedy else dataclasses.replace(sampling, temperature=1.0),
-        eos_ids=tokenizer.eos_ids,
-        num_prompts=num_prompts,
-        group_size=1,
-        max_prompt_tokens=max_prompt_tokens,
-        num_slots=slots,
-        chunk_steps=8,
-        lookahead=slots - num_prompts,
-        keeps_support=False,
-        cuts_rows=True,
-    )
+    base = served.source.load_params(model.base, mesh, seed=served.seed or 0)
+    sampler = served.sampler(model)
     sizes = {
-        "--slots": slots,
-        "--max_tokens": sampling.max_completion_tokens,
-        "--max_prompt_tokens": max_prompt_tokens,
+        "--slots": served.slots,
+        "--max_tokens": served.sampling.max_completion_tokens,
+        "--max_prompt_tokens": served.max_prompt_tokens,
     }
-    check_fits([sampler.abstract_state()] * (1 + len(adapters)), mesh, sizes)  # one state for each engine
+    check_fits([sampler.abstract_state()] * (1 + len(loaded)), mesh, sizes)  # one state for each engine
     programs = sampler.programs(publish.abstract_params(model, mesh)) | publish.programs(model, mesh, mesh)
     compiled = compile_all(programs, mesh)
-    params = {}
-    if adapters:
-        shapes = model.abstract_params(mesh)
-        shared = compiled["publish_base"](base)
-        for name, (weights, config) in loaded.items():
-            fitted = lora.fit(weights, config, shapes, model.lora, base)
-            params[name] = lora.join(compiled["publish"](fitted, base), shared)
-    else:
-        params[path] = compiled["publish"](base)
+    params = _published(served.path, model, mesh, base, loaded, compiled)
     turn = threading.Lock()
-    key = sharding.put(rng.stream(seed or 0, "sample"), sharding.replicated(mesh, 0))
     in_turn = {name: _in_turn(program, turn) for name, program in compiled.items()}
+    key = sharding.put(rng.stream(served.seed or 0, "sample"), sharding.replicated(mesh, 0))
     engines = {}
     for name, weights in params.items():
-        first = secrets.randbelow(2**30) if seed is None else 0
-        engines[name] = Engine(sampler, in_turn, weights, key, tokenizer.decode, max_waiting, first)
+        first = secrets.randbelow(2**30) if served.seed is None else 0
+        engines[name] = Engine(
+            sampler,
+            in_turn,
+            weights,
+            key,
+            served.tokenizer.decode,
+            served.max_waiting,
+            first,
+        )
     return engines
+
+
+def _load_adapters(served: _Served, model: Model) -> dict[str, tuple[Any, LoraConfig]]:
+    """Return the weights and the settings of each adapter by name."""
+    loaded = {}
+    for name, folder in served.adapters.items():
+        config = peft.read_config(folder)
+        loaded[name] = peft.load(folder, dataclasses.replace(model, lora=config), served.mesh), config
+    return loaded
+
+
+def _published(
+    path: str,
+    model: Model,
+    mesh: Mesh,
+    base: Any,
+    adapters: Mapping[str, tuple[Any, LoraConfig]],
+    compiled: Mapping[str, Callable],
+) -> dict[str, Any]:
+    """Return the sampler weights of the model ``path`` and of its adapters, by name.
+
+    Args:
+        base: the weights of the model.
+        adapters: weights and settings of the adapters by name.
+    """
+    if not adapters:
+        return {path: compiled["publish"](base)}
+    shapes = model.abstract_params(mesh)
+    shared = compiled["publish_base"](base)
+    params = {}
+    without_adapters = ({"blocks": {}}, LoraConfig())
+    for name, (weights, config) in {path: without_adapters, **adapters}.items():
+        fitted = lora.fit(weights, config, shapes, model.lora, base)
+        params[name] = lora.join(compiled["publish"](fitted, base), shared)
+    return params
 
 
 def _in_turn(program: Callable, turn: threading.Lock) -> Callable:
@@ -208,7 +267,9 @@ def adapters_of(texts: list[str], model: str) -> dict[str, str]:
     for text in texts:
         name, _, folder = text.partition("=")
         if not name or name == model or name in folders:
-            raise ConfigError(f"--adapter={text!r:.200} must be NAME=FOLDER with a name of its own")
+            raise ConfigError(
+                f"--adapter={text!r:.200} must be NAME=FOLDER, and no other model may have this name. Change NAME"
+            )
         folders[name] = folder or name
     return folders
 
@@ -241,12 +302,11 @@ def serve(
         ConfigError: bad input, before anything is compiled.
     """
     use_cache(Config().compilation_cache)
-    at_least_one = {
-        "max_tokens": max_tokens,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_waiting": max_waiting,
-    }
-    for name, value in at_least_one.items():
+    for name, value in (
+        ("max_tokens", max_tokens),
+        ("max_prompt_tokens", max_prompt_tokens),
+        ("max_waiting", max_waiting),
+    ):
         if value < 1:
             raise ConfigError(f"--{name}={value} must be at least 1")
     if temperature != 0 and not 0.01 <= temperature <= 100.0:
@@ -269,12 +329,18 @@ def serve(
         compute_dtype=compute_dtype,
     )
     shown_host = f"[{host}]" if ":" in host else host
-    print(
-        f"serving     {model} at http://{shown_host}:{server.server_port}/v1",
-        flush=True,
-    )
+    print(f"serving     {model} at http://{shown_host}:{server.server_port}/v1", flush=True)
+    _answer_requests(server)
+
+
+def _answer_requests(server: Server) -> None:
+    """Answer requests until a signal or the end of an engine ends the server. Raise the error of an engine."""
+
+    def shut_down(*_: Any) -> None:
+        server.shutdown()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: server.shutdown())
+        signal.signal(number, shut_down)
     with server:
         for engine in server.engines.values():
             threading.Thread(target=_watch, args=(server, engine), daemon=True).start()

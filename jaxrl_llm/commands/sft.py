@@ -220,13 +220,7 @@ def sft(config: Config, out: pathlib.Path, *, until: float = 1.0) -> float:
 
 def _sft(config: Config, out: pathlib.Path, until: float) -> float:
     """Do the work of ``sft`` in a folder that can be written."""
-    if config.eval.num_prompts == 0:
-        raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions show how far training is")
-    if config.update.load_balance:
-        raise ConfigError(f"update.load_balance={config.update.load_balance} must be 0.0: sft has no balance cost")
-    hf.check_output(str(out), "--out")
-    if config.model.lora.rank:
-        peft.check_folder(out)
+    _check(config, out)
     use_cache(config.compilation_cache)
     mesh = sharding.make_mesh(config.mesh)
     source = pretrained.resolve(config.model.path)
@@ -281,6 +275,17 @@ def _sft(config: Config, out: pathlib.Path, until: float) -> float:
             break
     peft.export(params, task.model, tokenizer, out, config.model.path, like=source.folder)
     return reached
+
+
+def _check(config: Config, out: pathlib.Path) -> None:
+    """Raise a ``ConfigError`` for settings that this command does not have, or for a folder of other files."""
+    if config.eval.num_prompts == 0:
+        raise ConfigError("eval.num_prompts=0 must be at least 1: held-out questions show how far training is")
+    if config.update.load_balance:
+        raise ConfigError(f"update.load_balance={config.update.load_balance} must be 0.0: sft has no balance cost")
+    hf.check_output(str(out), "--out")
+    if config.model.lora.rank:
+        peft.check_folder(out)
 
 
 def _task(config: Config, source: Source, mesh: Mesh) -> Supervised:

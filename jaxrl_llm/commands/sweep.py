@@ -76,7 +76,8 @@ def read_sweep(path: str) -> Sweep:
         sweep = module["get_sweep"]() if "get_sweep" in module else None
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-        raise ConfigError(f"{path}:{lines[-1] if lines else 1}: {type(error).__name__}: {error}") from error
+        line = lines[-1] if lines else 1
+        raise ConfigError(f"{path}:{line}: {type(error).__name__}: {error}") from error
     if not isinstance(sweep, Sweep):
         raise ConfigError(
             f"{path}: get_sweep() must return a jaxrl_llm.sweeps.points.Sweep, not {type(sweep).__name__}"
@@ -129,7 +130,7 @@ def points_of(
         raise ConfigError(f"{path}: then: {type(error).__name__}: {error}") from error
 
 
-# ---- what is on disk -------------------------------------------------------------------------------------------
+# ---- files of the points -------------------------------------------------------------------------------------------
 
 
 def rows_of(workdir: pathlib.Path) -> list[dict[str, Any]]:
@@ -189,7 +190,9 @@ def runs_of(folder: pathlib.Path, points: Points, sweep: Sweep, failed: Mapping[
     for name in points:
         after = _object(folder / name / AFTER)
         afters[name] = {column: value for column, value in after.items() if NUMBER.accepts(value)}
-    columns = list(dict.fromkeys(column for after in afters.values() for column in after))
+    columns: dict[str, None] = {}  # ordered and without duplicates
+    for after in afters.values():
+        columns |= dict.fromkeys(after)
     first_names = {point_name(plain(point)) for point in sweep.points}
     for name, (point, config) in points.items():
         rows = rows_of(folder / name)
@@ -358,13 +361,10 @@ class _Worker:
         self.connection, worker_end = Pipe()
         self.point = ""
         with worker_end:
-            paths = f"import sys; sys.path[:] = {sys.path!r}\n"
+            set_paths = f"import sys; sys.path[:] = {sys.path!r}\n"
+            code = set_paths + serve.replace("CONNECTION", str(worker_end.fileno()))
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    paths + serve.replace("CONNECTION", str(worker_end.fileno())),
-                ],
+                [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[worker_end.fileno()],
                 # In its own process group Ctrl-C does not reach the worker. The sweep passes it on once.
@@ -400,7 +400,11 @@ def cores_of_workers(num_workers: int) -> list[set[int]]:
     if num_workers == 1 or not hasattr(os, "sched_setaffinity") or os.environ.get("JAX_PLATFORMS") != "cpu":
         return [set()] * num_workers
     cores = sorted(os.sched_getaffinity(0))
-    return [set(cores[i::num_workers]) or {cores[i % len(cores)]} for i in range(num_workers)]
+    of_workers = []
+    for i in range(num_workers):
+        own = cores[i::num_workers] or [cores[i % len(cores)]]  # more workers than cores: share a core
+        of_workers.append(set(own))
+    return of_workers
 
 
 def run_points(
@@ -425,61 +429,108 @@ def run_points(
     Returns:
         The last lines of every point that failed, and the signal that stopped the sweep.
     """
-    waiting = list(points)
-    failed: dict[str, str] = {}
-    cores = cores_of_workers(num_workers)
-    workers: list[_Worker | None] = [None] * num_workers
-
-    def has_finished(name: str) -> bool:
-        return is_finished(folder / name, points[name], sweep)
-
+    runs = _Runs(folder, points, sweep, num_workers, serve)
     with StopRequest() as stop:
         try:
             has_passed_on_stop = False
             while True:
-                for i, worker in enumerate(workers):
-                    if stop.requested or (worker and worker.point):
-                        continue
-                    # Another sweep in this folder, or the rest of a killed sweep, may have ended a point.
-                    while waiting and has_finished(waiting[0]):
-                        waiting.pop(0)
-                    if waiting:
-                        worker = worker or _Worker(serve, cores[i])
-                        workers[i] = worker
-                        name = waiting.pop(0)
-                        worker.start(name, points[name], folder / name, sweep.after)
-                running = [worker for worker in workers if worker and worker.point]
-                on_change([worker.point for worker in running], failed)
+                if not stop.requested:
+                    runs.start_waiting()
+                running = runs.running()
+                on_change([worker.point for worker in running], runs.failed)
                 if not running:
-                    return failed, stop.requested
+                    return runs.failed, stop.requested
                 if stop.requested and not has_passed_on_stop:
                     has_passed_on_stop = True
                     for worker in running:
                         worker.process.terminate()
                 ready = wait([worker.connection for worker in running], timeout=1.0)
                 for worker in running:
-                    if worker.connection not in ready:
-                        continue
-                    name = worker.point
-                    ended_well = worker.answer()
-                    note = ""
-                    if ended_well is None:
-                        worker.kill()
-                        workers[workers.index(worker)] = None
-                        note = f"\nits process ended with status {worker.process.returncode}"
-                    is_over = has_finished(name) or stop.requested
-                    if ended_well is False or not is_over:
-                        failed[name] = last_lines(folder / name / LOG) + note
+                    if worker.connection in ready:
+                        runs.receive(worker, is_stopping=stop.requested is not None)
         finally:
-            for worker in workers:
-                if worker:
-                    worker.kill()
+            runs.kill()
+
+
+class _Runs:
+    """The points that wait for a worker, the workers, and the points that failed.
+
+    Attributes:
+        failed: {name: last lines of the log} of the points that failed.
+
+    Args:
+        folder, points, sweep, num_workers, serve: as for ``run_points``.
+    """
+
+    def __init__(self, folder: pathlib.Path, points: dict[str, Config], sweep: Sweep, num_workers: int, serve: str):
+        self.failed: dict[str, str] = {}
+        self._folder = folder
+        self._points = points
+        self._sweep = sweep
+        self._serve = serve
+        self._waiting = list(points)
+        self._cores = cores_of_workers(num_workers)
+        self._workers: list[_Worker | None] = [None] * num_workers
+
+    def start_waiting(self) -> None:
+        """Start waiting points on the workers that run no point."""
+        for i, worker in enumerate(self._workers):
+            if worker and worker.point:
+                continue
+            name = self._next_waiting()
+            if name is None:
+                return
+            worker = worker or _Worker(self._serve, self._cores[i])
+            self._workers[i] = worker
+            worker.start(name, self._points[name], self._folder / name, self._sweep.after)
+
+    def _next_waiting(self) -> str | None:
+        """Remove the next point that is not finished from the queue, and return its name; None if no point waits."""
+        while self._waiting:
+            name = self._waiting.pop(0)
+            # Another sweep in this folder, or the rest of a killed sweep, may have ended a point.
+            if not self._is_finished(name):
+                return name
+        return None
+
+    def _is_finished(self, name: str) -> bool:
+        return is_finished(self._folder / name, self._points[name], self._sweep)
+
+    def running(self) -> list[_Worker]:
+        """Return the workers that run a point."""
+        return [worker for worker in self._workers if worker and worker.point]
+
+    def receive(self, worker: _Worker, *, is_stopping: bool) -> None:
+        """Receive the answer of a worker whose point has ended, and record the point if it failed.
+
+        Args:
+            is_stopping: whether a signal has stopped the sweep. A point that is not finished has then not failed.
+        """
+        name = worker.point
+        ended_well = worker.answer()
+        note = ""
+        if ended_well is None:
+            worker.kill()
+            self._workers[self._workers.index(worker)] = None
+            note = f"\nits process ended with status {worker.process.returncode}"
+        is_over = is_stopping or self._is_finished(name)
+        if ended_well is False or not is_over:
+            self.failed[name] = last_lines(self._folder / name / LOG) + note
+
+    def kill(self) -> None:
+        """End all workers."""
+        for worker in self._workers:
+            if worker:
+                worker.kill()
 
 
 def last_lines(path: pathlib.Path) -> str:
     """Return the last lines of a log that are not empty."""
-    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-    return "\n".join([visible(line) for line in lines if line.strip()][-LAST_LINES:])
+    if not path.is_file():
+        return ""
+    lines = path.read_text(errors="replace").splitlines()
+    shown = [visible(line) for line in lines if line.strip()]
+    return "\n".join(shown[-LAST_LINES:])
 
 
 class _Display:
@@ -546,11 +597,15 @@ class _Display:
         left = sum(1 - share for name, share in self._done.items() if name not in failed)
         eta = "-"
         if worked > 0:
-            eta = str(datetime.timedelta(seconds=round((time.monotonic() - self._started) * left / worked)))
+            passed_s = time.monotonic() - self._started
+            eta = str(datetime.timedelta(seconds=round(passed_s * left / worked)))
+        num_finished = sum(share == 1 for share in self._done.values())
         shares = ", ".join(f"{self._done[name]:.0%}" for name in running)
+        if shares:
+            shares = f" ({shares})"
         parts = (
-            f"points {sum(share == 1 for share in self._done.values())}/{len(self._done)} finished",
-            f"{len(running)} running" + (f" ({shares})" if shares else ""),
+            f"points {num_finished}/{len(self._done)} finished",
+            f"{len(running)} running{shares}",
             f"{len(failed)} failed",
             f"ETA {eta}",
         )
@@ -569,19 +624,21 @@ def run_sweep(
     serve: str = SERVE,
 ) -> tuple[dict[str, str], str | None]:
     """Run the unfinished points, and write table and page. The result is that of ``run_points``."""
-    todo = {}
+    unfinished: dict[str, Config] = {}
     if num_workers:
-        todo = {name: config for name, (_, config) in points.items() if not is_finished(folder / name, config, sweep)}
+        for name, (_, config) in points.items():
+            if not is_finished(folder / name, config, sweep):
+                unfinished[name] = config
     write = functools.partial(write_results, folder, points, sweep)
     failed: dict[str, str] = {}
     stopped = None
-    if todo:
+    if unfinished:
         with _Display(folder, points, sweep, write) as display:
             failed, stopped = run_points(
                 folder,
-                todo,
+                unfinished,
                 sweep,
-                num_workers=min(num_workers, len(todo)),
+                num_workers=min(num_workers, len(unfinished)),
                 on_change=display.show,
                 serve=serve,
             )
@@ -638,7 +695,7 @@ def sweep(
 
     Args:
         config_file: Python file with ``get_config()`` and ``get_sweep()``.
-        workdir: folder of the sweep. Each point has a folder of its own in it.
+        workdir: folder of the sweep. Each point has its own folder in it.
         settings: settings that all points share; None = the result of ``get_config()``.
         overrides: dotted names of the settings in which ``settings`` differs from ``get_config()``.
         num_workers: points that run at the same time; 0 = run nothing, and write table and page.
@@ -670,16 +727,15 @@ def sweep(
     if stopped:
         print(f"stopped by {stopped}; run the same command again to continue")
     if failed:
-        print(
-            f"error: {len(failed)} of {len(points)} points failed: {', '.join(failed)}",
-            file=sys.stderr,
-        )
-        if definition.then:
-            print(
-                "the points of `then` are made once all of these points are finished",
-                file=sys.stderr,
-            )
+        _report_failed(failed, len(points), has_more=definition.then is not None)
     return exit_status(failed, stopped)
+
+
+def _report_failed(failed: Mapping[str, str], num_points: int, *, has_more: bool) -> None:
+    """Print which points failed. ``has_more`` is True if the sweep has points of ``then``."""
+    print(f"error: {len(failed)} of {num_points} points failed: {', '.join(failed)}", file=sys.stderr)
+    if has_more:
+        print("the points of `then` are made once all of these points are finished", file=sys.stderr)
 
 
 def launch_unfinished(

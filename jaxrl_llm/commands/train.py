@@ -386,7 +386,9 @@ def _iterate(training: Training, stop: StopRequest) -> str | None:
 def _act_and_learn(training: Training) -> str | None:
     """Generate rollouts, learn from them and record the metrics. Return an error message if the run must end."""
     config = training.setup.config
-    actor, learner, log = training.actor, training.learner, training.log
+    actor = training.actor
+    learner = training.learner
+    log = training.log
     acted = actor.act(learner.publish(), learner.version, log.iteration)
     sums, open_rollouts = learner.learn(acted.scored, log.iteration)
     actor.receive_open_rollouts(open_rollouts)
