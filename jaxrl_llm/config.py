@@ -577,7 +577,8 @@ def freeze(mapping: Any) -> Config:
             nothing reads a setting.
     """
     config = recorded(mapping)
-    if complaint := limits.complaint(config, flatten(config)):
+    complaint = limits.complaint(config, flatten(config))
+    if complaint:
         raise ConfigError(complaint)
     return config
 

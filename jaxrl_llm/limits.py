@@ -306,8 +306,8 @@ def _rules_of_batches(config: Any) -> Iterator[Rule]:
         )
 
 
-def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
-    """Yield the rules between a method's functions and other settings."""
+def _rules_of_zeros(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules that a number must be 0, because another setting excludes it."""
     algorithm = config.algorithm
     replay = config.replay
     main_ring = config.ring_capacity - round(replay.positive_fraction * config.ring_capacity)
@@ -342,6 +342,12 @@ def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
         ),
     ):
         yield not must_be_0 or flat[name] == 0, f"[{name}] must be 0 {reason}"
+
+
+def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
+    """Yield the rules between a method's functions and other settings."""
+    algorithm = config.algorithm
+    yield from _rules_of_zeros(config, flat)
     yield (
         config.rollout.lookahead_prompts > 0 or config.rollout.stale_cache == "recompute",
         "[rollout.stale_cache] must be 'recompute' without rollout.lookahead_prompts: then every completion ends under "

@@ -110,7 +110,7 @@ def assemble(
         reference: architecture of the frozen reference; None = the model's architecture.
 
     Raises:
-        ConfigError: one of these:
+        ConfigError: a run with this config is impossible, for one of five reasons:
 
             - The mesh does not divide a batch number.
             - A model does not fit the mesh, the row width or its other settings (``model_of``).
@@ -324,7 +324,9 @@ def check_fits(tree: Any, mesh: Mesh, settings: dict[str, Any]) -> None:
     needed = sharding.device_bytes(tree)
     if needed > limit:
         values = ", ".join(f"{name}={value!r}" for name, value in settings.items())
-        raise ConfigError(f"{values} need {needed / 2**30:.2f} GiB per device, which has {limit / 2**30:.2f} GiB")
+        needed_gib = needed / 2**30
+        limit_gib = limit / 2**30
+        raise ConfigError(f"{values} need {needed_gib:.2f} GiB per device, which has {limit_gib:.2f} GiB")
 
 
 def model_of(config: Config, arch: Architecture, mesh: Mesh, who: str = "model") -> Model:

@@ -89,7 +89,7 @@ def _draw_grid(rng: np.random.Generator, side: int, colours: int) -> str:
     """Draw a grid whose sides are at most ``side`` long."""
     height, width = rng.integers(1, side + 1, 2)
     cells = rng.integers(0, colours, (height, width))
-    rows = ["".join(str(cell) for cell in row) for row in cells]
+    rows = ["".join(map(str, row)) for row in cells]
     return "/".join(rows)
 
 

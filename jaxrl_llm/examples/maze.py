@@ -213,7 +213,12 @@ def moved(maze: list[list[str]], place: tuple[int, int], direction: str) -> tupl
     return _neighbour(place, direction)
 
 
-def walked(turns: list[str], maze: list[list[str]], start: list[int], goal: list[int]) -> list[tuple[int, int]]:
+def walked(
+    turns: list[str],
+    maze: list[list[str]],
+    start: list[int],
+    goal: list[int],
+) -> list[tuple[int, int]]:
     """Return the start and the field after each turn. After the goal is reached, the field stays the goal."""
     place = _place(start)
     places = [place]

@@ -183,7 +183,8 @@ class Sandbox(contextlib.AbstractContextManager):
 
     Args:
         isolation: the method of isolation; "" takes the first of ``ISOLATIONS`` that this machine allows.
-        required: raise if neither namespaces nor bubblewrap works. Otherwise a warning lists what is not enforced.
+        required: raise an error if namespaces and bubblewrap both fail. Otherwise a warning lists the limits that are
+            not enforced.
 
     Raises:
         SandboxError: ``required`` and neither method works; ``isolation`` does not work here; no interpreter starts;
@@ -293,7 +294,10 @@ class Sandbox(contextlib.AbstractContextManager):
 
     def processes(self) -> list[psutil.Process]:
         """Return the running processes of the workers and of their programs."""
-        return [process for worker in self._workers for process in worker.processes()]
+        processes: list[psutil.Process] = []
+        for worker in self._workers:
+            processes += worker.processes()
+        return processes
 
     def close(self) -> None:
         """End every worker and the programs in it."""
@@ -306,7 +310,7 @@ class Sandbox(contextlib.AbstractContextManager):
 
 
 def _required_error(reasons: list[str]) -> SandboxError:
-    """Return the error that neither namespaces nor bubblewrap works although the caller requires one of them."""
+    """Return the error for a caller that requires namespaces or bubblewrap, if both fail."""
     advice = "Allow user namespaces, install bwrap, or set sandbox.required=False"
     return SandboxError(f"sandbox.required=True needs namespaces or bubblewrap: {'; '.join(reasons)}. {advice}")
 

@@ -179,7 +179,10 @@ class Engine:
         M = sampler.shards
         E = sampler.entries
         quota = sampler.num_prompts // M
-        free = [[e for e in range(E) if (m, e) not in self._rows][:quota] for m in range(M)]
+        free = []
+        for m in range(M):
+            free_entries = [e for e in range(E) if (m, e) not in self._rows]
+            free.append(free_entries[:quota])
         tokens = np.zeros((M, quota, sampler.max_prompt_tokens), np.int32)
         length = np.ones((M, quota), np.int32)
         noise_id = np.zeros((M, quota), np.int32)
