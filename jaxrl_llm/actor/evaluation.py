@@ -421,8 +421,8 @@ def _apart(
     trim text. A warning counts the questions that are left out. There are two exceptions:
 
     - If ``eval.name`` is set, all training questions stay. A warning counts the held-out questions in the training set.
-    - If ``environments.factory`` is set and the source is not in ``HIDING``, all training questions stay. An agent may
-      start all its episodes with the same prompt.
+    - If ``environments.factory`` is set and the source keeps no hidden data (``HIDING``), all training questions stay.
+      An agent may start all its episodes with the same prompt.
     """
     if config.eval.name:
         trained = {_identity(row) for row in train}

@@ -517,7 +517,8 @@ class Sampler:
 
         Returns:
             The state, and the arrays that every host reads. Without an environment, these arrays are the stop reasons
-            and lengths [M, E, G] of all open rows. With an environment, they are the output of ``turns.host_arrays``.
+            and lengths [M, E, G] of all open rows. With an environment, the arrays are the output of
+            ``turns.host_arrays``.
         """
         finished = (state.group_id >= 0) & jnp.all(state.stop_reason != STOP_NONE, axis=2)
         is_enough = quotas.is_enough(jnp.sum(finished, axis=1), self.num_prompts, self.slack)

@@ -63,7 +63,7 @@ def answer_tokens(example: Example, tokenizer: Any, width: int, special_tokens: 
 
     Args:
         width: most tokens allowed.
-        special_tokens: as in ``prompts``.
+        special_tokens: the setting ``prompts.special_tokens``.
 
     Raises:
         ConfigError: the column ``answer`` is missing or no text, or there are more than ``width`` tokens.

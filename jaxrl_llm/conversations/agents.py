@@ -123,8 +123,8 @@ class Episode:
         tools: tools of the first request.
         num_turns: turns of the policy that the agent has received.
         drawn: token ids and log-probs of a turn, by its number. The caller sets them if the agent uses token ids.
-        sizes: (tokens before the turn, tokens of the turn) of each turn. The caller sets them. Without them, answers
-            have no ``usage``.
+        sizes: (tokens before the turn, tokens of the turn) of each turn. The caller sets them. If ``sizes`` is not set,
+            answers have no ``usage``.
     """
 
     def __init__(self, play: Callable[..., Any], columns: dict[str, Any]):

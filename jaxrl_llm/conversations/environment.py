@@ -218,7 +218,7 @@ class _Request(NamedTuple):
     keywords: dict[str, Any]
 
     def call(self, factory: str, over: list[str], is_kept: bool) -> tuple[Any, ...]:
-        """Return the call of ``environment_worker.act``.
+        """Return the arguments of the call of ``environment_worker.act``.
 
         Args:
             over: ended episodes that the process may drop.

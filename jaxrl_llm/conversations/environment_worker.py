@@ -222,8 +222,8 @@ def act(
         [answer, reward or None, error message or None, state or None, tools or None].
 
         The answer is messages, an agent's token ids, or None at the end of the episode. When the episode begins, it is
-        the text that ``reset`` returned, or an agent's first request. If ``is_over``, it is the attributes by name.
-        The tools are the tools of an agent's first request.
+        the text that ``reset`` returned, or an agent's first request. If ``is_over``, the answer is the instance's
+        attributes by name. The tools are the tools of an agent's first request.
     """
     for ended in over:
         _forget(ended)

@@ -20,7 +20,7 @@ span several sentences, because the column ``following`` contains the sentences 
 Source: RLPT, reinforcement learning on pre-training data, arXiv:2509.19249. The policy reasons before it writes the
 next sentence or a middle sentence, and a model judges whether the prediction is a valid prefix of the text. Differs:
 
-- A run uses one of the two forms. The paper mixes them.
+- A run uses one of the two forms. The paper mixes both forms.
 - Punctuation and line breaks decide where sentences end.
 - This example chose the number of sentences that a judge reads.
 - Without a judge the reward is the word overlap.

@@ -4,9 +4,9 @@
 
 DoRA also learns the length m [O] of each output's row:   y = m / |W + s B A| (W x + s B A x).
 
-Adapters are parameters of the blocks: ``q_lora_a`` and ``q_lora_b`` in addition to ``q``. Learner and sampler add them
-in the same forward pass (``transformer.Blocks``). Elsewhere, adapters and base are separate. ``params["policy"]`` holds
-only the adapters, which are trained and saved. The base is one read-only array tree.
+Adapters are parameters of the blocks: ``q_lora_a`` and ``q_lora_b`` in addition to ``q``. Learner and sampler add the
+adapters in the same forward pass (``transformer.Blocks``). Elsewhere, adapters and base are separate.
+``params["policy"]`` holds only the adapters, which are trained and saved. The base is one read-only array tree.
 
 Source: Hu et al. 2021, arXiv:2106.09685, eq. 3; the rank-stabilised scale, Kalajdzievski 2023, arXiv:2312.03732; DoRA,
 Liu et al. 2024, arXiv:2402.09353, eq. 5, with no gradient through its norm (section 4.3). Initial values: A is uniform

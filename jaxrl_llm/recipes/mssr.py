@@ -4,8 +4,8 @@
 
 A prompt has one answer, which is compared with the running mean of the question's rewards. The mean forgets faster
 while the policy moves. Advantages are whitened over the batch. Tokens that were drawn from distributions of high
-entropy get a bonus. The mean has information from a question's second visit on. With 1024 questions that is from
-iteration 17; a run has 10 iterations unless num_iterations is set. Each rollout is trained on once, in one of four
+entropy get a bonus. From a question's second visit on, the mean depends on earlier answers. With 1024 questions that is
+from iteration 17; a run has 10 iterations unless num_iterations is set. Each rollout is trained on once, in one of four
 minibatches. The clip can act from the second minibatch on. update.batch_size is a quarter of the rollouts of an
 iteration.
 Source: arXiv:2512.18215. Differs: this recipe chose how the decay depends on the KL. In the released code the decay

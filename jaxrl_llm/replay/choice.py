@@ -192,7 +192,7 @@ def choose(
     """Return slots [M, num * group_size] i32 and whether each slot was drawn, [M, num * group_size] bool.
 
     The rows that the config prefers come first, then other rows that may be drawn. The function computes with indices
-    of groups. Its last line converts them to slots.
+    of groups. The last line of the function converts groups to slots.
 
     Args:
         uniform_number: [] f32 in [0, 1), the same for all shards. Some draws choose by this number whether a batch

@@ -115,7 +115,7 @@ def insert(
     imitates: bool = False,
     group_size: int = 1,
 ) -> RingState:
-    """Write R rows over spent slots first, then over the oldest. Row r goes to shard r // (R / M).
+    """Write R rows over spent slots (never drawn again), then over the oldest. Row r goes to shard r // (R / M).
 
     A row that is not trainable takes a slot and is never drawn. Every iteration thus inserts the same number of rows.
 
@@ -403,7 +403,7 @@ def _age_bucket(age: jax.Array) -> jax.Array:
 
 
 def sums(info: DrawInfo) -> Sums:
-    """Return sums, a maximum and counts [] i32 over the real rows of a draw. The metrics compute means from them."""
+    """Return sums, maxima and counts [] i32 over the real rows of a draw, for the replay metrics."""
     totals = {
         "age_sum": jnp.sum(info.age),
         "uses_sum": jnp.sum(info.uses),

@@ -72,7 +72,8 @@ _KNOWN_UNITS = {
     for names in line.strip().split("|")
     for name in names.split()
 }
-_SINGLE_UNITS = frozenset("mgshlLVANJWKCFa")  # single letters that are units, or "a", more often than unknowns
+# Single letters that mean a unit, or the word "a", more often than an unknown.
+_SINGLE_UNITS = frozenset("mgshlLVANJWKCFa")
 _NO_UNITS = frozenset(
     {"and", "or", "not", "nor", "no", "never", "to", "half", "infinity", "over", "divided", "multiplied"}
 )

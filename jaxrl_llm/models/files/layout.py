@@ -4,7 +4,8 @@ Files store one matrix per layer, [out, in], with heads and head size folded int
 package are stacked: [layers, out, ..., in]. Each shard is built from the slices of the stored tensors that it needs.
 Therefore the host holds at most one shard of one parameter in addition to the arrays themselves.
 
-Owns: the correspondence of dimensions. Does not know: file formats, names of tensors.
+Owns: which dimensions of a parameter are which dimensions of a stored tensor. Does not know: file formats, names of
+tensors.
 """
 
 from __future__ import annotations

@@ -235,7 +235,8 @@ def _splash_of(mask: Any) -> Any:
     )
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=block_sizes)
     for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
-        # For a traced mask this field is a traced True. jax 0.10 would use it in the name of a scope.
+        # For a traced mask this field is a traced True, which jax 0.10 would use in the name of a scope. Set a plain
+        # value.
         setattr(kernel, name, getattr(kernel, name)._replace(is_dynamic_mask=None))
     return kernel
 
