@@ -66,9 +66,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True, scope="module")
 def few_maps(request):
-    """Linux gives a process 65,530 areas of memory, and every compiled program takes some: one with more just ends.
+    """Clear jax's caches in time:
 
-    A file adds up to 6,000 where the slow tests are left out (measured: tests/replay/test_ring.py).
+    Linux gives a process 65,530 memory maps, and every compiled program takes some. A test file adds up to 6,000 maps
+    without the slow tests (measured: tests/replay/test_ring.py).
     """
     yield
     is_quick = request.config.getoption("tier") == tiers.PLAIN or request.config.getoption("markexpr") == "not slow"
@@ -80,7 +81,7 @@ def few_maps(request):
 
 @pytest.fixture
 def own(request, tmp_path):
-    """Path of a file with functions of the user's own: what the module has in OWN."""
+    """Return the path of a file with user functions: the content of the module's constant OWN."""
     path = tmp_path / "own.py"
     path.write_text(request.module.OWN)
     return path

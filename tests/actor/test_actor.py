@@ -1,4 +1,4 @@
-"""What passes from actor to learner says which of it all hosts of a job must agree on."""
+"""The record that an actor passes to the learner marks the values on which all hosts of a job must agree."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_device_arrays_and_rewards_are_agreed_on():
 
 
 def actor_of(clock, monkeypatch):
-    """An actor of stand-ins, whose functions of others take 1000 s to hear what was sampled."""
+    """Return an actor built from stand-ins. Its external functions take 1000 s to observe the sampled groups."""
     monkeypatch.setattr(actor_module, "sharding", mock.MagicMock())
     monkeypatch.setattr(actor_module, "Generator", mock.MagicMock())
     monkeypatch.setattr(
@@ -56,7 +56,7 @@ def actor_of(clock, monkeypatch):
 
 
 def test_where_answers_of_others_stand_is_saved_as_it_was_restored_though_none_was_taken_since(monkeypatch):
-    """Stopped twice in an evaluation: their file was read from its beginning."""
+    """The run is stopped twice in an evaluation. Once, this reset the reading position of the file to its beginning."""
     one = actor_of([0.0], monkeypatch)
     one._external.restore = lambda state: one._external.configure_mock(**{"state.return_value": state})
     saved = one.state() | {"stream": 0, "ledger": 0, "external": [7]}
@@ -65,7 +65,10 @@ def test_where_answers_of_others_stand_is_saved_as_it_was_restored_though_none_w
 
 
 def test_an_iteration_that_was_stopped_has_the_seconds_of_before_and_none_of_what_others_functions_take(monkeypatch):
-    """By hand: 7 s, of which a round waited 2, then in another process 5 s, of which it waited 1: 9 and 3."""
+    """Computed by hand:
+
+    7 s of which 2 s are waiting, then 5 s of which 1 s is waiting in another process, give 9 s and 3 s.
+    """
     clock, stops = [50.0], [True]
     group = FinishedGroup(0, None, [1], [1])
     sampled = Sampled(None, np.arange(1), [group], Rewards(np.ones(1), {}, np.zeros(1, np.int8)), waited_s=2.0)

@@ -1,4 +1,4 @@
-"""Evaluations: what failed rewards do to them."""
+"""Evaluations with rewards that failed."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ S, T, E = OUTCOME_SCORE, OUTCOME_TIMEOUT, OUTCOME_ERROR
 
 
 class Generator:
-    """Two completions to each of the questions, or more."""
+    """Stand-in for a generator: two or more completions of each question."""
 
     def __init__(self, played=None, completions=([1], [2])):
         self.played, self.completions, self.draws = played, list(completions), []
@@ -48,7 +48,7 @@ def measured(outcome, total, folder, monkeypatch, *given, source="letters", deco
 
 
 def test_a_vote_is_of_the_policys_last_turns_not_of_what_its_environment_said(tmp_path, monkeypatch):
-    """Of whole completions the second and the third agree, which pass; of last turns the first and the third."""
+    """By whole completions, the second and third answer agree and pass; by last turns, the first and the third."""
     given = [S] * 6, [0, 1, 1] * 2, tmp_path, monkeypatch
     played = types.SimpleNamespace(last_turns=lambda: ["it is 7", "8", "7"])
     for own, expected in ((played, 0.0), (None, 1.0)):
@@ -58,7 +58,7 @@ def test_a_vote_is_of_the_policys_last_turns_not_of_what_its_environment_said(tm
 
 @pytest.mark.parametrize(("source", "expected"), [("letters", 0.0), ("code", 1.0)])
 def test_programs_vote_by_their_texts(source, expected, tmp_path, monkeypatch):
-    """The last numbers of the first two agree, and the texts of the others."""
+    """The last numbers of the first two programs are equal, but only the other programs have equal texts."""
     programs = ["def f(x):\n    return 1", "def f(x):\n    return x - 1", "f = len", "f = len"]
     decode = lambda ids: programs[ids[0]]
     ids = ([0], [1], [2], [3])

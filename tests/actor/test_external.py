@@ -1,6 +1,6 @@
-"""Answers of others: which lines are groups, what is read when, and the rows they become.
+"""External rollouts: which lines are groups, which line is read when, and the rows made from them.
 
-Log-probabilities come from the oracle in loops and float64; orders and positions are by hand.
+Expected log-probabilities come from the loop oracle in float64; orders and positions are computed by hand.
 """
 
 import contextlib
@@ -256,7 +256,7 @@ def test_of_a_run_the_newest_whole_lines_are_taken_once(tmp_path):
 
 
 def sampled_of(*rows):
-    """Two groups of three, of which the completions that are given are this host's."""
+    """Return two sampled groups of three rows. Only the given completions are on this host."""
     groups = [types.SimpleNamespace(example=Example(name, {"n": i}, f"file:{i}")) for i, name in enumerate("ab")]
     rewards = types.SimpleNamespace(outcome=np.zeros(6))
     return types.SimpleNamespace(groups=groups, rewards=rewards, completions=lambda: dict(enumerate(rows)))
@@ -264,7 +264,7 @@ def sampled_of(*rows):
 
 @pytest.fixture
 def make(tmp_path):
-    """The external sources with a function, by its name."""
+    """Return the external sources of a run with this hindsight function."""
     (tmp_path / "made.py").write_text(
         "def longer(prompts, completions, n, **columns):\n"
         "    line = {'prompt': f'{prompts[0]}{n[0]}', 'completions': completions, 'rewards': [0, 1, 0]}\n"
@@ -356,7 +356,7 @@ def test_what_a_run_shares_is_what_another_reads(tmp_path):
 
 
 def met(num_questions):
-    """A ledger that knows so many questions."""
+    """Return a ledger that has registered this many questions."""
     ledger = Ledger()
     for question in range(num_questions):
         ledger.question_id([1000 + question])
@@ -364,7 +364,7 @@ def met(num_questions):
 
 
 def own_rollout(run):
-    """What the sampler made, numpy: ids from 0 on, log-probs that no model has."""
+    """Return a sampled rollout in numpy, with group ids from 0 on and log-probs that no model computes."""
     sampled = run.learner.sampled
     rows = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), sampled)
     ids = np.arange(len(rows.length), dtype=np.int32) // G

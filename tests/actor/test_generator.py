@@ -1,4 +1,4 @@
-"""The sampler's laws: its log-probs are the learner's, and samples are a function of seed, prompt and index alone."""
+"""Properties of the sampler: its log-probs equal the learner's, and samples depend on seed, prompt and index alone."""
 
 import dataclasses
 import functools
@@ -38,13 +38,13 @@ PROMPTS = range(8)
 
 @functools.cache
 def base():
-    """Every rollout has a slot and a chunk is longer than any completion."""
+    """Return a sampler in which every rollout has a slot and a chunk is longer than any completion."""
     return Sampling(make_sampler())
 
 
 @functools.cache
 def base_rollout():
-    """72 rollouts of prompts 0..23, in three calls."""
+    """Return 72 rollouts of prompts 0 to 23, sampled in three calls."""
     calls = [base()(make_prompts(range(start, start + 8)))[0] for start in (0, 8, 16)]
     return jax.tree.map(lambda *x: np.concatenate(x), *calls)
 
@@ -104,7 +104,10 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
     ],
 )
 def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it_among_the_same(name, at_most):
-    """Under every filter. Of more ids than are kept, it is drawn among the most likely ones, and counted."""
+    """Checked under every filter.
+
+    If more ids remain than are kept, a token is drawn among the likeliest ids, and the case is counted.
+    """
     filters = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | SETTINGS[name]
     size = min(at_most, filters["top_k"] or at_most)
     sampler = make_sampler(num_slots=5, chunk_steps=3, sampling=SETTINGS[name] | {"support_tokens": at_most})
@@ -195,7 +198,7 @@ def test_logp_changes_when_the_weights_do_with_nothing_called_in_between():
 
 
 def states_left(sampling):
-    """The device states that are left when rollouts have been collected, from now on."""
+    """Record the device states that are left after each collection of rollouts."""
     left, collect = [], sampling.generator.programs["collect"]
 
     def watched(*arguments):
@@ -228,7 +231,7 @@ def test_samples_do_not_depend_on_slots_chunks_widths_or_the_order_of_prompts(se
 
 @pytest.mark.tier("slow")  # plain: test_samples_do_not_depend_on_slots_...
 def test_samples_do_not_depend_on_the_blocks_of_the_caches(monkeypatch):
-    """Which come round, for slots are taken anew."""
+    """The caches are ring buffers that wrap around, because slots are used by one row after another."""
     monkeypatch.setattr(attention, "BLOCK_PLACES", 4)
     sampling = Sampling(make_sampler(num_slots=5, chunk_steps=4))
     assert len(sampling.sampler.abstract_state().cache_k[0]) == 2
@@ -293,7 +296,7 @@ def test_eos_is_in_the_completion_with_its_logp_also_as_the_last_token_allowed()
 
 
 def stops():
-    """Two stop strings that occur: inside a completion, and as the last two letters of one that was truncated."""
+    """Return two stop strings that occur: one inside a completion, one at the end of a truncated completion."""
     ids = building.completions(base_rollout())
     truncated = sorted(key for key in of(base_rollout(), PROMPTS) if len(ids[key]) == 8 and ids[key][-1] not in EOS_IDS)
     inside, at_end = building.letters(ids[truncated[0]]), building.letters(ids[truncated[1]])
@@ -329,7 +332,7 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it(settings
 
 
 class Watched:
-    """A generator's programs, with what they were called with and gave."""
+    """The compiled programs of a generator, which record their arguments and results."""
 
     def __init__(self, generator):
         self.run, self.unfinished, self.reasons = generator.programs, [], []
@@ -385,7 +388,7 @@ def test_a_chunk_that_comes_when_every_shard_has_its_share_changes_no_bit():
 
 @pytest.mark.tier("slow")  # plain: test_sampler_logp_is_the_learners_and_that_of_a_float64_model
 def test_a_sampler_that_ignores_its_temperature_is_warned_of_and_another_is_not(monkeypatch):
-    """Of 120 rollouts each; a false alarm is as likely as a normal deviate beyond 6 (2e-9)."""
+    """120 rollouts each; a false alarm has the probability of a normal deviate beyond 6 (2e-9)."""
     settings = dict(num_slots=5, chunk_steps=3, sampling={"temperature": 0.6})
     config = dataclasses.replace(Config(), sampling=make_sampler(**settings).sampling)
 
@@ -410,7 +413,10 @@ def test_a_sampler_that_ignores_its_temperature_is_warned_of_and_another_is_not(
 
 @pytest.mark.parametrize(("tokens", "rare"), [(512, 1e-3), (1024, 1e-3), (4096, 5e-4), (64, 0.3)])
 def test_an_honest_sampler_is_not_warned_of_however_rare_a_token_is(tokens, rare):
-    """2,000 iterations of tokens from two; what was drawn alone would be too sure of itself."""
+    """2,000 iterations of tokens from a distribution over two tokens.
+
+    Using only the drawn tokens would underestimate the variance.
+    """
     rng, p = np.random.default_rng(0), np.array([1 - rare, rare])
     entropy, config = -np.sum(p * np.log(p)), Config()
     variance = np.sum(p * (np.log(p) + entropy) ** 2)
@@ -463,7 +469,7 @@ def test_with_lookahead_every_prompt_comes_out_once_with_the_same_tokens_and_ver
 
 
 def test_a_call_ends_with_the_pth_of_the_groups_that_are_open_and_what_was_begun_comes_out_once():
-    """As in APRIL: twice as many are open as a call hands out, each with a slot."""
+    """As in APRIL: twice as many prompts are open as a call returns, and each rollout has a slot."""
     sizes = {"num_prompts": 4, "lookahead": 4, "group_size": 1, "num_slots": 8, "chunk_steps": 1}
     sampling = Sampling(make_sampler(**sizes))
     alone = building.completions(base_rollout())
@@ -495,7 +501,7 @@ def test_idle_slots_go_to_the_oldest_prompts():
 
 
 class Stragglers:
-    """Programs in which prompts stop when a script says so: each after so many chunks from its opening."""
+    """Programs in which a script decides when each prompt stops, as a number of chunks after its opening."""
 
     def __init__(self, sampler, chunks):
         self.sampler, self.chunks, self.left = sampler, chunks, {}
@@ -524,7 +530,7 @@ class Stragglers:
 
 @pytest.mark.parametrize(("P", "lookahead", "max_lag"), [(2, 4, 2), (8, 16, 4), (2, 6, 3), (2, 2, 1), (3, 9, 2)])
 def test_the_gate_holds_where_many_prompts_come_due_together(P, lookahead, max_lag):
-    """All that the first call opened ahead are stragglers; what comes after stops at once."""
+    """All prompts that the first call opens ahead are stragglers; later prompts stop at once."""
     sampler = make_sampler(num_prompts=P, group_size=1, lookahead=lookahead, num_slots=P, chunk_steps=1)
     script = Stragglers(sampler, lambda name: 40 if P <= name < P + lookahead else 1)
     generator = Generator(sampler, script.programs, str, max_lag)
@@ -541,9 +547,9 @@ def test_the_gate_holds_where_many_prompts_come_due_together(P, lookahead, max_l
 
 
 def straggling(max_lag):
-    """The largest lag of a token, in calls, and the most prompts open after one.
+    """Return the largest lag of a token, in calls, and the largest number of open prompts after a call.
 
-    Two of eight rows side by side are collected as soon as they have ended, so that a long one is overtaken.
+    Two of eight neighbouring rows are collected as soon as they have stopped, before a longer row.
     """
     sampler = make_sampler(num_prompts=2, group_size=1, lookahead=6, num_slots=8, chunk_steps=1)
     sampling = Sampling(sampler)

@@ -1,4 +1,4 @@
-"""Which finished groups leave with a call, and how a shard's surplus moves to shards that have less."""
+"""Which finished groups leave with a call, and how the surplus of a shard moves to shards with fewer groups."""
 
 import types
 
@@ -54,7 +54,7 @@ def test_a_call_has_enough_by_all_shards_together_within_the_slack(finished, sla
 def test_no_prompt_stays_longer_than_the_gate_allows_though_shards_give_more_or_less_than_their_quota(
     num_prompts, lookahead, shards, max_lag
 ):
-    """A host without a device, on which one answer in four takes a hundred times as long as the others."""
+    """Simulated without a device: one answer in four takes a hundred times as long as the others."""
     rng, slack = np.random.default_rng(0), quotas.slack_of(num_prompts, lookahead, shards, max_lag)
     entries, opened, given = (num_prompts + lookahead) // shards, 0, []
     sampler = types.SimpleNamespace(num_prompts=num_prompts, shards=shards, entries=entries, lookahead=0)
@@ -85,7 +85,7 @@ def test_no_prompt_stays_longer_than_the_gate_allows_though_shards_give_more_or_
 
 @pytest.mark.tier("slow")  # plain: the quotas by hand, in this file
 def test_a_surplus_moves_to_the_shards_that_lack_and_every_group_comes_out_once_with_its_own_rows():
-    """The tokens are those of one shard, and rows stand where ``generate`` says."""
+    """The tokens equal those of one shard, and the rows are in the order that ``generate`` returns."""
     alone = Sampling(make_sampler(num_prompts=24, num_slots=24))
     expected = building.completions(alone(make_prompts(range(24)))[0])
     mesh = MeshConfig(data=4)
@@ -127,7 +127,7 @@ def test_only_the_groups_beyond_the_quotas_are_sent():
 
 
 def test_the_device_has_enough_when_the_host_has():
-    """A chunk that comes when all shards together have enough changes no bit, though one shard lacks groups."""
+    """A chunk that starts when all shards together have enough groups changes no bit, even if one shard has too few."""
     sampling = Sampling(make_sampler(mesh=MeshConfig(data=4), lookahead=8, slack=2, num_slots=24, chunk_steps=1))
     run, lacking = sampling.generator.programs, []
 

@@ -1,4 +1,4 @@
-"""Rollouts in flight go on on another number of data shards: what comes out is what would have come."""
+"""Unfinished rollouts continue on another number of data shards, with the same results as without the change."""
 
 import contextlib
 
@@ -15,12 +15,12 @@ from jaxrl_llm.runtime.checkpoint_files import check_arrays
 
 
 def sampling_on(shards):
-    """Fewer slots than rows, which refill in the order of their prompts."""
+    """Return a sampling run with fewer slots than rows. Slots are refilled in the order of the prompts."""
     return Sampling(make_sampler(mesh=MeshConfig(data=shards), num_slots=8, chunk_steps=3))
 
 
 def gone_on(workdir, stopped, shards):
-    """A sampling on so many shards with what the stopped one has saved, and what is said of it."""
+    """Return a sampling run on this many shards that continues from the saved state, and the messages to the user."""
     checkpoints, resumed = Checkpointer(workdir, CheckpointConfig()), sampling_on(shards)
     before, entries, size = stopped.generator.state.length.shape
     rows = [[m, e, g, (m * entries + e) * size + g] for m, e, g in np.ndindex(before, entries, size)]

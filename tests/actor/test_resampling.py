@@ -1,4 +1,4 @@
-"""Which groups an iteration keeps when tied ones are asked to make room, and what is counted of the others."""
+"""Which groups an iteration keeps when it resamples tied groups, and which numbers count the other groups."""
 
 import json
 import types
@@ -25,7 +25,7 @@ P, G = 3, 2
 
 
 class Script:
-    """A generator and a pool that give rounds of rewards by script; rows name themselves by (prompt, sample)."""
+    """A generator and a pool whose rewards follow a script. Each row is identified by (prompt, sample)."""
 
     def __init__(self, rounds):
         self.rounds, self.asked = rounds, 0
@@ -93,7 +93,7 @@ MIXED, RIGHT, WRONG = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0)
 
 
 def kept(sampled):
-    """Prompts that stay; rows and rewards must be theirs."""
+    """Return the prompts that stay, after checking that rows and rewards belong to them."""
     prompts = [group.group_id for group in sampled.groups]
     np.testing.assert_array_equal(sampled.rollout.rows, [10 * p + i for p in prompts for i in range(G)])
     np.testing.assert_array_equal(sampled.rewards.total, np.ravel([group.ticket for group in sampled.groups]))
@@ -155,7 +155,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_asked_anew_is_what_credit_says_is_tied(case):
-    """Over random groups of few values, of which some rows failed and some were cut off."""
+    """Random groups with few different rewards; some rows failed and some were truncated."""
     settings, rng = dict(CASES[case]), np.random.default_rng(0)
     weights = settings.pop("weights", (1.0, 1.0))
     num_groups, size, width = 40, 4, 3

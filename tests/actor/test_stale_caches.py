@@ -1,4 +1,4 @@
-"""Weights change under open rollouts: what is drawn afterwards is drawn from the distribution of the new weights."""
+"""Weights change while rollouts are open: later tokens are drawn from the distribution of the new weights."""
 
 import dataclasses
 import functools
@@ -30,12 +30,15 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def short_parts(monkeypatch):
-    """Answers are read again in several parts."""
+    """Make the sampler read answers in several parts."""
     monkeypatch.setattr(turns, "REREAD_TOKENS", 3)
 
 
 def sampling_of(stale_cache, model=None, **settings):
-    """Fewer slots than rows and short chunks: prompts wait for slots, and answers for the next call."""
+    """Return a sampling run with fewer slots than rows, and short chunks.
+
+    Prompts wait for slots, answers for the next call.
+    """
     sizes = {"num_prompts": 4, "lookahead": 8, "num_slots": 14, "chunk_steps": 2, "stale_cache": stale_cache}
     sampler = make_sampler(sampling={"max_completion_tokens": WIDTH}, **sizes | settings)
     sampler = dataclasses.replace(sampler, model=model) if model else sampler
@@ -77,7 +80,10 @@ def test_the_same_holds_over_a_mesh_and_with_adapters():
 @pytest.mark.tier("slow")  # plain: test_moe.test_the_sampler_notes_what_the_learner_would_choose
 @pytest.mark.parametrize("stale_cache", ["keep", pytest.param("recompute", marks=pytest.mark.tier("slow"))])
 def test_experts_that_the_learner_replays_are_those_of_the_weights_that_read_the_tokens(stale_cache):
-    """A prompt's are of the last weights that read it, and so are a half-written answer's if it is read again."""
+    """The experts of a prompt come from the weights that last read it.
+
+    The same holds for an unfinished answer that is read again.
+    """
     sampling = sampling_of(stale_cache, arch=EXPERTS, keeps_experts=True)
     rollout = generated(sampling, CALLS)
     sampler, newest = sampling.sampler, rollout.policy_version.max(axis=1)

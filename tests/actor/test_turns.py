@@ -1,4 +1,4 @@
-"""Completions of several turns: what rows must be follows from the environment's definition and the model alone."""
+"""Completions of several turns: the expected rows follow from the environment's definition and the model alone."""
 
 import concurrent.futures
 import dataclasses
@@ -46,7 +46,10 @@ CONFIG = dataclasses.replace(
 
 
 def test_a_run_that_is_to_stop_waits_for_no_environment():
-    """A hanging one held a stop up for rows times environments.timeout_s, and the host was killed meanwhile."""
+    """An environment that hangs must not delay a stop.
+
+    Once, each row waited for environments.timeout_s, and the host was killed.
+    """
     place = types.SimpleNamespace(begin=lambda: 0, is_agent=False)
     talk = Conversations(place, types.SimpleNamespace(decode=letters), CONFIG)
     turn = Turn("a", 1, concurrent.futures.Future())
@@ -64,18 +67,18 @@ def test_a_run_that_is_to_stop_waits_for_no_environment():
 
 
 def answer_of(turns):
-    """The environment's definition: what it says to the newest of these turns (letters), None where it has done."""
+    """Return the environment's answer to the newest of these turns (letters), or None at the end of the episode."""
     size = len(turns[-1])
     return None if size % 5 == 4 else f"{size % 7}{len(turns)}" * (1 + size % 2)
 
 
 def tokens_of(answer, last):
-    """``last``: the token that the turn before ends with; an answer may have such ones too."""
+    """Return the tokens of an answer after the last token ``last`` of a turn. An answer may contain such tokens too."""
     return [220 + int(x) if i % 2 else last for i, x in enumerate(answer)]
 
 
 class Here:
-    """An environment in this process, which notes what it is asked."""
+    """An environment in this process that records the turns that it receives."""
 
     role, is_agent, has_reward, is_shown = "user", False, False, False
 
@@ -106,7 +109,7 @@ def programs(sampler):
 
 
 class Talking(Sampling):
-    """A generator whose completions have turns."""
+    """A generator whose completions have several turns."""
 
     def __init__(self, environment=None, **settings):
         sampler = make_sampler(
@@ -124,12 +127,12 @@ class Talking(Sampling):
 
 @functools.cache
 def base():
-    """Rollouts of prompts 0..7, where every row has a slot and a chunk is longer than any completion."""
+    """Return rollouts of prompts 0 to 7. Every row has a slot, and a chunk is longer than any completion."""
     return Talking()(make_prompts(range(8)))
 
 
 def walked(rollout, row):
-    """Turns of a row by the environment's definition; asserts that the row is what they make it."""
+    """Return the turns of a row by the environment's definition, after checking that the row consists of them."""
     tokens, version = rollout.tokens[row], rollout.policy_version[row]
     place, end = int(rollout.prompt_length[row]), int(rollout.length[row])
     first, turns, expected = place, [], np.full(len(tokens), -1)
@@ -177,7 +180,7 @@ def test_what_an_environment_wrote_is_not_counted_as_sampled():
 
 
 class Late(Here):
-    """Its first answer takes 0.3 s."""
+    """Environment whose first answer takes 0.3 s."""
 
     def ask(self, *given):
         future, said = concurrent.futures.Future(), super().ask(*given).result()
@@ -199,7 +202,7 @@ def test_what_the_decode_waits_for_an_environment_is_measured():
 
 
 class InTokens(Here):
-    """Answers in token ids, as an agent that asks in them, and notes what it is told of each turn."""
+    """Environment that answers in token ids, like an agent that uses token ids, and records the data of each turn."""
 
     def __init__(self):
         super().__init__()
@@ -214,7 +217,7 @@ class InTokens(Here):
 
 
 def test_an_agent_of_token_ids_is_told_the_tokens_and_log_probs_that_its_rows_have():
-    """Its rows are those of an environment that says the same in text."""
+    """The rows equal the rows of an environment that gives the same answers as text."""
     prompts = make_prompts(range(8))
     ids = [dataclasses.replace(example, prompt=[1, 2]) for example in prompts.examples]
     talking = Talking(InTokens())
@@ -255,7 +258,7 @@ def test_instances_are_asked_for_what_they_show_after_their_last_turn():
 
 
 def test_a_turn_that_is_longer_than_it_may_be_ends_its_row_there():
-    """Up to then rows are what they are without a limit: what is drawn depends on where it stands alone."""
+    """Before that turn the rows equal the rows without a limit, because a draw depends only on the token's position."""
     limit, cut = 5, 0
     rollout, groups = Talking(turn_tokens=limit)(make_prompts(range(8)))
     free, _ = base()
@@ -278,7 +281,10 @@ def test_a_turn_that_is_longer_than_it_may_be_ends_its_row_there():
 
 @pytest.mark.tier("slow")  # plain: advantages of branches in test_turn_credit.py
 def test_rows_of_a_branch_draw_the_same_turns_first_and_then_each_its_own():
-    """Of three rows the first two share one turn, or two of them; the first and the last are what they always are."""
+    """Of three rows the first two share one or two turns.
+
+    The first and the last row are the same as without branches.
+    """
     rollout, _ = Talking(num_slots=7, chunk_steps=1, branches=(2, 2))(make_prompts(range(8)))
     before, _ = base()
     parted = []
@@ -328,7 +334,7 @@ def test_rows_do_not_depend_on_slots_chunks_or_the_mesh(settings):
 
 @pytest.mark.tier("slow")  # plain: test_log_probs_of_drawn_tokens_are_the_learners_...
 def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
-    """What a slot keeps of tokens is of another kind in each; longer answers are read in two parts."""
+    """The slots of these models store different kinds of state. Longer answers are read in two parts."""
     monkeypatch.setattr(turns_of_rows, "READ_TOKENS", 3)
     of = functools.partial(dataclasses.replace, building.TINY)
     window = {"arch": of(layers=(Layer(window=5), Layer()))}
@@ -369,7 +375,10 @@ def test_rows_of_windows_states_and_experts_are_the_learners(monkeypatch):
     ],
 )
 def test_turns_under_new_weights_have_the_probabilities_of_those_weights(arch, stale_cache, monkeypatch):
-    """Rows wait for their environment when the weights change, and go on with answers of either side."""
+    """Rows wait for their environment while the weights change.
+
+    They continue with answers from before and after the change.
+    """
     monkeypatch.setattr(turns_of_rows, "REREAD_TOKENS", 5)
     talking = Talking(
         arch=arch, num_prompts=4, lookahead=8, num_slots=14, chunk_steps=2, stale_cache=stale_cache, slack=0
@@ -389,7 +398,7 @@ def test_turns_under_new_weights_have_the_probabilities_of_those_weights(arch, s
 
 @pytest.mark.parametrize("chunk", mostly_in("slow", [2, 3, 5, 6]))
 def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_in_flight(chunk):
-    """Its environment is another then, which has never heard of them."""
+    """The resumed run has a new environment, which has never seen the episodes."""
     settings = {"num_slots": 7, "chunk_steps": 3, "lookahead": 8}
 
     def whole(talking, first):
@@ -427,7 +436,7 @@ def test_a_run_that_stops_inside_a_generation_goes_on_bit_by_bit_with_episodes_i
 
 @pytest.mark.slow
 def test_on_more_devices_episodes_whose_rows_begin_again_do_so_too():
-    """What is read of a checkpoint is tested in test_redealing.py."""
+    """How a checkpoint is read is tested in test_redistribution.py."""
     on = lambda shards: Talking(mesh=MeshConfig(data=shards), num_slots=8, chunk_steps=3)
     expected, _ = on(2)(make_prompts(range(8)))
     stopped, resumed = on(2), on(4)
@@ -454,7 +463,7 @@ def test_on_more_devices_episodes_whose_rows_begin_again_do_so_too():
 
 
 def test_episodes_that_are_over_are_forgotten_and_no_two_who_ask_one_environment_share_any():
-    """A run's training and its evaluation do."""
+    """The training and the evaluation of a run ask the same environment."""
     talking = Talking(num_slots=7, chunk_steps=3)
     other = Talking(talking.environment, num_slots=7, chunk_steps=3)
     for one in (talking, other):
@@ -464,7 +473,7 @@ def test_episodes_that_are_over_are_forgotten_and_no_two_who_ask_one_environment
 
 
 class Failing(Here):
-    """Has done after some first turns, says too much to others, and does not answer a second."""
+    """Environment that ends some first turns, gives too long an answer to others, and does not answer a second turn."""
 
     def ask(self, episode, example, turns, answers, state):
         future = concurrent.futures.Future()

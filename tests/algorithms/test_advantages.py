@@ -25,7 +25,7 @@ def chosen(kind):
 
 @functools.partial(jax.jit, static_argnames="kind")
 def compute(reward, group, valid, extra, kind):
-    """The advantage of rows that hold what it declares; "poise" is made to predict the baseline of each row."""
+    """Return the advantage of rows that have its declared columns. "poise" predicts the given baseline of each row."""
     advantage, baseline = chosen(kind), extra["baseline"]
     remembered = advantage.facts.memory.columns if advantage.facts.memory else ()
     features = baselines.num_features(1)
@@ -43,7 +43,7 @@ def compute(reward, group, valid, extra, kind):
 
 
 def extra_of(reward, seed=0):
-    """Parts that add up to the reward and are tied where it is, and baselines; all of a row alone."""
+    """Return parts that add up to the reward and are tied whenever the reward is, and baselines."""
     rng, n = np.random.default_rng(seed), len(reward)
     reward = np.asarray(reward, np.float32)
     parts = np.stack([0.75 * reward, 0.5 * reward], axis=1)
@@ -51,7 +51,10 @@ def extra_of(reward, seed=0):
 
 
 def advantages(reward, group, kind, valid=None, extra=None):
-    """In a table of 64 rows and 9 groups, the rest invalid or empty, so that one program serves every test."""
+    """Return the advantages of rows in a table of 64 rows and 9 groups.
+
+    The rest is invalid or empty, so that one program serves every test.
+    """
     n = len(reward)
     valid = np.ones(n, bool) if valid is None else valid
     pad = lambda x, dtype: np.pad(np.asarray(x, dtype), [(0, ROWS - n)] + [(0, 0)] * (np.ndim(x) - 1))

@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.inputs import Batch
 
 
 def weights(mask, trainable, group_id, *, kind, max_completion_tokens):
-    """Of rows of which an aggregation reads nothing else."""
+    """Return the weights of rows for which the aggregation reads no other field."""
     return compiled(kind, max_completion_tokens)(*map(jnp.asarray, (mask, trainable, group_id)))
 
 

@@ -1,4 +1,4 @@
-"""Corrections against float64 loops, and what they leave as it is."""
+"""Corrections compared with float64 loops, and the values that they leave unchanged."""
 
 import dataclasses
 import functools
@@ -39,7 +39,10 @@ def compiled(kind, low, high, is_carried):
 
 
 def weigh(log_ratio, mask, *, kind, low, high, threshold=0.0, policy_log_ratio=None, is_carried=False):
-    """Weights, and which tokens stay; without a ratio of the current policy it is the one that is given."""
+    """Return the weights and the mask of kept tokens.
+
+    Without a ratio of the current policy, the given ratio is used for it.
+    """
     policy_log_ratio = log_ratio if policy_log_ratio is None else policy_log_ratio
     arrays = map(jnp.asarray, (log_ratio, mask, policy_log_ratio, threshold))
     return compiled(kind, low, high, is_carried)(*arrays)
@@ -146,7 +149,7 @@ def test_decoupled_with_the_behaviour_as_old_policy_is_the_plain_clip():
 
 
 def test_the_whole_ratio_of_the_current_policy_is_cut_as_the_released_code_cuts_it():
-    """max(-A e^(lp - adj), -A e^(clip(lp - prox) + prox - adj)), adj = max(behaviour, lp - log 3)."""
+    """The loss is max(-A e^(lp - adj), -A e^(clip(lp - prox) + prox - adj)), adj = max(behaviour, lp - log 3)."""
     rng = np.random.default_rng(5)
     policy, old, behaviour, advantage = rng.normal(size=(4, 6, 5)).astype(np.float32)
     mask = np.ones(policy.shape, bool)

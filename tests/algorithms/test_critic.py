@@ -1,4 +1,4 @@
-"""Returns, targets and losses of a critic against float64 loops, and the identities they must keep."""
+"""Returns, targets and losses of a critic compared with float64 loops, and the identities that hold for them."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ value_loss = jax.jit(values.value_loss, static_argnums=2, static_argnames="clip"
 
 
 def ragged(seed=0, num_rows=6, width=9):
-    """Values of ragged rows: one of a single token, one without any."""
+    """Return values of ragged rows, including a row with one token and a row without tokens."""
     rng = np.random.default_rng(seed)
     first = rng.integers(1, 4, num_rows)
     last = np.minimum(first + rng.integers(1, 7, num_rows), width)

@@ -1,6 +1,6 @@
-"""How large each deviation of a recipe from its paper is: the lines "Differs" in the headers of jaxrl_llm/recipes.
+"""The size of each deviation of a recipe from its paper: the sentences after "Differs" in jaxrl_llm/recipes.
 
-Numbers from the papers' equations by hand or in float64; the package's own where it is the one that differs.
+Numbers come from the papers' equations, by hand or in float64, or from the package where it differs.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def recipe(name):
 
 
 def header(name):
-    """The docstring of its file, in one line."""
+    """Return the docstring of the recipe's file as one line."""
     return " ".join((RECIPES / f"{name}.py").read_text().split('"""')[1].split())
 
 
@@ -59,7 +59,7 @@ def estimator(kind, num_groups):
 
 
 def test_every_deviation_stands_where_the_table_of_recipes_finds_it():
-    """docs/reference/recipes.md takes them from "Source:" on; what differs must not stand before it."""
+    """docs/reference/recipes.md shows the docstring from "Source:" on, so no difference may be stated before it."""
     for path in sorted(RECIPES.glob("[!_]*.py")):
         before, source = re.split(r"^Source:", path.read_text().split('"""')[1], maxsplit=1, flags=re.MULTILINE)
         assert not re.search(r"\b(ours|in the paper|its paper|the source)\b", before), path.name
@@ -118,7 +118,7 @@ def test_mc_grpos_median_answer_adds_a_row_without_an_advantage():
 
 
 def test_mssrs_decay_moves_with_several_updates_alone():
-    """The KL is of the rows as they are trained on: of fresh ones, at the first update, it is 0."""
+    """The KL is measured on the rows when they are trained on: at the first update of fresh rows it is 0."""
     algorithm = algorithm_config(advantage={"name": "mssr", "decay": 0.96, "decay_moving": 0.875})
     memory = Memory(algorithm.of_credit, (), Sizes(width=0, max_length=16), Ledger())
     question, reward = [7], Rewards(np.float32([1]), {}, np.int8([OUTCOME_SCORE]))
@@ -131,7 +131,10 @@ def test_mssrs_decay_moves_with_several_updates_alone():
 
 
 def test_poises_regression_on_states_predicts_what_one_on_their_principal_components_does():
-    """States whose variance falls off, a reward that hears their first components; correlation over new rows."""
+    """Hidden states have decreasing variances, and the reward depends on their first components.
+
+    The correlation is over new rows.
+    """
     rng, scale = np.random.default_rng(0), 2.0 ** -np.arange(16)
     draw = lambda n: rng.normal(size=(n, 16)) * scale
     states, fresh, truth = draw(200), draw(200), np.zeros(16)
@@ -147,7 +150,10 @@ def test_poises_regression_on_states_predicts_what_one_on_their_principal_compon
 
 
 def test_reinforce_pps_pull_in_the_loss_leaves_out_what_follows_a_token():
-    """Divergences of .2, .1 and .3 nats at three tokens: in the reward each is held for those after it too."""
+    """Three tokens have divergences of 0.2, 0.1 and 0.3 nats.
+
+    In the paper's reward, each divergence also counts for earlier tokens.
+    """
     d = np.array([0.2, 0.1, 0.3])
     in_the_loss, in_the_reward = d, d[::-1].cumsum()[::-1]
     np.testing.assert_allclose(in_the_reward, [0.6, 0.4, 0.3])
@@ -159,7 +165,7 @@ def test_reinforce_pps_pull_in_the_loss_leaves_out_what_follows_a_token():
 
 
 def sampled_groups(size, chance):
-    """Every group by how many of its answers are right: rewards [size], and how likely so many are."""
+    """Return the rewards [size] and the probability of every group, by its number of correct answers."""
     for right in range(size + 1):
         likely = math.comb(size, right) * chance**right * (1 - chance) ** (size - right)
         yield np.float32([1] * right + [0] * (size - right)), likely
@@ -170,8 +176,9 @@ REFERENCE = 0.25  # of two answers the reference gives the right one so often
 
 @functools.cache
 def slope_of_spo(size, beta, surrogate=spo, shift=0.0):
-    """(log-odds of a right answer, rewards [size], rate of right answers in the data) -> gradient by the log-odds.
+    """Return a function that computes the gradient of the log-odds.
 
+    Its arguments are the log-odds of a right answer, the rewards [size], and the rate of right answers in the data.
     ``shift`` is added to rewards of 0 and 1.
     """
 
@@ -186,13 +193,16 @@ def slope_of_spo(size, beta, surrogate=spo, shift=0.0):
 
 
 def expected_slope(size, beta, rate, sampled, **which):
-    """Over all groups of so many answers, of which the share ``sampled`` is right on average."""
+    """Return the expected gradient over all groups of this size, in which the share ``sampled`` is right on average."""
     slope, log_odds = slope_of_spo(size, beta, **which), math.log(rate / (1 - rate))
     return sum(likely * float(slope(log_odds, reward, sampled)) for reward, likely in sampled_groups(size, sampled))
 
 
 def settles_at(size, beta, sampled=None, **which):
-    """The rate of right answers at which the gradient over sampled groups is 0; None: of the policy's own samples."""
+    """Return the rate of right answers at which the gradient over sampled groups is 0.
+
+    None = the policy's own samples.
+    """
     low, high = 0.05, 0.9999999
     for _ in range(40):
         rate = (low + high) / 2
@@ -203,17 +213,21 @@ def settles_at(size, beta, sampled=None, **which):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_spo_settles_at_its_optimum_on_sampled_groups_of_the_policys_own(size):
-    """Rewards of 0 and 1 at a beta of 1: the odds of the reference times e. With the row in its estimate, 8: .447."""
+    """Rewards of 0 and 1 at a beta of 1: the optimum has e times the reference's odds.
+
+    If a row counted in its own estimate, groups of 8 would settle at 0.447.
+    """
     odds = REFERENCE / (1 - REFERENCE) * math.e
     assert odds / (1 + odds) == pytest.approx(0.4754, abs=1e-4)
     assert settles_at(size, 1.0) == pytest.approx(odds / (1 + odds), abs=1e-4)
 
 
 def biased_optimum(size, sampled):
-    """Where SPO settles on others' samples at a beta of 1, by hand: Q0 is the mean over the other size - 1 rows.
+    """Return the rate at which SPO settles on samples of another policy at a beta of 1, computed by hand.
 
-    With l the log-ratio of each answer and q the policy's rate, the gradient by the log-odds is
-    2 [s (V + l_1 - 1) (1 - q) - (1 - s) (V + l_0) q], V the mean of log(sum w e^r / sum w) over their samples.
+    Q0 is the mean over the other size - 1 rows. With l the log-ratio of each answer and q the policy's rate, the
+    gradient of the log-odds is 2 [s (V + l_1 - 1) (1 - q) - (1 - s) (V + l_0) q], where V is the mean of log(sum w e^r
+    / sum w) over these samples.
     """
     weight = {1: REFERENCE / sampled, 0: (1 - REFERENCE) / (1 - sampled)}
     expected = 0.0
@@ -237,7 +251,10 @@ def test_spo_settles_a_little_below_its_optimum_on_groups_of_the_reference(size,
 
 
 def test_spos_cross_entropy_settles_near_its_optimum_the_nearer_the_larger_the_groups():
-    """Rewards of -2 and -1 at a beta of 1: the odds of the reference times e, 0.475. It is no square: Q0 has a bias."""
+    """Rewards of -2 and -1 at a beta of 1: the optimum has e times the reference's odds, a rate of 0.475.
+
+    The loss is not quadratic, so an error of Q0 is a bias.
+    """
     odds = REFERENCE / (1 - REFERENCE) * math.e
     settled = [settles_at(size, 1.0, surrogate=spo_cross_entropy, shift=-2.0) for size in (4, 8, 32)]
     assert settled[1] == pytest.approx(0.459, abs=1e-3)
@@ -245,7 +262,7 @@ def test_spos_cross_entropy_settles_near_its_optimum_the_nearer_the_larger_the_g
 
 
 def test_spos_optimum_is_nearly_always_right_at_the_recipes_beta():
-    """The odds of the reference times e^(1 / beta)."""
+    """The optimum has e^(1 / beta) times the reference's odds."""
     its_own = recipe("spo").algorithm.surrogate["beta"]
     odds = REFERENCE / (1 - REFERENCE) * math.exp(1 / its_own)
     assert odds / (1 + odds) == pytest.approx(0.9999, abs=1e-4)
@@ -261,7 +278,7 @@ def test_spo_has_no_loss_of_an_answer_without_others():
 
 
 def test_vcpos_stand_in_for_gradient_norms_orders_rows_but_does_not_measure_them():
-    """Exact squared norms of the gradients of rows' log-probs, by differences of a float64 model's."""
+    """The exact squared norms of the gradients of rows' log-probs come from finite differences of a float64 model."""
     model, rng = Model(TINY), np.random.default_rng(0)
     params = host_params(model)
     leaves, form = jax.tree.flatten(jax.tree.map(lambda x: x.astype(np.float64), params))
@@ -328,7 +345,7 @@ MINIBATCHES = (
 
 
 def test_rollouts_of_recipes_with_minibatches_and_of_cispo_are_trained_on_once():
-    """By their rings: no more rows than an iteration has, drawn once."""
+    """The ring of such a recipe has no more rows than an iteration, and each row is drawn once."""
     for name in (*MINIBATCHES, "cispo"):
         config = recipe(name)
         assert config.ring_capacity == config.rows_per_iteration, name
@@ -360,9 +377,9 @@ def test_updates_of_an_iteration_are_the_papers_or_the_header_says_how_many_thes
 
 
 def ratios_move(config, iterations=12):
-    """Whether an update meets a rollout whose old policy is another than the weights, by versions of these alone.
+    """Return whether an update meets a rollout whose old policy differs from the weights, from policy versions alone.
 
-    An iteration begins with the weights of its first version; each update makes the next.
+    An iteration begins with the weights of its first version; each update makes the next version.
     """
     version, ring = 0, []
     kept = config.ring_capacity // config.rows_per_iteration
@@ -430,14 +447,18 @@ def test_when_a_clip_can_act_follows_from_a_configs_numbers(changes, acts):
 
 
 def test_gspos_ratio_is_not_the_rounding_between_sampler_and_learner():
-    """The old log-probs are the learner's own; in bfloat16 a row's mean differs by more than the window is wide."""
+    """The old log-probs are the learner's own.
+
+    In bfloat16 the sampler's mean per row would differ by more than the clip's width.
+    """
     assert recipe("gspo").algorithm.old_policy.name == "generation"
 
 
 def test_half_of_the_rollouts_of_rollout_replay_are_fresh_in_two_steps():
-    """A step takes 16 of an iteration's 32: on average each comes once, by chance a quarter twice and a quarter not.
+    """A step draws 16 of an iteration's 32 rollouts.
 
-    That the other half of a batch is of older rollouts: tests/replay/test_ring.py.
+    On average each is drawn once; by chance a quarter is drawn twice and a quarter never. tests/replay/test_ring.py
+    tests that the other half of a batch is older.
     """
     config = recipe("rr")
     fresh = config.replay.fresh_fraction * config.update.batch_size
@@ -446,7 +467,7 @@ def test_half_of_the_rollouts_of_rollout_replay_are_fresh_in_two_steps():
 
 
 def test_codeit_imitates_every_right_program_and_draws_no_other():
-    """Expert iteration: cross-entropy of programs that solve a question, also where all of a group do."""
+    """Expert iteration: the cross-entropy of programs that solve a question, also if all programs of a group do."""
     config = freeze(runpy.run_path(str(RECIPES.parents[1] / "configs" / "codeit.py"))["get_config"]())
     algorithm, group = config.algorithm, np.array([0, 0, 1, 1, 2, 2])
     reward = np.float32([1, 1, 1, 0, 0, 0])
@@ -467,7 +488,7 @@ def test_codeit_imitates_every_right_program_and_draws_no_other():
 
 
 def test_headers_say_when_what_a_method_does_later_begins():
-    """Counted from 1; a run has fewer iterations unless it is told."""
+    """Iterations count from 1. A run has fewer iterations by default."""
     config = recipe("replay_positive_bias")
     unbiased = config.ring_capacity - round(config.replay.positive_fraction * config.ring_capacity)
     begins = {"replay_positive_bias": unbiased // config.rows_per_iteration + 1}

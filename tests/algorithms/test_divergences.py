@@ -61,7 +61,7 @@ ESTIMATES = {"k1": lambda d: d, "k2": lambda d: d**2 / 2, "k3": lambda d: np.exp
 
 @pytest.mark.parametrize("kind", sorted(ESTIMATES))
 def test_each_anchor_is_held_to_the_policy_that_it_names(kind):
-    """Of three tokens the last is off the mask, where the anchors' log-probs may be anything."""
+    """The last of three tokens is outside the mask, where the other policies' log-probs may have any value."""
     mask = jnp.array([[True, True, False]])
     policy = jnp.array([[-1.0, -2.0, 0.0]])
     anchors = {"ref": [-1.5, -1.8], "previous": [-0.7, -2.5], "average": [-2.0, -1.0]}

@@ -16,7 +16,7 @@ from jaxrl_llm.ops.groups import group_rows
 
 @functools.cache
 def compiled(place, name, settings, max_length):
-    """(advantage, fields of rows) -> what the function gives."""
+    """Return a compiled function (advantage, fields of rows) -> result."""
     (chosen,) = getattr(algorithm_config(**{place: [{"name": name, **dict(settings)}]}), place)
 
     def call(advantage, groups, fields):
@@ -31,13 +31,13 @@ def arrays(fields):
 
 
 def added(name, groups, fields, *, max_length=16, **settings):
-    """What a reward term adds to the rows, and what its memory learns from."""
+    """Return the values that a reward term adds to the rows, and the values for its memory."""
     result = compiled("reward_terms", name, tuple(settings.items()), max_length)(None, groups, arrays(fields))
     return result if isinstance(result, tuple) else (result, {})
 
 
 def reshaped(name, advantage, groups, fields, **settings):
-    """An advantage [B] of rows of one token, or [B,S]."""
+    """Return an advantage after a reshaping. The advantage is [B] for rows of one token, or [B,S]."""
     advantage = jnp.asarray(advantage, jnp.float32)
     tokens = advantage if advantage.ndim == 2 else advantage[:, None]
     result = compiled("reshaping", name, tuple(settings.items()), 16)(tokens, groups, arrays(fields))
@@ -49,13 +49,13 @@ def length_reward(length, correct, groups, weight=1.0):
 
 
 def entropy_factor(row_entropy, groups, strength=1.0):
-    """Of rows of one token, by their advantage of 1."""
+    """Return the entropy factors of rows of one token, from advantages of 1."""
     fields = {"columns": {"entropy": jnp.asarray(row_entropy, jnp.float32)[:, None]}}
     return reshaped("entropy_factor", np.ones(len(row_entropy)), groups, fields, strength=strength)
 
 
 def duration_factor(length, valid, exponent):
-    """By an advantage of 1."""
+    """Return the duration factors, from advantages of 1."""
     groups = group_rows(np.zeros(len(length), np.int32), valid, 1)
     untimed = {name: np.zeros((len(length), 1), np.float32) for name in ("turn_reward", "turn_seconds")}
     fields = {"length": length, "columns": untimed}
@@ -114,7 +114,7 @@ def test_a_question_is_as_hard_as_its_group_says():
 
 
 def test_answers_within_each_length_are_counted_by_loops():
-    """Right or wrong; those of rows that are not trained on count nowhere."""
+    """Right and wrong answers count. Rows that are not trained on do not count."""
     group, valid, length, correct, groups = rows(5)
     correct = correct & valid
     row_class = shaping.difficulty(jnp.asarray(correct), groups)

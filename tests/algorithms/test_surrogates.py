@@ -1,4 +1,4 @@
-"""Every surrogate against float64 loops, the identities between them, and their fixed points on a bandit."""
+"""Every surrogate compared with float64 loops, identities between surrogates, and their fixed points on a bandit."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from jaxrl_llm.settings.use import Chosen, keywords
 
 
 class Numbers(NamedTuple):
-    """Settings by the oracle's names."""
+    """Settings of the surrogates by the names of the oracle."""
 
     clip_low: float = 0.2
     clip_high: float = 0.28
@@ -38,7 +38,7 @@ B, T = 8, 6
 
 
 def surrogate(name, numbers):
-    """It with the oracle's numbers as its settings, each of them given."""
+    """Return the surrogate with the oracle's numbers as its settings, all given explicitly."""
     low, high = numbers.clip_low, numbers.clip_high
     said = {"low": low, "high": high, "dual": numbers.dual_clip, "cap": 1 + high}
     said |= dict.fromkeys(("beta", "tau", "eta"), numbers.beta)
@@ -55,14 +55,14 @@ def tokens(policy, old, behaviour, ref, advantage, reward, mask, group_size=SETT
 
 
 def replace(x, **changes):
-    """The same with other fields, ``ref_logp`` as if it were one."""
+    """Return a copy with other fields; ``ref_logp`` is treated as a field."""
     if "ref_logp" in changes:
         changes["columns"] = {"ref_logp": changes.pop("ref_logp")}
     return dataclasses.replace(x, **changes)
 
 
 def random_tokens(seed=0, *, spread=0.4):
-    """Two groups of four ragged rows; one row has no token, one group has a tie."""
+    """Return two groups of four ragged rows. One row has no token, and one group is tied."""
     rng = np.random.default_rng(seed)
     mask = np.arange(T)[None, :] < np.array([1, 6, 3, 4, 5, 0, 2, 6])[:, None]
     base = rng.normal(-1.5, 0.5, (B, T))
@@ -74,7 +74,7 @@ def random_tokens(seed=0, *, spread=0.4):
 
 
 def rows_of(x):
-    """The rows of the oracle, in float64."""
+    """Return the rows in the form of the oracle, in float64."""
     names = {"policy": x.policy_logp, "old": x.old_logp, "behaviour": x.behaviour_logp, "ref": x.ref_logp}
     names["advantage"] = x.advantage
     rows = []
@@ -86,7 +86,7 @@ def rows_of(x):
 
 @functools.cache
 def compiled(name, numbers=SETTINGS):
-    """(x, weights [B,T]) -> gradient of the weighted sum of terms, (terms, is_clipped)."""
+    """Return a compiled function (x, weights [B,T]) -> gradient of the weighted sum of terms, (terms, is_clipped)."""
     chosen = surrogate(name, numbers)
 
     def total(policy_logp, given, weight):
@@ -105,7 +105,7 @@ def compiled(name, numbers=SETTINGS):
 
 
 def row_weights(x):
-    """A number per row, spread over its tokens."""
+    """Return a number per row, spread over the tokens of the row."""
     length = np.maximum(np.asarray(x.mask).sum(axis=1, keepdims=True), 1)
     return np.where(x.mask, np.linspace(0.5, 2, B)[:, None] / length, 0).astype(np.float32)
 
@@ -259,7 +259,7 @@ def test_impossible_or_huge_ratios_have_a_finite_gradient_and_none_without_an_ad
 
 
 def test_a_long_row_far_from_its_old_policy_costs_the_batch_nothing():
-    """100 tokens, each 0.9 nats more likely by now: e^90 is no float32, and times an advantage of 0 NaN."""
+    """100 tokens are each 0.9 nats more likely than before. e^90 overflows float32, and inf times 0 is NaN."""
     mask = np.array([[True] * 100, [True] * 100])
     old, advantage = np.full((2, 100), -1.0, np.float32), np.array([[0.0], [-1.0]], np.float32) * mask
     x = tokens(old + np.float32(0.9), old, old, old, advantage.astype(np.float32), np.zeros(2, np.float32), mask)
@@ -291,7 +291,10 @@ def test_a_tied_group_at_its_anchor_has_no_gradient_at_all():
 
 @pytest.mark.parametrize(("behind", "baseline"), [(0.0, 10 / 11), (np.log(0.5), 40 / 41), (np.log(0.01), 640 / 641)])
 def test_vcpos_baseline_leaves_the_least_variance_of_what_the_loss_adds_up(behind, baseline):
-    """Rows of 1 and 10 tokens of p = 1/2, rewards 0 and 1; the second's ratio to what drew it is 1, 2 and cut at 8."""
+    """Rows of 1 and 10 tokens of p = 1/2 with rewards 0 and 1.
+
+    The second row's ratio to the behaviour policy is 1, 2, or cut at 8.
+    """
     mask = np.arange(10)[None, :] < np.array([1, 10])[:, None]
     logp = np.where(mask, np.log(0.5), 0).astype(np.float32)
     behaviour = logp + np.where(mask, [[0.0], [behind / 10]], 0).astype(np.float32)
@@ -377,7 +380,7 @@ DATA = {"uniform": (4, 4, 4, 4), "expert": (10, 4, 1, 1), "stale": (1, 2, 3, 10)
 
 @functools.cache
 def bandit(name, rate, steps):
-    """(actions [16], behaviour_logp [16]) -> the policy after descending the loss on that one batch."""
+    """Return a function (actions [16], behaviour_logp [16]) -> policy after gradient descent on that one batch."""
     is_plain = name == "kl policy gradient"
     chosen = surrogate("reinforce" if is_plain else name, Numbers(clip_high=0.2, beta=BETA))
 

@@ -1,4 +1,4 @@
-"""Advantages by turn against float64 loops, on rows of unequal turns, and what they tell apart by hand."""
+"""Advantages by turn compared with float64 loops on rows with unequal turns, and by hand."""
 
 import functools
 
@@ -83,7 +83,7 @@ def compute(arrays, kind, settings=()):
 
 
 def by_turn(advantage, arrays, number):
-    """Of valid rows, lists by turn; asserts that tokens of a turn have one and others none."""
+    """Return the advantages of valid rows by turn. Check that all tokens of a turn have the same value."""
     advantage = np.asarray(advantage)
     assert not advantage[(number < 0) | ~arrays["valid"][:, None]].any()
     lists = []
@@ -138,7 +138,7 @@ def test_rows_that_share_their_first_turns_match_float64_loops(kind, settings, m
 
 
 def test_a_state_is_worth_what_becomes_of_it_and_both_parts_add_up_to_the_row_less_its_group():
-    """Four rows, of which two and two share a turn, and by twos its answer; one of them wins."""
+    """Four rows: two pairs share a turn, and also its answer. One row wins."""
     tokens, number = np.zeros((ROWS, WIDTH), int), np.full((ROWS, WIDTH), -1)
     tokens[:4, :4] = [[1, 5, 9, 3], [1, 5, 9, 4], [1, 6, 9, 3], [1, 6, 9, 4]]
     number[:4, 1], number[:4, 3] = 0, 1
@@ -154,7 +154,10 @@ def test_a_state_is_worth_what_becomes_of_it_and_both_parts_add_up_to_the_row_le
 
 
 def test_rows_that_draw_the_same_turn_by_chance_have_parted_all_the_same():
-    """Four share turn 0; then three draw the good turn, one another: what is compared is turn 1, where they part."""
+    """Four rows share turn 0.
+
+    Then three draw the same good turn and one another turn: rows are compared at turn 1, where they separate.
+    """
     tokens, number = np.zeros((ROWS, WIDTH), int), np.full((ROWS, WIDTH), -1)
     tokens[:4, :6] = [[1, 5, 9, 3, 9, 2], [1, 5, 9, 3, 9, 6], [1, 5, 9, 3, 9, 7], [1, 5, 9, 4, 9, 2]]
     number[:4, [1, 3, 5]] = range(3)
@@ -174,7 +177,7 @@ def test_rows_that_draw_the_same_turn_by_chance_have_parted_all_the_same():
 )
 @pytest.mark.parametrize("step", mostly_in("slow", [0.1, 0.01, 1 / 3]))
 def test_rows_that_come_to_the_same_by_other_steps_are_tied(kind, settings, step):
-    """Their float32 sums are not, and a deviation of nothing but rounding divides it by itself."""
+    """Their float32 sums differ by rounding. Dividing this difference by the standard deviation would amplify it."""
     rng = np.random.default_rng(0)
     arrays, _, number = table(1)
     worth = np.concatenate([step * rng.integers(-900, 900, (ROWS, TURNS - 1)), np.full((ROWS, 1), 1000 * step)], axis=1)
@@ -244,7 +247,7 @@ def test_rows_in_any_order_and_whatever_the_invalid_say(kind):
 
 
 def two_rows(first, second, answers=((9,), (9,))):
-    """Two rows of one group of two turns each, given these, after these answers: their advantages by turn."""
+    """Return the advantages by turn of two rows of one group with two turns each, for these rewards and answers."""
     tokens, number = np.zeros((ROWS, WIDTH), int), np.full((ROWS, WIDTH), -1)
     given = np.zeros((ROWS, TURNS), np.float32)
     for b, (rewards, answer) in enumerate(zip((first, second), answers, strict=True)):
@@ -256,7 +259,7 @@ def two_rows(first, second, answers=((9,), (9,))):
 
 
 def test_a_turn_is_told_apart_where_the_rows_are_worth_the_same():
-    """One row was right first and wrong then, the other the other way round: GRPO sees nothing."""
+    """One row is right first and then wrong, the other the other way round: the rows' rewards are equal for GRPO."""
     arrays, number = two_rows((1, 0), (0, 1))
     for kind, settings, expected in (
         # Given by itself: +-1/2 and -+1/2 about the mean.
@@ -273,7 +276,7 @@ def test_a_turn_is_told_apart_where_the_rows_are_worth_the_same():
 
 
 def test_an_anchor_state_is_what_was_answered_and_not_when():
-    """The second turns answer the same: they are compared. After different answers they are not."""
+    """If the second turns answer the same state, they are compared. After different answers they are not."""
     how = tuple({"std": False, "discount": 1.0}.items())
     same, number = two_rows((0, 1), (0, 0))
     other, other_number = two_rows((0, 1), (0, 0), answers=((9,), (10,)))
@@ -286,7 +289,7 @@ def test_an_anchor_state_is_what_was_answered_and_not_when():
 
 
 def test_step_advantage_has_the_right_sign_at_a_state_that_comes_again_where_the_rows_has_not():
-    """A maze: both rows stand in the hall twice, and go on or back. The one that wins went back first."""
+    """A maze: both rows are in the hall twice, and go on or back. The row that wins went back first."""
     tokens, number = np.zeros((ROWS, WIDTH), int), np.full((ROWS, WIDTH), -1)
     tokens[:2, :7] = [1, 5, 9, 5, 9, 5, 8]  # prompt, turn, hall, turn, hall, turn
     number[:2, 1], number[:2, 3], number[:2, 5] = 0, 1, 2
@@ -334,14 +337,14 @@ def test_what_reward_terms_add_is_the_last_turns():
 
 @pytest.mark.parametrize(("second", "min_std", "is_kept"), [(0.5, 0.3, False), (0.5, 0.0, True), (0.2, 0.3, True)])
 def test_ui_s1_leaves_out_groups_whose_returns_hardly_differ(second, min_std, is_kept):
-    """Returns of the first turns 1 and 0.5 or 0.2: a standard deviation of 0.25 or 0.4."""
+    """The returns of the first turns are 1 and 0.5 or 0.2: a standard deviation of 0.25 or 0.4."""
     arrays, number = two_rows((1, 0), (second, 0))
     advantage, _ = compute(arrays, "ui_s1", (("min_std", min_std),))
     assert np.any(by_turn(advantage, arrays, number)) == is_kept
 
 
 def test_a_slow_turn_weighs_as_many_times_more_as_its_environment_took_longer():
-    """Turns of 3 s and 1 s, and of 2 s and one that nothing answered: their mean is 2 s."""
+    """Turns of 3 s and 1 s, and of 2 s and one without an answer: the mean is 2 s."""
     arrays, number = two_rows((1, 1), (0, 0))
     seconds = np.zeros_like(arrays["given"], np.float32)
     seconds[:2, :2] = [[3, 1], [2, 0]]
@@ -358,7 +361,7 @@ def test_a_slow_turn_weighs_as_many_times_more_as_its_environment_took_longer():
 
 
 def test_reward_terms_make_no_turn_a_match_and_none_wrong():
-    """A term of -0.05 at the last turns of a row that matched its expert twice, and of one that never did."""
+    """A reward term of -0.05 at the last turn of a row that matched its expert twice, and of a row that never did."""
     arrays, number = two_rows((1, 1), (0, 0))
     added = jnp.where(arrays["valid"], -0.05, 0.0)
     rows = make_rows(
@@ -392,7 +395,7 @@ def test_a_wrong_turn_is_seen_and_not_learned():
 
 
 def test_many_states_have_many_numbers():
-    """Of 20,000 texts of one to five tokens, none like another, no two have one number (chance 5 %)."""
+    """20,000 different texts of one to five tokens have different numbers. By chance two would be equal with 5 %."""
     rng = np.random.default_rng(0)
     texts = list({tuple(rng.integers(0, 50_000, rng.integers(1, 6)).tolist()) for _ in range(20_000)})
     tokens, mask = np.zeros((len(texts), 7), np.int32), np.zeros((len(texts), 7), bool)

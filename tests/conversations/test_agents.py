@@ -1,4 +1,4 @@
-"""Agents: programs that ask for the policy's turns over HTTP; the policy is a script here."""
+"""Agents: programs that request the policy's turns over HTTP. The policy is a script here."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, OUTCOME_TIMEOUT, Examp
 
 
 def question(name, example, **settings):
-    """The question as the policy is to see it, or what is wrong with it."""
+    """Return the question as the policy will see it, or the error message."""
     tokenizer = types.SimpleNamespace(vocab_size=50_000)
     _, ((one,), _), _ = shown(config(name, **settings), tokenizer, [example], [])
     return one
@@ -179,13 +179,13 @@ USER = [{"role": "user", "content": "p"}]
 
 
 class Client:
-    """Of an agent's."""
+    """HTTP client of an agent."""
 
     def __init__(self, base_url):
         self.address = urllib.parse.urlsplit(base_url)
 
     def ask(self, messages, **more):
-        """(status, the answer as text)."""
+        """Return (status, text of the answer)."""
         body = messages if isinstance(messages, str) else json.dumps({"messages": messages, **more})
         with contextlib.closing(http.client.HTTPConnection(self.address.netloc, timeout=30)) as connection:
             connection.request("POST", f"{self.address.path}/chat/completions", body)
@@ -193,7 +193,7 @@ class Client:
             return answer.status, answer.read().decode()
 
     def said(self, messages, **more):
-        """The message that comes."""
+        """Return the assistant's message."""
         status, text = self.ask(messages, **more)
         assert status == 200, text
         return json.loads(text)["choices"][0]["message"]
@@ -201,7 +201,7 @@ class Client:
 
 @pytest.mark.parametrize("roles", [("tool", "tool"), ("tool", "user")])
 def test_each_message_that_a_request_adds_is_one(roles):
-    """Results of two tools were one message, and what the user says after a tool's was a failure."""
+    """Once, the results of two tools became one message, and a user message after a tool's result was a failure."""
     added = [{"role": role, "content": role} for role in roles]
 
     def play(base_url):
@@ -257,7 +257,7 @@ def test_what_an_agent_says_that_asks_for_nothing_is_passed_over_and_what_cannot
 
 
 def test_a_template_with_a_place_for_tools_is_told_those_that_every_question_of_an_agent_has():
-    """As ``serve`` tells them; others stand in the system's message."""
+    """As in ``serve``, tools that differ between questions are listed in the system message."""
     told = tools.with_tool_list(USER, TOOLS)
     examples = [Example("p", {"number": 1}), Example("p", {"number": 2})]
     for name, takes, wanted in (
@@ -276,7 +276,10 @@ def test_a_template_with_a_place_for_tools_is_told_those_that_every_question_of_
 
 
 def test_tools_in_the_system_s_message_stand_behind_the_system_prompt():
-    """They were a system message of the agent's own, before which `prompts.system_prompt` does not stand."""
+    """Once, the list of tools was a separate system message of the agent.
+
+    `prompts.system_prompt` was then not added.
+    """
     settings = dataclasses.replace(config("with_tools"), prompts=PromptsConfig(system_prompt="Be brief."))
     whole = tools.with_tool_list([{"role": "system", "content": "Be brief."}, *USER], TOOLS)
     assert whole[0]["content"].startswith("Be brief.\n\nYou may call these functions") and whole[1:] == USER

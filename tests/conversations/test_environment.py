@@ -1,4 +1,4 @@
-"""Environments in processes of their own: what a turn is answered, and what becomes of one that cannot answer."""
+"""Environments in their own processes: the answers to turns, and the treatment of environments that fail."""
 
 import concurrent.futures
 import dataclasses
@@ -39,7 +39,7 @@ def call(name, **arguments):
 
 
 def play(environment, turns, *, episode=0, example=ONE):
-    """Replies to all the turns, one after the other."""
+    """Return the replies to all turns, one after another."""
     replies, answers = [], []
     for i in range(len(turns)):
         replies.append(environment.ask(episode, example, turns[: i + 1], answers).result(30))
@@ -91,7 +91,7 @@ def test_what_an_asynchronous_reset_opens_its_tools_use_later():
 
 
 def test_reset_is_told_the_prompt_of_the_row_where_it_takes_it():
-    """Also where what it returns has been put behind that."""
+    """Also if the text that ``reset`` returned was appended to the prompt."""
     messages = [{"role": "user", "content": "Find it."}]
     for name in ("Greeting", "GreetingOfAny"):
         for prompt, seen in (("Find it.", "Find it."), (messages, str(messages))):
@@ -107,7 +107,10 @@ def test_reset_is_told_the_prompt_of_the_row_where_it_takes_it():
 
 
 def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask():
-    """Public attributes, of the class too, and properties as JSON has them; of an episode whose process died too."""
+    """Public attributes, also of the class, and properties that JSON can hold.
+
+    Also of an episode whose process died.
+    """
     settings = config("Open")
     settings = dataclasses.replace(settings, rewards=RewardsConfig(functions=(f"{FILE}:seen_totals",)))
     turns, answers = [call("add", number=3), "Done."], [by("tool", "total 5"), None]
@@ -153,7 +156,7 @@ def test_what_is_wrong_with_a_call_is_told_to_the_policy():
 
 
 def test_calls_are_read_as_the_families_of_models_write_them():
-    """All but the first were no calls, and ended the episode; the total begins at 2."""
+    """Once, only the first form was recognised as a call, and the others ended the episode. The total begins at 2."""
     turns = {
         '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call>': "total 3",
         '{"name": "add", "parameters": {"number": 1}}': "total 4",  # Llama 3
@@ -184,7 +187,7 @@ class Guess:
 
 
 def test_a_parameter_that_is_a_text_stays_one():
-    """A word of digits came as a number, `true` and `null` as no words."""
+    """Once, a text of digits became a number, and `true` and `null` became values that are not texts."""
     parameters = lambda given: "".join(f"<parameter={key}>\n{text}\n</parameter>" for key, text in given.items())
     written = lambda name, given: f"<tool_call><function={name}>{parameters(given)}</function></tool_call>"
     episode = environment_worker.Episode(Guess, {})
@@ -211,7 +214,10 @@ def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before
 
 
 def test_what_is_played_again_has_the_time_of_each_turn():
-    """Turns that had been answered in time were not when they came all at once: a resumed run was another one."""
+    """Once, the replay of all turns had the deadline of one turn.
+
+    Turns that had been answered in time failed in a resumed run.
+    """
     turns = [call("add", number=i) for i in range(3)]
     with Environment(config("SlowTool", timeout_s=2.0), [ONE]) as environment:
         replies = play(environment, turns[:2])
@@ -222,7 +228,7 @@ def test_what_is_played_again_has_the_time_of_each_turn():
 
 
 def test_a_class_that_can_be_saved_goes_on_from_its_state_and_is_not_played_again():
-    """It answers otherwise each time that it is played: what is played again has failed."""
+    """The environment answers differently each time, so a replay fails."""
     turns = [call("add", number=3), call("add", number=1), call("read")]
     for name, is_saved in (("Saved", True), ("Forgetful", False)):
         with Environment(config(name), [ONE]) as environment:
@@ -319,7 +325,7 @@ def test_one_that_is_only_odd_answers(name, answer, capfd):
 
 
 def test_a_tool_that_raises_is_said_once_and_what_a_policy_gives_it_is_not(capfd):
-    """A tool with a mistake in it failed every time, and only the policy heard of it."""
+    """Once, a tool with a bug failed in every call, and only the policy received the error."""
     line = FILE.read_text().splitlines().index('        raise ValueError("Game over.")') + 1
     turns = [call("add", digits=1), call("none"), call("add", number=1), call("add", number=1)]
     with Environment(config("RaisesInTool"), [ONE]) as environment:
@@ -366,7 +372,7 @@ def test_an_answer_must_have_room_for_what_the_template_puts_around_it():
 
 
 class Template:
-    """A tokenizer whose template has a place for tools, or none."""
+    """A tokenizer whose template supports tools, or does not."""
 
     def __init__(self, has_tools):
         self.has_tools = has_tools

@@ -1,4 +1,4 @@
-"""Calls in the text of a model: what quotes a mark decides, any split into pieces is read alike, the cost is linear."""
+"""Tool calls in the text of a model: text that quotes a mark, independence of how the text is split, linear cost."""
 
 import json
 import time
@@ -42,7 +42,7 @@ def arguments(turn):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mark", MARKS)
 def test_a_mark_inside_an_argument_is_the_argument_s(form, mark):
-    """The call was lost, or its argument was cut at the mark."""
+    """Once, the call was lost, or its argument was cut at the mark."""
     for text in (f"a {mark} b", mark, f"{mark} {mark}", f'"{mark}"', f"a\n{mark} b"):
         assert arguments(form(text)) == [{"text": text}], text
         assert arguments(f"I write.\n{form(text)}") == ([] if form is llama else [{"text": text}]), text
@@ -114,7 +114,7 @@ def test_calls_in_a_thought_are_not_carried_out(form):
     ],
 )
 def test_arguments_that_are_not_json_are_no_call(value):
-    """`NaN` came as a call, in arguments that say that they are JSON."""
+    """Once, `NaN` was accepted in a call whose arguments must be JSON."""
     for turn in (
         f'<tool_call>{{"name": "write", "arguments": {{"n": {value}}}}}</tool_call>',
         f'{{"name": "write", "parameters": {{"n": {value}}}}}',
@@ -126,7 +126,7 @@ def test_arguments_that_are_not_json_are_no_call(value):
 
 
 def test_a_key_that_stands_twice_is_no_call():
-    """One reader takes the first value and another one the last."""
+    """JSON readers differ: some take the first of two values, others the last."""
     turn = '<tool_call>{"name": "write", "arguments": {"text": "a", "text": "b"}}</tool_call>'
     assert tools.calls_in(turn, TOOLS) == (turn, [])
 
@@ -211,7 +211,7 @@ REPEATED += [
 
 
 def seconds(turn):
-    """The least of three, of the processor."""
+    """Return the least processor time of three tries."""
     taken = []
     for _ in range(3):
         begun = time.process_time()
@@ -222,7 +222,7 @@ def seconds(turn):
 
 @pytest.mark.parametrize("part", REPEATED)
 def test_the_cost_is_linear_in_the_text(part):
-    """4,096 marks without a call took 1.6 seconds."""
+    """Once, 4,096 marks without a call took 1.6 seconds."""
     assert seconds(part * 8192) < 3.5 * seconds(part * 4096) + 0.01
     assert part != "<tool_call>" or seconds(part * 4096) < 0.02
 

@@ -1,4 +1,4 @@
-"""The calculator: values of expressions, and what it answers to a turn."""
+"""The calculator: values of expressions, and its answers to a turn."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""A model that plays the maze in its place: a script here, with real sockets, that knows the rules."""
+"""A model that simulates the maze. Here the model is a script behind real sockets that knows the maze's rules."""
 
 import dataclasses
 import http.server
@@ -39,7 +39,7 @@ class DreamtMaze(Dream):
 
 
 def of_the_maze(told):
-    """What the maze answers to the last of the actions, as a model would say it."""
+    """Return the maze's answer to the last action in the form of the model's reply."""
     task = next(json.loads(line) for line in told.splitlines() if line.startswith('{"maze"'))
     task = {name: task[name] for name in MAZE}
     before, newest = told.split("so far:")[1].split("newest action:")
@@ -54,7 +54,7 @@ def of_the_maze(told):
 
 @pytest.fixture
 def model(monkeypatch):
-    """The experience model, to be told what it is: ``says`` is called with the prompt."""
+    """Start a stand-in for the experience model. ``says`` receives the prompt and returns the reply."""
     settings = {"says": of_the_maze, "told": []}
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -88,7 +88,7 @@ def opened(factory, **settings):
 
 
 def played(environment, one, turns, *, episode=0):
-    """Replies to the turns, up to the end."""
+    """Return the replies to the turns, up to the end of the episode."""
     replies, answers = [], []
     for i in range(len(turns)):
         state = replies[-1].state if replies else None

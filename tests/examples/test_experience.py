@@ -1,4 +1,4 @@
-"""Lines of a file that are near, and the notes of states alike behind an environment's answers."""
+"""The search for the nearest lines of a file, and the notes of similar states after an environment's answers."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_what_is_wrong_with_a_file_is_named_with_its_line(tmp_path, line, words)
 
 @pytest.mark.tier("extras")
 def test_notes_of_states_alike_follow_each_answer(tmp_path):
-    """Who does what the newest note says comes out of the maze, and not with the first note of the episode alone."""
+    """A policy that follows the newest note leaves the maze. The first note of the episode alone is not enough."""
     pytest.importorskip("bm25s")
     ways = {"00e": "e", "10sw": "s", "11nw": "w"}
     path = written(tmp_path / "notes.jsonl", [{"state": x, "note": f"Go {way}"} for x, way in ways.items()])

@@ -1,4 +1,4 @@
-"""Grids and their programs, by hand; relabelled programs solve what they are given for."""
+"""Grids and their programs, computed by hand. Relabelled programs solve their new questions."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The language of sequences by hand, what may not run, and what a program is worth."""
+"""The language of sequences, computed by hand, with its limits and rewards."""
 
 import numpy as np
 import pytest

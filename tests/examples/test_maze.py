@@ -1,4 +1,4 @@
-"""The maze: its questions can all be walked, and both forms of the game walk them alike."""
+"""The maze: every question has a path, and both forms of the environment give the same moves."""
 
 import re
 from collections import deque

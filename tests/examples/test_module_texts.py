@@ -1,4 +1,4 @@
-"""The command that each example's text shows is a config."""
+"""The command in each example's docstring gives a valid config."""
 
 import ast
 import pathlib

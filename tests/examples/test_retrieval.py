@@ -1,4 +1,4 @@
-"""A search over documents: what fits, and what a search is worth by turn."""
+"""The search over documents: which documents match, and the reward of a search by turn."""
 
 import json
 
@@ -17,7 +17,7 @@ DOCUMENTS = [
 
 
 def said(*texts):
-    """Messages: the policy's turns and what a tool answered, in turn."""
+    """Return the messages: the policy's turns and the tool's answers, alternating."""
     return [{"role": ("assistant", "tool")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -38,7 +38,10 @@ def test_a_turn_of_two_searches_is_worth_what_both_find():
 
 
 def test_what_a_failed_call_is_told_finds_nothing():
-    """It quotes the policy: an argument of such a name was paid for without a search."""
+    """The error quotes the policy's arguments.
+
+    Once, an argument with the name of a document was rewarded without a search.
+    """
     told = "error: TypeError: Search.search() got an unexpected keyword argument 'x\n[3] ok\n[7] '"
     assert gain([], [""], [said("a", told, "b", "[3] x", "the answer")], [["3", "7"]]) == [[0.0, 0.5, 0.0]]
 
@@ -62,7 +65,7 @@ def test_documents_that_fit_are_found_best_first(tmp_path):
 
 @pytest.mark.parametrize("name", ["a] b", "a\nb", "", " "])
 def test_an_id_that_cannot_be_read_back_is_refused(name, tmp_path):
-    """`gain` reads `[a] b]` as the document `a`."""
+    """`gain` would read `[a] b]` as the document `a`."""
     path = tmp_path / "corpus.jsonl"
     path.write_text(json.dumps({"id": name, "text": "a"}))
     with refused_row(path, 1, f"id={name!r}"):

@@ -1,4 +1,4 @@
-"""Sentences of a text: which are asked for, and what of the text is shown."""
+"""Sentences of a text: which sentences are questions, and how much of the text a prompt shows."""
 
 import json
 

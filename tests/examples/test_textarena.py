@@ -1,4 +1,4 @@
-"""Games of TextArena as agents: by the package where it is installed, and by one that speaks as it does."""
+"""TextArena's games as agents, with the real package if it is installed, and with a stand-in of the same interface."""
 
 import dataclasses
 import importlib.util

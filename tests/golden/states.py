@@ -25,7 +25,7 @@ MAIN_JOB = "configs/grpo_smollm2_135m_chain_sum.py"
 
 
 def jobs() -> dict[str, list[str]]:
-    """Arguments of ``train`` by name."""
+    """Return the arguments of ``train`` for each job, by name."""
     quick = ["--config.num_iterations=10", "--config.metrics.tensorboard=False", "--config.checkpoint.export=False"]
     recipes = sorted((ROOT / "jaxrl_llm" / "recipes").glob("[!_]*.py"))
     found = {path.stem: [f"--config={path.relative_to(ROOT)}", *quick] for path in recipes}
@@ -39,7 +39,7 @@ def digest(data: bytes) -> str:
 
 
 def arrays_of(checkpoint: pathlib.Path) -> dict[str, str]:
-    """Digest of every array of a checkpoint by name."""
+    """Return the digest of every array of a checkpoint, by name."""
     import numpy as np
     import orbax.checkpoint as ocp
 
@@ -77,7 +77,7 @@ def run(name: str, arguments: list[str]) -> dict[str, object]:
 
 
 def differences(old: dict, new: dict) -> list[str]:
-    """What of a run is not what it was."""
+    """Return the differences between two records of a run."""
     found = []
     left, right = list(old["arrays"].values()), list(new["arrays"].values())
     for name, value in old["arrays"].items():

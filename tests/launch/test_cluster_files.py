@@ -1,4 +1,4 @@
-"""launch/jobset.yaml, sky.yaml, Dockerfile, and all scripts by shellcheck: what clusters read, without a cluster."""
+"""The files for clusters (launch/jobset.yaml, sky.yaml, Dockerfile) and all scripts, checked without a cluster."""
 
 import fnmatch
 import os
@@ -23,7 +23,7 @@ BUCKET = "--config.checkpoint.bucket=gs://my-bucket/my-run"
 
 
 def faults(value, schema, path=""):
-    """What is wrong with the value, as "path: fault"."""
+    """Return the faults of a value, each as "path: fault"."""
     if isinstance(schema, str):
         return [] if type(value) is TYPES[schema] else [f"{path}: {value!r} is no {schema}"]
     if isinstance(schema, list):
@@ -57,7 +57,7 @@ def faults(value, schema, path=""):
     ],
 )
 def test_slurm_starts_anew_what_goes_on_where_it_was(command, status, again, tmp_path):
-    """What has no checkpoint began from nothing at each time limit, without end."""
+    """A command without checkpoints restarted from the beginning at each time limit, without end."""
     checkout = Checkout(tmp_path)
     (checkout.root / ".venv/bin").mkdir(parents=True)
     shutil.copy(checkout.bin / "python3", checkout.root / ".venv/bin/python")
@@ -102,7 +102,7 @@ def test_the_jobset_has_the_fields_that_jobsets_have(jobset):
 
 
 def test_a_wrong_field_is_found(jobset):
-    """Of the check itself."""
+    """This tests the check itself."""
     jobset["spec"]["failurePolicy"]["maxRestart"] = jobset["spec"]["failurePolicy"].pop("maxRestarts")
     jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] = "0"
     del jobset["kind"]
@@ -114,7 +114,7 @@ def test_a_wrong_field_is_found(jobset):
 
 
 def job_failure(jobset, status=None, condition=None):
-    """(reason, message) of a Job one of whose pods ended with a status, or was taken away, as Kubernetes words them."""
+    """Return (reason, message) of a Kubernetes Job after one of its pods ended with a status or was deleted."""
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
         exits, conditions = rule.get("onExitCodes"), rule.get("onPodConditions", [])
@@ -128,7 +128,7 @@ def job_failure(jobset, status=None, condition=None):
 
 
 def action(jobset, reason, message):
-    """Of the first rule that holds; restart where none does, as JobSet has it."""
+    """Return the action of the first rule that matches, or a restart if no rule matches, as JobSet does."""
     for rule in jobset["spec"]["failurePolicy"]["rules"]:
         patterns = rule.get("onJobFailureMessagePatterns", [""])
         if reason in rule["onJobFailureReasons"] and any(re.search(pattern, message) for pattern in patterns):
@@ -271,7 +271,10 @@ IGNORED = [line for line in (REPOSITORY / ".dockerignore").read_text().splitline
 
 
 def is_ignored(path):
-    """As Docker reads .dockerignore: a pattern of a path or of a folder above it; **/ is any folder."""
+    """Return whether Docker ignores a path.
+
+    A pattern of .dockerignore matches the path or a folder above it; ** is any folder.
+    """
     parts = pathlib.PurePath(path).parts
     above = ["/" + "/".join(parts[: i + 1]) for i in range(len(parts))]
     patterns = [pattern.replace("**/", "*/") if "**" in pattern else f"/{pattern}" for pattern in IGNORED]
@@ -279,7 +282,7 @@ def is_ignored(path):
 
 
 def context():
-    """Paths of the files that Docker is given."""
+    """Return the paths of the files that Docker receives."""
     found = []
     for folder, folders, files in os.walk(REPOSITORY):
         here = os.path.relpath(folder, REPOSITORY)
@@ -289,7 +292,7 @@ def context():
 
 
 def build(folder, environment, **arguments):
-    """Docker's steps, in a folder that stands for the image's; returns (its entry point, its default arguments)."""
+    """Run Docker's steps in a folder that stands in for the image. Return (its entry point, its default arguments)."""
     environment = dict(environment)
     given = context()
     ends = {}
@@ -355,7 +358,7 @@ def test_the_image_leaves_out_what_no_run_reads(path, expected):
 
 @pytest.mark.slow
 def test_the_steps_of_the_image_make_an_environment_that_trains(tmp_path):
-    """Its packages are really installed, into an empty environment; three minutes, and what pip's index takes."""
+    """The packages are really installed into an empty environment, which takes three minutes."""
     image = tmp_path / "image"
     image.mkdir()
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)

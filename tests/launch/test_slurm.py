@@ -31,7 +31,7 @@ until [[ -f never ]]; do sleep 0.1; done
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Environment of a cluster's commands; the cluster is gone when the module's tests are."""
+    """Return the environment for the commands of a cluster, which ends with the module's tests."""
     missing = [name for name in ("slurmctld", "slurmd", "sbatch", "srun", "scontrol") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} of Slurm is not installed")
@@ -92,7 +92,7 @@ def call(environment, *command, check=True, cwd=None):
 
 
 class Submitted:
-    """A job of two tasks; ``log`` is what it has printed."""
+    """A submitted job of two tasks. ``log`` is its output."""
 
     def __init__(self, cluster, folder, *arguments, options=(), **environment):
         self.environment = cluster | environment
@@ -116,7 +116,10 @@ class Submitted:
         wait_for(lambda: all((self.folder / f"began-{i}").exists() for i in range(2)))
 
     def go_on(self, seconds=30):
-        """Slurm starts a job anew after two minutes; here after seconds, or else its node takes it for the old one."""
+        """Restart the job.
+
+        Slurm restarts a job after two minutes; here after seconds, unless the node takes it for the old job.
+        """
         shown = ("scontrol", "show", "job", self.id)
         wait_for(lambda: re.search("(?s)PENDING.*Restarts=1 ", call(self.environment, *shown)), seconds)
         call(self.environment, "scontrol", "update", f"JobId={self.id}", "StartTime=now+3seconds")
@@ -167,7 +170,7 @@ def test_a_job_that_sigterm_stopped_saves_and_goes_on(cluster, tmp_path):
 
 
 def test_a_job_whose_time_is_up_saves_and_goes_on(cluster, tmp_path):
-    """Half a minute to its limit, or up to a minute earlier, as Slurm has it; slurm.sh itself asks for two minutes."""
+    """The limit is half a minute. Slurm's signal may come a minute earlier; slurm.sh itself asks for two minutes."""
     assert "\n#SBATCH --signal=TERM@120\n" in (REPOSITORY / "launch/slurm.sh").read_text()
     job = Submitted(cluster, tmp_path, "--workdir=x", options=("--time=2", "--signal=TERM@30"))
     job.go_on(seconds=150)

@@ -33,7 +33,7 @@ def index_of(*parts):
 
 
 class Typist(Cloud):
-    """Types commands in a checkout with pod.py and a model; what it exported stays exported."""
+    """Runs commands in a checkout with pod.py and a model. Exported variables stay set."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -49,7 +49,7 @@ class Typist(Cloud):
         self.plan(workers=2)
 
     def type(self, command, status=0):
-        """The command's output."""
+        """Run a command and return its output."""
         if command.startswith("export "):
             self.exports.append(command)
         text = "\n".join([*self.exports, command])
@@ -60,7 +60,7 @@ class Typist(Cloud):
         return done.stdout
 
     def calls(self, program):
-        """(words, standard input) of each call of a stand-in."""
+        """Return (words, standard input) of each call of a stand-in."""
         path = pathlib.Path(self.environment["FAKE_CALLS"])
         lines = path.read_text().splitlines() if path.exists() else []
         return [(words, text) for words, text in map(json.loads, lines) if words[0] == program]
@@ -76,7 +76,7 @@ def typist(tmp_path):
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
-    """Words of each command that --launch=print shows for a sweep in the folder DIR."""
+    """Return the words of each command that --launch=print shows for a sweep in the folder DIR."""
     command = [sys.executable, "-m", "jaxrl_llm.sweep", "--config=configs/sweeps/debug.py", "--workdir=DIR"]
     folder = tmp_path_factory.mktemp("printed")
     (folder / "configs").symlink_to(REPOSITORY / "configs")
@@ -103,7 +103,7 @@ def test_the_settings_are_good_and_fit_the_slice(monkeypatch):
 
 
 def test_from_an_empty_project_to_a_fetched_model(typist):
-    """Sections 1 to 3: the run is made, followed, stopped, preempted, and goes on to its end."""
+    """Sections 1 to 3 of the page: the run starts, is followed, stopped, preempted, and continues to its end."""
     make = index_of("--create=v6e-64", "--before=")
     plan, follow, stop = index_of("jaxrl_llm.plan"), index_of("my-tpu", "--follow"), index_of("my-tpu", "--stop")
     for command in COMMANDS[:make]:
@@ -137,7 +137,7 @@ def test_from_an_empty_project_to_a_fetched_model(typist):
 
 
 def test_clusters_get_the_command(typist):
-    """Sections 4 to 6, with the names that they export."""
+    """Sections 4 to 6 of the page, with the variables that they export."""
     needs_envsubst()
     typist.exports = [command for command in COMMANDS[: index_of("docker build")] if command.startswith("export ")]
     first, last = index_of("docker build"), index_of("sbatch", "--config=pod.py")
@@ -253,7 +253,10 @@ def test_a_profile_is_made_and_fetched(typist):
 
 @pytest.mark.tier("hosts")  # plain: test_from_an_empty_project_to_a_fetched_model
 def test_saves_are_timed_on_one_worker_without_its_chips(tmp_path):
-    """They wait for those of the other workers, on which nothing runs. Here a platform that is not there."""
+    """The chips of one worker would wait for the other workers, which run nothing.
+
+    This test names a missing platform instead.
+    """
     (command,) = re.findall(r"^    (.*benchmarks\.saves.*)$", PAGE, re.MULTILINE)
     assert command.endswith("python -m benchmarks.saves --workdir=/shared")
     command = f"{command.replace('python', shlex.quote(sys.executable)).replace('/shared', str(tmp_path))} --gb=0.001"
@@ -273,7 +276,7 @@ def test_the_page_names_statuses_messages_and_files_that_are_there():
 
 
 def test_the_model_of_a_run_without_a_share_comes_from_its_bucket():
-    """The disk that its metrics, report and exported model lie on goes with the pod of a job that ends well too."""
+    """The disk with metrics, report and exported model is deleted with the pod, also after a job that ends well."""
     (section,) = re.findall(r"^## Train without a share\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
     assert "is lost with the machine" in section
     (command,) = re.findall(r"`python -m jaxrl_llm\.export ([^`]*)`", section)

@@ -35,7 +35,7 @@ def cloud(tmp_path):
 
 @pytest.fixture
 def pod(cloud):
-    """A cloud that has the TPU."""
+    """Return a stand-in for Google Cloud that has the TPU."""
     cloud.gcloud(
         *("compute", "tpus", "queued-resources", "create", *TPU[1:], "my-tpu", "--node-id=my-tpu"),
         *("--accelerator-type=v6e-8", "--runtime-version=v2-alpha-tpuv6e"),
@@ -73,7 +73,7 @@ ssh --worker=all cd jaxrl_llm && bash launch/worker.sh end
 
 
 def shortened(line):
-    """The line without quotes around words, and with one word for what all calls of ssh share."""
+    """Return a line without quotes around words, in which one word replaces the options of all ssh calls."""
     if "--command=" in line:
         words = shlex.split(line)
         assert words[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", "my-tpu"]
@@ -129,7 +129,7 @@ def test_a_tpu_is_waited_for(cloud):
 
 @pytest.mark.parametrize("silent", [[0], [2], [1, 2, 3]], ids=["before it is asked for", "once", "three times"])
 def test_a_cloud_that_does_not_answer_is_asked_again(cloud, silent):
-    """It was taken for one without such a queued resource, or for one whose TPU is there."""
+    """Once, an error was read as "no such queued resource", or as "the TPU exists"."""
     cloud.plan(workers=2, delay=3, silent=silent)
     done = cloud.run(SCRIPT, *POD, *CREATE)
     assert done.returncode == 0, done.stderr
@@ -146,7 +146,7 @@ def test_a_cloud_that_never_answers_is_an_error_before_anything_is_made(cloud):
 
 
 def test_a_queued_resource_that_somebody_deletes_is_not_waited_for(cloud):
-    """It was without end, and without a word."""
+    """Once, the wait had no end and no message."""
     cloud.plan(workers=2, delay=2, vanishes=True)
     done = cloud.run(SCRIPT, *POD, *CREATE)
     assert done.returncode == 1 and "queued resource my-tpu is not listed\n" in done.stdout
@@ -155,7 +155,7 @@ def test_a_queued_resource_that_somebody_deletes_is_not_waited_for(cloud):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_the_wait_for_a_tpu_says_how_it_is_deleted(cloud, number):
-    """It stays asked for, and costs when it comes."""
+    """The queued resource stays, and costs money when the TPU is created."""
     if signal.getsignal(number) == signal.SIG_IGN:
         pytest.skip("what starts these tests has them ignore the signal, as nohup and & of a script do")
     cloud.plan(workers=2, delay=10**6)
@@ -248,7 +248,7 @@ def test_the_status_of_any_worker_that_fails_is_the_status(pod):
 
 
 def test_a_start_that_is_tried_again_starts_nothing_more(pod):
-    """gcloud runs a command again when the connection broke, the command done or not."""
+    """gcloud repeats a command after a broken connection, even if the command was executed."""
     assert pod.run(SCRIPT, *POD, "--detach", "--", "--config.num_iterations=400").returncode == 0
     start = "--command=cd jaxrl_llm && bash launch/worker.sh start 'python -m jaxrl_llm.train'"
     pod.gcloud("compute", "tpus", "tpu-vm", "ssh", "my-tpu", *TPU[1:], "--worker=all", start)
@@ -264,7 +264,7 @@ def test_a_worker_that_cannot_be_reached_starts_nothing_anywhere(pod):
 
 
 def test_a_worker_on_which_train_does_not_start_stops_it_on_the_others(pod):
-    """They would wait for it for 20 minutes."""
+    """The other workers would wait for the failed worker for 20 minutes."""
     (pod.worker(1) / "train.pid/kept").mkdir(parents=True)  # which start cannot remove
     done = pod.run(SCRIPT, *POD)
     assert done.returncode == 1 and "sent SIGTERM to train" in done.stdout
@@ -295,7 +295,7 @@ def test_a_second_start_beside_a_running_one_is_refused(pod):
 
 
 def test_from_nothing_to_a_model_through_two_preemptions(cloud):
-    """Once with the notice (SIGTERM to one worker), once without; what is on the TPU's disks is lost."""
+    """One preemption has a notice (SIGTERM to one worker), the other has none. The TPU's disks are lost."""
     run = cloud.folder("/shared/my-run")
     many = ("--", "--config.num_iterations=400")
     for notice in (True, False):
@@ -325,7 +325,7 @@ def test_from_nothing_to_a_model_through_two_preemptions(cloud):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_train_itself_is_stopped_and_goes_on_to_its_end(workers, tmp_path):
-    """Not the stand-in. Its second start goes on from what the first one saved."""
+    """This test runs the real ``train``. Its second start continues from the checkpoint of the first."""
     train = tmp_path / "train.py"
     train.write_text('import runpy\n\nrunpy.run_module("jaxrl_llm.train", run_name="__main__", alter_sys=True)\n')
     cloud = Cloud(tmp_path, train)
@@ -409,7 +409,7 @@ def test_workers_whose_checkpoints_are_in_a_bucket_need_no_share(pod):
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)])
 def test_a_workdir_that_workers_do_not_share_is_refused_before_a_tpu_is_made(cloud, more):
-    """It was when the TPU was there, which stayed."""
+    """Once, the check ran only when the TPU existed, and the TPU stayed."""
     done = cloud.run(SCRIPT, *POD[:3], "--workdir=runs/pod", *CREATE, *more)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: --workdir=runs/pod must be a folder that the workers of my-tpu share, such")
@@ -418,7 +418,7 @@ def test_a_workdir_that_workers_do_not_share_is_refused_before_a_tpu_is_made(clo
 
 
 def test_an_error_after_a_tpu_was_made_says_how_it_is_deleted(cloud):
-    """But not where the TPU was there before, nor once train runs."""
+    """There is no such message if the TPU existed before, or once ``train`` runs."""
     delete = "gcloud compute tpus queued-resources delete my-tpu --zone=us-east5-b --force\n"
     done = cloud.run(SCRIPT, *POD[:4], "--before=exit 3", *CREATE)
     assert done.returncode != 0 and done.stderr.endswith(
@@ -446,7 +446,7 @@ def test_a_tpu_that_is_not_there_is_said(cloud):
 
 
 def test_the_cloud_knows_no_other_flags(cloud):
-    """Of the stand-in: a flag that gcloud does not have is refused as gcloud does."""
+    """The stand-in refuses a flag that gcloud does not have, as gcloud does."""
     with pytest.raises(AssertionError, match="unrecognized arguments: --wrker=all"):
         cloud.gcloud("compute", "tpus", "tpu-vm", "scp", "a", "my-tpu:a", "--zone=z", "--wrker=all")
     assert (SUPPORT / "gcloud").exists()

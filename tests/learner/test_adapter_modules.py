@@ -1,4 +1,4 @@
-"""Adapters of several modules learn one after the other, the next one where rewards stall."""
+"""Adapter modules learn one after another; the next module begins when rewards stall."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ REWARDS = [0.1, 0.2, 0.3, 0.4, 0.3, 0.5, 0.4, 0.4, 0.9, 0.8, 0.7, 0.6]
 
 
 def alone(name, gradients, shape):
-    """What updates of zeros by gradients [T, ...] come to, of matrices of ``shape``, each with its own optimizer."""
+    """Return the sum of updates by gradients [T, ...] of matrices of ``shape``, each with its own optimizer."""
     each = np.reshape(gradients, (len(gradients), -1, *shape)).swapaxes(0, 1)
     of = {"adamw": {}, "subset_norm": {"rows": True}}
     if name == "adafactor":
@@ -64,7 +64,7 @@ def test_each_module_learns_as_alone_until_rewards_stall(name_of_optimizer):
 
 
 def test_a_factored_module_s_steps_are_as_long_as_alone():
-    """Of rank 128 in two modules: each is a matrix of 64 rows, whose update has a root mean square of 1 at most."""
+    """Rank 128 in two modules: each is a matrix of 64 rows, whose update has a root mean square of at most 1."""
     rewards = [0.3, 0.2, 0.1, 0.1, 0.1]
     learns = optimizers.modules(rewards, number=2, steps=3)
     assert learns == [0, 0, 0, 1, 1]
@@ -100,7 +100,10 @@ def test_rewards_that_stay_the_same_stall(reward, steps):
 
 
 def test_moments_are_of_the_module_that_learns_and_lie_as_the_adapters():
-    """A half of the rank learns: half of the moments, split as their adapters are where the rank is not."""
+    """Half of the rank learns, so there is half of the moments.
+
+    They are sharded like their adapters unless the rank is split.
+    """
     shapes = {"q_lora_a": ((2, 8, 4), (None, None, "fsdp")), "q_lora_b": ((2, 2, 3, 8), (None, "tensor"))}
     mesh = building.mesh_of(building.CUBE)
     params = {

@@ -1,4 +1,4 @@
-"""What devices send each other in an update: no more than its layout needs, sums in float32, the same numbers."""
+"""The data that devices send in an update: no more than the layout needs, sums in float32, the same numbers."""
 
 import dataclasses
 import functools
@@ -80,7 +80,7 @@ ENTRY %main (p: f32[8,4], b: bf16[2,4], q: f32[5], r: f32[]) -> f32[] {
     ids=["fsdp 4", "data 2, fsdp 2, tensor 2"],
 )
 def test_gradients_are_one_devices_on_any_mesh(mesh):
-    """Recomputed, as on pods, where one device keeps all."""
+    """Activations are recomputed, as on pods; a single device keeps all of them."""
     update, rows = make_update({"logp_chunk_tokens": 16}, num_devices=8), random_experience(with_reference=False)
     alone, sums = gradient(update, rows)
     recomputing = dataclasses.replace(update, model=dataclasses.replace(update.model, remat="full"))
@@ -92,7 +92,7 @@ def test_gradients_are_one_devices_on_any_mesh(mesh):
 
 @pytest.mark.parametrize("mesh", [ONE, SPLIT], ids=["one device", "eight"])
 def test_the_embeddings_gradient_is_summed_in_float32(mesh):
-    """Ones of 8 rows x 100 tokens, all of one id: a sum in bfloat16 stops at 256, for 257 is none of its numbers."""
+    """800 gradients of 1 for one token id: a bfloat16 sum stops at 256, because bfloat16 cannot represent 257."""
     table, tokens = np.ones((5, 8), np.float32), np.full((8, 100), 3, np.int32)
 
     axes = None if mesh is ONE else "fsdp"
@@ -159,7 +159,10 @@ def test_a_rule_of_an_unknown_axis_is_refused(rules):
 
 
 def run_of(topology):
-    """An update of two micro-batches, each of eight chunks of positions; weights split over four chips."""
+    """Return the counts of an update of two micro-batches, each of eight chunks of positions.
+
+    The weights are split over four chips.
+    """
     devices, _ = chips.devices_of(topology)
     num_chips = len(devices)
     config = freeze(
@@ -197,9 +200,10 @@ def sent_bytes(sent):
 
 @needs_libtpu
 def test_head_and_embedding_send_what_their_layout_needs_once_a_micro_batch(update_of_eight):
-    """However many chunks there are: the head in bfloat16, and its gradient in float32.
+    """The traffic does not depend on the number of chunks: the head in bfloat16, and its gradient in float32.
 
-    Over ``data``, once an update, a shard of the gradients of both; of the embedding but for that only activations.
+    Over ``data`` each chip sends, once per update, a shard of the gradients of head and embedding. Otherwise the
+    embedding sends only activations.
     """
     of_tables = [(times, one) for times, one in update_of_eight if f"[{V}," in one.shape]
     size, others = V * D, (FSDP - 1) / FSDP
@@ -214,9 +218,10 @@ def test_head_and_embedding_send_what_their_layout_needs_once_a_micro_batch(upda
 
 @needs_libtpu
 def test_an_update_sends_what_its_layout_needs_and_nothing_more(update_of_eight):
-    """A layer's matrices: gathered for each pass in bfloat16, their gradients scattered in it; shards summed over data.
+    """A layer's matrices are gathered in bfloat16 for each pass.
 
-    By hand, as of head and embedding above; beside them ids, norms' gradients and scalars, less than 8 KiB.
+    Their gradients are scattered in bfloat16, and shards are summed over data. The expected bytes are computed by hand,
+    with head and embedding as above. Ids, gradients of norms and scalars add less than 8 KiB.
     """
     layers, matrices, others = 2, 64 * 16 * 2 * (4 + 2) + 3 * 64 * 128, (FSDP - 1) / FSDP
     of_layers = MICRO_BATCHES * others * layers * matrices * 2 * (2 + 1) + layers * matrices / FSDP * 2

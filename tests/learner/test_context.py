@@ -1,4 +1,7 @@
-"""Rows in parts (mesh.context): the update is the one of whole rows, and a chip holds less of a row."""
+"""Rows split over devices (mesh.context):
+
+the update equals the update of whole rows, and a chip holds less of a row.
+"""
 
 import dataclasses
 import functools
@@ -45,7 +48,7 @@ def whole(name):
 
 
 def check_equal(name, mesh):
-    """Measured: 2e-6 of a gradient's largest entry, 5e-7 of a loss."""
+    """Compare two updates. Measured: 2e-6 of a gradient's largest entry, 5e-7 of a loss."""
     update, rows, (expected, sums_expected) = whole(name)
     # Two key heads are copied for four devices of attention.
     found, sums = gradient(update, rows, mesh)
@@ -115,7 +118,10 @@ LONG = Architecture(
 
 
 def update_memory(topology, row_tokens, **mesh):
-    """Memory of the update's program per chip, a line for each data-parallel device, and its text before XLA's."""
+    """Return the memory per chip of the update's program, and its text before XLA.
+
+    There is one line for each number of data-parallel devices.
+    """
     devices, _ = chips.devices_of(topology)
     mesh = sharding.make_mesh(MeshConfig(**mesh), devices)
     lines = {"micro_batch_tokens": sharding.num_data_shards(mesh) * row_tokens, "pack_width": row_tokens}
@@ -127,7 +133,7 @@ def update_memory(topology, row_tokens, **mesh):
 @needs_libtpu
 @pytest.mark.slow
 def test_a_chip_holds_less_of_a_row_the_more_chips_it_is_split_over():
-    """The weights are split over four chips either way."""
+    """The weights are split over four chips in both cases."""
     (one, _), (four, text) = update_memory("v5e:2x2", 16384, fsdp=4), update_memory("v5e:2x2", 16384, context=4)
     assert "splash_mha_dkv" in text and four.temporary < 0.3 * one.temporary  # 0.22; of 8,192 tokens 0.52
 

@@ -55,7 +55,7 @@ def memory_of(config, hidden_size=0):
 
 
 def resumed_from(memory, config, hidden_size=0):
-    """Another one, after a stop."""
+    """Return a new learner that is restored from the state of a stopped one."""
     resumed = memory_of(config, hidden_size)
     resumed.restore(json.loads(json.dumps(memory.state())), memory.arrays())
     resumed.ledger.restore(json.loads(json.dumps(memory.ledger.state())))
@@ -63,7 +63,7 @@ def resumed_from(memory, config, hidden_size=0):
 
 
 def test_a_method_that_is_taken_up_later_begins_with_what_it_knows_of_nothing():
-    """--allow_config_changes from one without a memory."""
+    """The run changes its method with --allow_config_changes; the earlier method had no memory."""
     plain, learns = (freeze({"algorithm": {"advantage": name}}) for name in ("grpo", "mssr"))
     memory = memory_of(learns)
     fresh = json.dumps(memory.state())
@@ -108,7 +108,7 @@ def read(x):
 
 
 def test_a_loss_gets_the_columns_of_rewards_that_it_needs(tmp_path, monkeypatch):
-    """A column costs its row in COLUMNS. A value moves from its place in the completion to its token."""
+    """A new column costs only its row in COLUMNS. Values by position in the completion move to their tokens."""
     monkeypatch.setitem(COLUMNS, "level", Column(False, True, "f32", ROW))
     monkeypatch.setitem(COLUMNS, "weight", Column(True, True, "f32", TOKEN))
     (tmp_path / "reader.py").write_text(COLUMN_READER)
@@ -149,7 +149,7 @@ def compiled(json_text):
 
 
 def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **settings):
-    """Rows' experience and sums; ``extra`` is what host and learner say besides, by name."""
+    """Return rows with credit, and sums. ``extra`` has further values of host and learner by name."""
     reward = reward if isinstance(reward, jax.Array) else np.asarray(reward, np.float32)
     trainable = np.ones(len(reward), bool) if trainable is None else trainable
     trainable = trainable if isinstance(trainable, jax.Array) else np.asarray(trainable)
@@ -166,12 +166,12 @@ def assign(rollout, reward, trainable=None, *, num_groups, extra=None, **setting
 
 
 def first(experience):
-    """The advantage at each row's first token."""
+    """Return the advantage at each row's first token."""
     return experience.advantage[np.arange(len(experience.reward)), experience.rollout.prompt_length]
 
 
 def extra_of(kind, reward, seed=0):
-    """What host and learner give besides rewards; of equal rewards nothing differs."""
+    """Return the inputs from host and learner in addition to rewards. If all rewards are equal, nothing differs."""
     rng = np.random.default_rng(seed)
     if kind == "gdpo":
         return {"parts": (np.asarray(reward, np.float32),)}
@@ -360,7 +360,7 @@ def test_a_critic_that_is_right_everywhere_leaves_nothing_to_learn():
 
 
 def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_and_not_by_their_own_surprise():
-    """An unlikely token of a sure distribution: p = .01 of two, A = -1 gives -1 + min(1 / .4, 2 H) = -.89."""
+    """An unlikely token of a confident distribution: p = 0.01 of two, A = -1 gives -1 + min(1 / 0.4, 2 H) = -0.89."""
     p = 0.01
     entropy = -(p * np.log(p) + (1 - p) * np.log(1 - p))
     rollout = make_rollout([0, 1], seed=2)
@@ -381,7 +381,7 @@ def test_single_rollouts_are_lifted_by_the_entropy_of_what_they_were_drawn_from_
 
 
 def test_a_group_that_is_all_wrong_teaches_nothing_where_tied_groups_are_left_out_whatever_its_lengths():
-    """Dynamic sampling leaves out by the rewards as scored; the length penalty would say -1 and 0."""
+    """Dynamic sampling decides by the rewards as scored. With the length penalty they would be -1 and 0."""
     rollout = make_rollout([0, 0, 1, 1]).replace(prompt_length=np.int32([1] * 4), length=np.int32([5, 2, 5, 2]))
     settings = {"advantage": "grpo", "num_groups": 2, "reward_terms": [use("overlong_penalty", buffer=2)]}
     penalised, sums = assign(rollout, [0, 0, 1, 0], **settings)
@@ -434,7 +434,10 @@ def test_moments_of_equal_rewards_give_exactly_nothing_and_those_far_from_zero_k
 
 @pytest.mark.parametrize("kind", ["reinforce_pp", "brorl", "gae"])
 def test_advantages_over_the_moments_of_several_iterations_are_those_of_the_source(kind):
-    """Three iterations of unequal means and spreads; sums of the released code, by hand in float64."""
+    """Three iterations with different means and spreads.
+
+    The expected sums follow the released code, by hand in float64.
+    """
     settings = {"advantage": use(kind, norm_decay=0.8), "num_groups": 2}
     config, rng = config_of(**settings), np.random.default_rng(3)
     memory, n, total, squares = memory_of(config), 0.0, 0.0, 0.0
@@ -622,7 +625,7 @@ def test_the_beta_baseline_of_a_question_is_that_before_its_answers_and_survives
 
 
 def test_the_beta_baseline_learns_what_reward_terms_add():
-    """Answers of 8 tokens lose 1 each, so that right ones come to 0 and wrong ones to -1."""
+    """Answers of 8 tokens lose 1 each, so right answers have reward 0 and wrong ones -1."""
     terms = [use("overlong_penalty", buffer=4)]
     config = config_of(advantage=use("mssr", decay=0.9), reward_terms=terms, num_groups=2)
     memory, rollout = memory_of(config), make_rollout([0, 1])
@@ -717,7 +720,7 @@ def test_the_regressions_target_is_the_mean_of_the_siblings():
 
 
 def test_what_an_environment_answers_makes_no_answer_longer():
-    """Three tokens, of which the policy drew two: short enough for the bonus, 3/2 against 0."""
+    """The policy drew two of three tokens. The answer is short enough for the bonus: 3/2 against 0."""
     rollout = make_rollout([0, 0])
     rollout = rollout.replace(prompt_length=np.int32([1, 1]), length=np.int32([4, 4]))
     rollout.policy_version[:, 2] = -1
@@ -745,7 +748,7 @@ def test_a_short_answer_is_what_its_difficulty_says():
 
 
 def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
-    """Groups of eight: of the answers that are within a length 5, 2 and 1 eighths would be right at least."""
+    """Groups of eight: 5, 2 and 1 eighths of the answers within a length must be right at least."""
     memory, rewards = memory_of(config_of(**CHOSEN)), rewards_of([1.0])
     lengths = lambda: memory.scores(rewards, [0]).memory["short_answer"].tolist()
     within = np.array([[1, 2, 8, 16, 16], [0, 0, 0, 0, 0], [0, 1, 7, 16, 16]], np.float32)
@@ -764,7 +767,7 @@ def test_lengths_are_chosen_every_so_many_iterations_and_survive_a_checkpoint():
 
 
 def targets(length, correct, group, valid, *, group_size, tokens, longest):
-    """What each difficulty's short answer is after these rows, and the class of each row."""
+    """Return the length limit of each class after these rows, and the class of each row."""
     groups = group_rows(group, valid, int(group.max()) + 1)
     row_class, grid = shaping.difficulty(correct, groups), length_grid(tokens, longest)
     counted = np.asarray(shaping.answers_within(length, row_class, groups, grid=grid))
@@ -786,7 +789,7 @@ def targets(length, correct, group, valid, *, group_size, tokens, longest):
     ],
 )
 def test_the_length_of_a_difficulty_is_what_the_paper_chooses(right, lengths, target):
-    """LASER-D by hand: eight answers to one question, a grid of hundreds to a thousand."""
+    """LASER-D by hand: eight answers to one question, and a grid of lengths from hundreds to a thousand."""
     length, correct, group = np.array([*lengths]), np.arange(8) < right, np.zeros(8, np.int32)
     chosen, row_class = targets(length, correct, group, group == 0, group_size=8, tokens=100, longest=1000)
     assert chosen[row_class[0]] == target
@@ -795,7 +798,7 @@ def test_the_length_of_a_difficulty_is_what_the_paper_chooses(right, lengths, ta
 
 @pytest.mark.parametrize("group_size", [2, 6])
 def test_lengths_are_chosen_as_by_loops(group_size):
-    """In groups of six just a third and two thirds are met, and in groups of two no middling one has a length."""
+    """Groups of six reach exactly one third and two thirds. In groups of two, medium questions have no length limit."""
     rng, seen = np.random.default_rng(0), set()
     group = np.repeat(np.arange(12, dtype=np.int32), group_size)
     for _ in range(6):
@@ -832,7 +835,7 @@ INTO_THE_RING = {
 
 
 def rings(replay, *, reward, trainable=(True,) * 4, **algorithm):
-    """The ring after three iterations of two groups of two, all with these rewards; and the run's learner."""
+    """Return the ring after three iterations of two groups of two with these rewards, and the run's learner."""
     config = freeze(INTO_THE_RING | {"replay": {"capacity": 8, **replay}, "algorithm": algorithm})
     learner = assemble(config, TINY, (257,), mesh_of(ONE)).learner
     ring, insert, zeros = jax.jit(learner._init_ring)(), jax.jit(learner._insert), np.zeros(4, np.int32)

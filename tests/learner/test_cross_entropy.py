@@ -1,4 +1,4 @@
-"""What the loss has beside completions and their credit: cross-entropy of prompts, and of what others wrote."""
+"""Further terms of the loss: cross-entropies of prompts and of external completions."""
 
 import jax
 import numpy as np
@@ -16,13 +16,13 @@ FILTERS = {"temperature": 1.2, "top_k": 60}
 
 
 def without_credit(rows):
-    """The same rows of the run's own prompts, every reward 0: nothing for the policy's own loss to learn."""
+    """Return rows of the run's own prompts with rewards of 0, so that the policy loss has no gradient."""
     rollout = rows.rollout.replace(group_id=np.abs(rows.rollout.group_id))
     return rows.replace(rollout=rollout, reward=0 * rows.reward, advantage=0 * rows.advantage)
 
 
 def oracle(params, rows, algorithm):
-    """Loss of the whole batch by rows in float64, and the two cross-entropies in it."""
+    """Return the loss of the whole batch, computed by rows in float64, and its two cross-entropies."""
     logp, environment, imitation = [], [], []
     columns = rows.rollout.tokens, rows.rollout.prompt_length, rows.rollout.length
     for i, (tokens, first, last) in enumerate(zip(*columns, strict=True)):

@@ -1,4 +1,7 @@
-"""Tokens that an environment wrote between the policy's turns: seen by later ones, and nothing else."""
+"""Tokens that an environment wrote between the policy's turns:
+
+later tokens attend to them, and they have no other effect.
+"""
 
 import jax
 import numpy as np
@@ -13,7 +16,7 @@ LOSS = building.LOSSES["token mean, k3"]
 
 
 def with_answers(rows):
-    """Rows [B, ...] of which tokens in the middle of completions are an environment's; which they are [B,S]."""
+    """Return rows [B, ...] with an environment's tokens inside completions, and the mask [B,S] of these tokens."""
     rollout = rows.rollout
     at = np.arange(rollout.tokens.shape[1])[None, :] - rollout.prompt_length[:, None]
     size = (rollout.length - rollout.prompt_length)[:, None]

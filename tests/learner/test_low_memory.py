@@ -1,4 +1,4 @@
-"""Weights, gradients and moments in bfloat16, and Adafactor: what they cost in accuracy and what they save."""
+"""Weights, gradients and moments in bfloat16, and Adafactor: their accuracy and the memory that they save."""
 
 import dataclasses
 import json
@@ -154,7 +154,7 @@ def test_moments_of_a_byte_are_those_of_float32_on_average():
 
 
 def test_the_first_moments_of_a_byte_are_not_rounded():
-    """XLA would have worked out the random bits of all of them while it compiled: minutes for a small model."""
+    """Otherwise XLA would compute the random bits of all moments while compiling, for minutes even in a small model."""
     adam = low_memory.byte_moments(optax.scale_by_adam())
     params = {"w": jnp.ones((64, 64))}
     assert "random_bits" in str(jax.make_jaxpr(adam.update)(params, adam.init(params)))
@@ -175,12 +175,15 @@ def test_a_row_s_one_second_moment_is_the_mean_of_its_squares():
 
 
 def each_tensor(gradients, shape):
-    """Gradients [T, ...] of tensors that are stacked, as [T, *shape] of each."""
+    """Return the stacked gradients [T, ...] of tensors as [T, *shape] of each tensor."""
     return np.reshape(gradients, (len(gradients), -1, *shape)).swapaxes(0, 1)
 
 
 def after(config, shapes, gradients):
-    """Parameters and the optimizer's state after updates of zeros by gradients [T, ...] of each, by path."""
+    """Return parameters and the optimizer's state after updates by gradients [T, ...], by path.
+
+    Parameters start at 0.
+    """
     tree = lambda of: {
         **{name: x for name, x in of.items() if "." not in name},
         "blocks": {name.removeprefix("blocks."): x for name, x in of.items() if "." in name},
@@ -196,7 +199,7 @@ def after(config, shapes, gradients):
 
 
 def draw_gradients(shapes, steps=4):
-    """Whose sizes differ by factors of e from place to place in every dimension, and from step to step."""
+    """Draw gradients whose sizes differ by factors of e between positions in every dimension, and between steps."""
     rng, found = np.random.default_rng(2), {}
     for name, shape in shapes.items():
         x = rng.normal(size=(steps, *shape))
@@ -410,7 +413,10 @@ def test_a_gap_is_of_the_largest_or_where_something_is_rounded_of_the_mean(setti
 
 
 def test_the_first_batch_with_tokens_of_its_own_is_compared_whenever_it_comes(capfd):
-    """Rollouts that are drawn late, or all left out at first; later ones warn, those of a resumed run too."""
+    """The first comparison may come late, if rollouts are drawn late or left out at first.
+
+    Later gaps only warn, also after a resume.
+    """
     config = Config()
     found, resumed = (faults.Faults(config, sharding.make_mesh(config.mesh)) for _ in range(2))
     good = {"nonfinite_run": 0.0, "own_token_count": 1.0, "gap_sum": 0.0, "gap_max": 0.0, "gap_high_count": 0}

@@ -1,4 +1,4 @@
-"""The arrays that a method remembers are arrays of the checkpoint: the same bits after a resume, and no large JSON."""
+"""Arrays in a method's memory are arrays of the checkpoint: the same bits after a resume, and no large JSON."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def run_of(advantage="poise", mesh=ONE):
 
 
 def learner_of(run):
-    """A learner that has one number in place of its state."""
+    """Return a learner whose state is a single number."""
     learner = Learner(run.learner, {}, Ledger())
     learner.state = jnp.zeros((), jnp.int32)
     learner.ring = None
@@ -55,7 +55,7 @@ def save(workdir, run, iteration, arrays, host):
 
 
 def resume(workdir, run, allow=False):
-    """A learner that went on from the newest checkpoint that is whole, and that checkpoint's iteration."""
+    """Return a learner that continued from the newest undamaged checkpoint, and the iteration of that checkpoint."""
     abstract = {"train": jax.ShapeDtypeStruct((), jnp.int32), "ring": None} | run.learner.abstract_memory
     checkpoints, learner = Checkpointer(workdir, run.config.checkpoint), learner_of(run)
     try:
@@ -75,7 +75,7 @@ def same_memory(one, other):
 
 @pytest.fixture
 def observed(tmp_path):
-    """A learner with two checkpoints, after one and after two iterations."""
+    """Return a learner with two checkpoints, after one and after two iterations."""
     run = run_of()
     learner = learner_of(run)
     for seed in (1, 2):

@@ -1,4 +1,7 @@
-"""model.remat="auto": the update that keeps the MLPs where that fits a device, else the one that recomputes all."""
+"""model.remat="auto":
+
+a run uses the update that keeps the MLP activations if it fits, else the one that recomputes all.
+"""
 
 import types
 
@@ -15,7 +18,7 @@ RESIDENT, TEMPORARY = 100, {"dots": 200, "full": 50}
 
 
 def executable(name, temporary):
-    """What a compiler would say of a program that keeps ``RESIDENT`` bytes of state."""
+    """Return a stand-in for a compiled program, with ``RESIDENT`` bytes of state in the compiler's report."""
     stats = types.SimpleNamespace(
         argument_size_in_bytes=RESIDENT,
         output_size_in_bytes=RESIDENT,
@@ -28,7 +31,7 @@ def executable(name, temporary):
 
 @pytest.fixture
 def refused(monkeypatch):
-    """Programs of known sizes; the settings in this set do not compile."""
+    """Return programs of known sizes. The programs with the settings in this set do not compile."""
     refused = set()
 
     def programs(learner):

@@ -1,6 +1,6 @@
-"""A group's prompt computed once gives what computing it for every row gives: values, gradients, draws.
+"""Computing a group's prompt once gives the same values, gradients and draws as computing it for every row.
 
-The loss has a term of the prompts' own tokens too.
+The loss also has a term of the prompts' own tokens.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ S = L + C
 
 
 def experience(seed: int) -> Experience:
-    """P groups of G ragged rows: real prompts, random completions, garbage past every length."""
+    """Return P groups of G ragged rows: real prompts, random completions, random values past every length."""
     rng = np.random.default_rng(seed)
     prompt_length = np.repeat(rng.integers(1, L + 1, P), G)
     length = prompt_length + rng.integers(1, C + 1, P * G)

@@ -1,4 +1,7 @@
-"""The update against an independent float64 model and loss; what gives no gradient; the optimizer's arithmetic."""
+"""The update compared with an independent float64 model and loss.
+
+Also: tokens without gradient, the optimizer's arithmetic.
+"""
 
 import dataclasses
 import functools
@@ -40,7 +43,10 @@ LOSS = building.LOSSES["token mean, k3"]
 
 
 def oracle_logp(params, rollout, arch=TINY, **filters):
-    """[B,S] float64 by rows; a sampled token outside of today's filters joins the kept ones."""
+    """Return log-probs [B,S] in float64, row by row.
+
+    A sampled token outside the current filters joins the kept tokens.
+    """
 
     def row(i):
         support = rollout.columns.get("support")
@@ -128,7 +134,7 @@ def mask_of(rows):
 
 
 def oracle_entropy(params, rollout):
-    """[B,S] float64 of the distributions that the completions' tokens were drawn from."""
+    """Return the entropies [B,S], float64, of the distributions from which the completions' tokens were drawn."""
     result = np.zeros(rollout.tokens.shape)
     for i, (tokens, first, last) in enumerate(zip(rollout.tokens, rollout.prompt_length, rollout.length, strict=True)):
         for t, row in enumerate(transformer.logits(params, TINY, tokens[:last])[first - 1 : last - 1], start=first):
@@ -138,10 +144,10 @@ def oracle_entropy(params, rollout):
 
 
 def three_policies(anchor, rows, **settings):
-    """An update whose old policy is that before the iteration's updates, and which is held to a third one.
+    """Return an update with a separate old policy and a KL penalty to a third policy.
 
-    Returns its step from a state with such fields; weights of the current policy, the old and the third one; and their
-    float64 log-probs of the rows.
+    The old policy is the policy before the iteration's updates. Also return a state with these weights, and the three
+    policies' float64 log-probs of the rows.
     """
     settings |= {"old_policy": "start", "divergence": building.penalty("k2", anchor), "micro_batch_size": 8}
     update = building.make_update(settings)
@@ -194,7 +200,7 @@ def test_policies_before_and_averaged_corrected_weights_and_the_scaled_step_are_
 
 @pytest.mark.tier("slow")  # plain: first loss of remix in test_recipes.py
 def test_remix_clips_about_the_iterations_policy_and_is_held_to_the_start_and_to_the_policy_before():
-    """By the paper's equations, of three policies: r within c -+ 0.2, + 0.3 (l KL(base) + (1 - l) KL(pi_(k-1)))."""
+    """By the paper's equations with three policies: r within c -+ 0.2, + 0.3 (l KL(base) + (1 - l) KL(pi_(k-1)))."""
     rows = building.random_experience()
     mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
     step, (_, _, previous), (policy, current, before) = three_policies("convex", rows, surrogate="remix_centred")
@@ -259,7 +265,7 @@ def test_each_iteration_has_draws_of_its_own(monkeypatch):
 
 
 def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_ratios():
-    """Staleness, current / old, is what the surrogate clips; discrepancy, old / behaviour, is the correction's."""
+    """The surrogate clips staleness, current / old. The correction uses the discrepancy, old / behaviour."""
     rows = building.random_experience(with_reference=False)
     noise = np.random.default_rng(3).normal(0, 0.5, (2, *rows.advantage.shape)).astype(np.float32)
     mask, behaviour = mask_of(rows), rows.rollout.behaviour_logp
@@ -291,7 +297,7 @@ def test_what_sampler_and_learner_differ_by_and_what_was_learned_since_are_two_r
 
 
 def oracle_value_loss(params, head, rows, critic):
-    """Token mean of the critic's loss, float64; and the values [B,S] it is of."""
+    """Return the token mean of the critic's loss in float64, and its values [B,S]."""
     rollout, mask = rows.rollout, mask_of(rows)
     support = critic.bins, critic.low, critic.high
     kernel, bias = (np.asarray(head[name], np.float64) for name in ("kernel", "bias"))
@@ -484,7 +490,7 @@ def test_metrics_are_sums_over_the_trained_tokens():
 
 
 def test_the_gap_is_of_rows_of_one_version_where_the_sampler_kept_keys_of_older_weights():
-    """Of the current version's tokens in rows that have older ones too, one counts them and the other does not."""
+    """Only rows whose tokens all have the current version are compared. Other rows used keys of older weights."""
     update, rows = building.make_update(LOSS), building.random_experience()
     version = rows.rollout.policy_version
     first = np.arange(version.shape[1])[None, :] == rows.rollout.prompt_length[:, None]
@@ -539,7 +545,7 @@ def with_advantage(rows, value):
 
 
 def never_trains(x):
-    """A surrogate whose gradient is 0 and whose loss is infinite."""
+    """A surrogate with gradient 0 and an infinite loss."""
     return jnp.full_like(x.policy_logp, jnp.inf)
 
 
@@ -570,7 +576,7 @@ def test_a_batch_that_teaches_nothing_skips_the_step(reason):
 
 @functools.cache
 def step_of_batches(update):
-    """The update's step, jitted, whose draws are the batches that it is given, one after the other."""
+    """Return the update's compiled step. Its draws return the given batches in order."""
 
     def step(state, batches, iteration=0):
         draw = lambda i, key: (i + 1, jax.tree.map(lambda x: x[i], batches), Sums())
@@ -600,13 +606,16 @@ def test_updates_that_are_not_finite_are_counted_and_those_at_the_end(advantages
 
 
 def iteration_and_age(x):
-    """A surrogate that is 100 times the iteration and the age of each token."""
+    """A surrogate that returns 100 times the iteration plus the age of each token."""
     return 100.0 * x.iteration + x.age + 0 * x.policy_logp
 
 
 @pytest.mark.parametrize(("drawn_by", "age"), [(3, 0), (2, 1), (0, 2)])
 def test_an_iteration_and_ages_are_what_they_are_after_an_update_was_skipped(drawn_by, age):
-    """Iteration 2 of two updates each, one of which was skipped: it begins with version 3, the one before with 2."""
+    """In iteration 2 of two updates each, one earlier update was skipped.
+
+    The iteration begins with version 3, the previous one with 2.
+    """
     update = building.make_update({"surrogate": f"{__file__}:iteration_and_age", "updates_per_iteration": 2})
     rows = building.random_experience()
     version = np.where(rows.rollout.policy_version < 0, -1, drawn_by).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Attention over a shared prompt, a row's cache and the new tokens is softmax attention over all of their keys."""
+"""Attention over a shared prompt, a row's cache and new tokens equals softmax attention over all of their keys."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ def normal(rng, *shape):
 
 
 def expected(q, new_k, new_v, before):
-    """[B,T,N,H] by loops; ``before(b)`` gives a row's earlier keys and values, each [K,S,H]."""
+    """Return [B,T,N,H] computed by loops; ``before(b)`` returns a row's earlier keys and values, each [K,S,H]."""
     B, T, N, _ = q.shape
     out = np.zeros(q.shape)
     for b, t, n in np.ndindex(B, T, N):
@@ -59,7 +59,10 @@ def test_a_row_that_is_a_whole_group_is_its_rows_behind_their_prompt_gradients_i
     k, v = (np.where(padding[:, None, :, None], 1e4, x).astype(np.float32) for x in (k, v))
 
     def seen(p, t):
-        """Places that token t of row p sees: up to itself of its prompt, or the prompt and its own completion."""
+        """Return the positions to which token t of row p attends:
+
+        in its prompt up to itself, or the prompt and its completion.
+        """
         own = (t - L) // C
         return [j for j in range(t + 1) if j < min(L, length[p]) or (t >= L and j >= L and (j - L) // C == own)]
 
@@ -177,7 +180,7 @@ def test_a_cache_lies_in_up_to_four_blocks_of_at_least_64_places_and_in_one_for_
 
 
 def test_gradients_pass_through_the_pieces():
-    """Against central differences of the float64 definition, along a random direction."""
+    """Gradients are compared with central differences of the float64 definition along a random direction."""
     rng = np.random.default_rng(0)
     P, G, L, T, N = 2, 2, 3, 2, 4
     arrays = [normal(rng, P * G, T, N, H), normal(rng, P * G, K, T, H), normal(rng, P * G, K, T, H)]

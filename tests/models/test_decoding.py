@@ -1,4 +1,4 @@
-"""Text of rows that grow: equal to the text of the whole row, whatever tokens come, at a linear cost."""
+"""The text of growing rows equals the text of the whole row for any tokens, at a linear cost."""
 
 import pathlib
 
@@ -30,7 +30,7 @@ TOKENIZERS = {kind: tokenizer_of(kind) for kind in KINDS}
 
 
 def rows(kind):
-    """Rows of tokens: of texts, of single bytes, any, special ones."""
+    """Return rows of tokens: of texts, of single bytes, arbitrary, and special ones."""
     tokenizer = TOKENIZERS[kind]
     texts = [EMOJI, " two  spaces ", "\n\n", "ab\u2028c.", "stop", "END", "\ufffd"]
     parts = [tokenizer.encode(text) for text in texts]
@@ -93,7 +93,7 @@ def test_a_stop_string_ends_a_row_where_its_text_first_has_it(kind, data):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cost_is_linear_in_the_tokens(kind):
-    """The whole row was decoded for each chunk, and for each token of a row with a masked span."""
+    """Once, the whole row was decoded for each chunk, and for each token of a row with a masked span."""
     tokenizer = TOKENIZERS[kind]
     line = tokenizer.encode("The 17th answer, x² = 4: naïve? 日本語\n")
     decoded = 0
@@ -158,7 +158,10 @@ def test_tokens_whose_characters_all_lie_within_are_in():
 
 
 def test_the_bytes_of_one_character_are_in_with_the_last_of_them():
-    """Each shows a replacement character until it is whole: the text does not grow by the last byte."""
+    """Each byte shows a replacement character until the character is complete.
+
+    So the last byte does not lengthen the text.
+    """
     decode = lambda ids: bytes(ids).decode(errors="replace")
     ids = list("aé1".encode())
     assert tokens_in(decode, ids, [[0, 3]]) == [0, 1, 3]
@@ -166,7 +169,7 @@ def test_the_bytes_of_one_character_are_in_with_the_last_of_them():
 
 
 def test_bytes_that_a_decoder_shows_one_by_one_are_in_with_the_first_of_them():
-    """As byte fallback of SentencePiece does: four replacement characters, then the one that they are."""
+    """SentencePiece's byte fallback shows four replacement characters, and then the complete character."""
     shown = {i: "a" + "�" * (i - 1) for i in range(1, 5)} | {0: "", 5: "a😀", 6: "a😀b", 7: "a😀bc"}
     decode = lambda ids: shown[len(ids)]
     ids = list(range(7))

@@ -1,4 +1,4 @@
-"""The gated delta rule: chunks, lines, groups and steps are its recurrence."""
+"""The gated delta rule: chunks, packed lines, groups and steps give the results of its recurrence."""
 
 import functools
 
@@ -31,7 +31,7 @@ def zeros(rows=B):
 
 
 def recurrent(q, k, v, g, b, state):
-    """[B,T,N,V] and states, each head of each row by itself."""
+    """Return outputs [B,T,N,V] and states, each head of each row computed separately."""
     out, after = np.zeros((*q.shape[:3], V)), np.zeros_like(state, np.float64)
     for r in range(len(q)):
         for n in range(N):
@@ -41,7 +41,7 @@ def recurrent(q, k, v, g, b, state):
 
 
 def test_a_step_convolves_as_rows_do_in_bfloat16():
-    """Sums of it that are rounded to it differ by their order, and outputs by 0.004 here."""
+    """bfloat16 sums depend on their order, which would change outputs by 0.004 here."""
     d, rng, tokens = Delta(2, 4, 8, 6, 4, is_grouped=True), np.random.default_rng(0), 7
     mixed = jnp.asarray(rng.normal(size=(B, tokens, d.channels)), jnp.bfloat16)
     g, b = -rng.random((B, tokens, 4), np.float32), rng.random((B, tokens, 4), np.float32)
@@ -114,7 +114,10 @@ def test_a_token_of_a_line_has_its_own_past_alone(shares_prompts):
 
 
 def test_plan_counts_the_rule_s_matmuls():
-    """By hand, of a head's chunk: sums of decays, keys and queries by keys, the inverse, what it solves, the states."""
+    """Computed by hand for a head's chunk:
+
+    sums of decays, keys and queries by keys, the inverse, its products, the states.
+    """
     n, W = 4, 64
     shapes = *3 * ((B, n * W, N, H),), *2 * ((B, n * W, N),), (B, N, H, H)
     program = chunked.lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).compile()

@@ -1,6 +1,6 @@
-"""Families of models: against what transformers stored, and against transformers itself where torch is.
+"""Families of models compared with the numbers that transformers stored, and with transformers itself if torch exists.
 
-Their sampler's laws: what it says of its tokens is what the learner says, in every layout of rows and meshes.
+The sampler's log-probs equal the learner's in every layout of rows and on every mesh.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ PLAIN_CONFIGS = ("llama_yarn", "mistral_window", "qwen3", "gemma3", "qwen3_moe")
 
 
 def some_slow(names, plain):
-    """Those that are not ``plain`` wait for the slow suite."""
+    """Mark the families that are not ``plain`` for the slow suite."""
     return [name if name in plain else pytest.param(name, marks=pytest.mark.tier("slow")) for name in names]
 
 
@@ -53,7 +53,7 @@ def arrays():
 
 
 def write(folder, name, **changes):
-    """The folder of a family as transformers would save it."""
+    """Write the folder of a family as transformers would save it."""
     config = {**STORED[name]["config"], **changes}
     of_gemma = config["model_type"] == "gemma3_text"
     of_hybrid = name in hybrids.CONFIGS
@@ -67,7 +67,7 @@ def write(folder, name, **changes):
 
 
 def logp(model, params, tokens):
-    """[B,T-1] of every token but the first."""
+    """Return the log-probs [B,T-1] of every token except the first."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
     with jax.default_matmul_precision("highest"):
         hidden, _ = model.forward(params, tokens, positions)
@@ -76,7 +76,7 @@ def logp(model, params, tokens):
 
 
 def stored_gradients(folder, gradients, model):
-    """By the names of files, through an export."""
+    """Return gradients by the names in files, through an export."""
     hf.export(gradients, model, make_byte_tokenizer(), folder)
     return safetensors.numpy.load_file(folder / "model.safetensors")
 
@@ -108,7 +108,7 @@ def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, na
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_moe_plain", "mixtral", "gpt_oss", "qwen3", *hybrids.CONFIGS])
 def test_the_sampler_s_likeliest_tokens_are_those_that_transformers_stored(tmp_path, name):
-    """Decoded one by one with caches; they were made without one."""
+    """The tokens are decoded one by one with caches; the stored tokens were computed without caches."""
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
     params = hf.load_params(tmp_path / "theirs", model, building.mesh_of(ONE))
     (row, _), stored = families.tokens_of(CONFIGS[name]), arrays()[f"{name}.greedy"][:COMPLETION_TOKENS]
@@ -147,7 +147,7 @@ def test_an_export_is_the_same_folder_again(tmp_path, name):
 
 @pytest.mark.parametrize("name", some_slow(CONFIGS, ()))  # gemma3 has windows too
 def test_greedy_completions_are_those_that_transformers_stored(tmp_path, name):
-    """Through generate, from a prompt longer than every window: prefill, cache and sampler at temperature 0."""
+    """The command generate with a prompt longer than every window: prefill, cache and sampler at temperature 0."""
     write(tmp_path / "theirs", name)
     prompt = families.tokens_of(CONFIGS[name])[0].tolist()
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": prompt}) + "\n")
@@ -224,7 +224,7 @@ FINE = ("norm", "router", "sinks", "experts_down_bias", "delta_rate", "delta_bia
 
 
 def test_what_is_read_in_float32_is_published_as_the_learner_has_it():
-    """Matrices are numbers of bfloat16 here and these are not; float32 arithmetic shows whether one of them is lost."""
+    """Matrices have bfloat16 values here and these parameters do not. In float32, a lost bit would show."""
     model, mesh = Model(dataclasses.replace(HYBRID, sinks=True, **KINDS["experts"]), "bfloat16"), building.mesh_of(ONE)
     coarse = lambda path, x: x if any(of in path[-1].key for of in FINE) else x.astype(jnp.bfloat16).astype(x.dtype)
     params = jax.tree_util.tree_map_with_path(coarse, building.host_params(model))
@@ -239,7 +239,7 @@ def test_what_is_read_in_float32_is_published_as_the_learner_has_it():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["no_rope", "olmo2", "gemma3", "qwen", "sinks", "delta"])
 def test_a_mesh_gives_the_same_completions_and_gradients(name):
-    """Heads, their norms and biases split over two devices; rows and widths over two more each."""
+    """Heads, their norms and biases are split over two devices; rows and widths over two more each."""
     arch = dataclasses.replace(building.TINY, **KINDS[name])
     samplers = [make_sampler(mesh, arch=arch, num_slots=8, chunk_steps=3) for mesh in (ONE, CUBE)]
     rollouts = [Sampling(sampler)(make_prompts(range(8)))[0] for sampler in samplers]
@@ -264,7 +264,7 @@ def test_a_mesh_gives_the_same_completions_and_gradients(name):
 
 @pytest.mark.parametrize("kinds", ["ababa", "abcabc", "abb", "aaaa", "ab"])
 def test_layers_of_several_kinds_are_run_one_after_the_other_and_their_gradient_adds_to_a_ref(kinds):
-    """The learner adds every micro-batch's gradient where the sum lies. Against a loop over layers."""
+    """The learner adds the gradient of every micro-batch in place. Compared with a loop over layers."""
     names = {"a": Layer(), "b": Layer(window=2), "c": Layer(rope=-1)}
     layers = tuple(names[kind] for kind in kinds)
     acts = {names["a"]: jnp.sin, names["b"]: jnp.cos, names["c"]: jnp.tanh}
@@ -392,7 +392,7 @@ def test_what_changes_nothing_is_let_pass(tmp_path):
 
 
 def together(tensors):
-    """As Qwen3.5 was released: of an expert the first half of the rows is the gate's, the second the up's."""
+    """Return tensors in Qwen3.5's released form: an expert's first rows are the gate, the second half is up."""
     found = {name: x for name, x in tensors.items() if ".experts." not in name}
     for block in {name.partition(".experts.")[0] for name in tensors if ".experts." in name}:
         of = lambda e, part, block=block: tensors[f"{block}.experts.{e}.{part}_proj.weight"]
@@ -406,7 +406,7 @@ def together(tensors):
 
 @pytest.mark.parametrize(("kind", "name"), [("qwen3_5", "qwen3_5"), ("qwen3_5_moe", "qwen3_5_experts")])
 def test_of_a_model_that_sees_images_too_the_one_of_texts_is_read(tmp_path, kind, name):
-    """As Qwen3.5 was released, with the keys that its files have; an export is of the latter alone."""
+    """As Qwen3.5 was released, with the keys of its files. An export contains only the text model."""
     said = {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1, "mlp_only_layers": []}
     said |= {"mtp_use_dedicated_embeddings": False}
     plain, seeing = write(tmp_path / "plain", name), write(tmp_path / "seeing", name)
@@ -447,7 +447,7 @@ def test_a_number_that_is_absent_is_what_transformers_takes(name):
 
 
 def test_older_spellings_mean_the_same(tmp_path):
-    """Of transformers 4: bases and scaling beside each other, the pattern of windows a number."""
+    """The keys of transformers 4: rope bases and scaling as separate keys, the pattern of windows as a number."""
     scaling = {"rope_type": "linear", "factor": 2.0}
     old = dict(rope_theta=700.0, rope_local_base_freq=40.0, rope_scaling=scaling, rope_parameters=None)
     old |= dict(sliding_window_pattern=3, layer_types=None)
@@ -461,7 +461,7 @@ def test_older_spellings_mean_the_same(tmp_path):
     ("name", "windows"), [("qwen2", [0, 4096, 4096]), ("qwen3", [0, 4096, 4096]), ("qwen3_moe", [4096, 4096])]
 )
 def test_a_window_that_is_used_and_not_stated_is_of_4096_tokens(tmp_path, name, windows):
-    """The default of transformers' classes, of no effect without ``use_sliding_window``."""
+    """4096 is the default of transformers' classes; without ``use_sliding_window`` it has no effect."""
     said = dict(use_sliding_window=True, max_window_layers=1, num_hidden_layers=len(windows))
     path = write(tmp_path / "model", name, **said) / "config.json"
     config = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("sliding_window", "layer_types")}
@@ -472,7 +472,10 @@ def test_a_window_that_is_used_and_not_stated_is_of_4096_tokens(tmp_path, name, 
 
 
 def test_a_row_is_no_longer_than_the_frequencies_hold(tmp_path):
-    """Past its original context longrope has other ones from the start: 128 of the 256 positions are served."""
+    """Beyond its original context, longrope has other frequencies from the start.
+
+    So 128 of the 256 positions are served.
+    """
     arch = hf.read_architecture(write(tmp_path / "model", "llama_longrope"))
     assert arch.max_positions == 128
     assert config_of(arch)["max_position_embeddings"] == 256
@@ -482,7 +485,10 @@ def test_a_row_is_no_longer_than_the_frequencies_hold(tmp_path):
 
 @pytest.mark.parametrize("name", ["llama_yarn", "yarn_without_original", "llama_longrope"])
 def test_transformers_reads_the_rope_of_an_export_as_it_read_the_model_s(tmp_path, name):
-    """Version 5 here; 4.56 (modeling_rope_utils) looks for longrope's original context beside rope_scaling alone."""
+    """Version 5 is tested here.
+
+    Version 4.56 (modeling_rope_utils) reads longrope's original context only outside rope_scaling.
+    """
     import transformers
 
     changes, original = {}, {"llama_yarn": 48, "llama_longrope": 128}.get(name)
@@ -505,7 +511,7 @@ def test_transformers_reads_the_rope_of_an_export_as_it_read_the_model_s(tmp_pat
 
 
 def test_a_gpt_oss_with_plain_rope_is_exported_with_plain_rope(tmp_path):
-    """Where nothing is said of it, the family's is YaRN."""
+    """Without a key about rope, the family's default would be YaRN."""
     import transformers
 
     plain = {"rope_type": "default", "rope_theta": 700.0}
@@ -518,7 +524,7 @@ def test_a_gpt_oss_with_plain_rope_is_exported_with_plain_rope(tmp_path):
 
 
 def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):
-    """As transformers has it: another one would not be tied."""
+    """As in transformers: a different head would not be tied."""
     folder = write(tmp_path / "model", "qwen2")
     model, mesh = Model(hf.read_architecture(folder)), building.mesh_of(ONE)
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -538,7 +544,7 @@ def test_a_tied_model_s_stored_head_is_its_embedding(tmp_path):
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_computes_the_same_of_long_rows_before_loading_and_after_export(tmp_path, name):
-    """Of 1,500 tokens, where a row may be so long: windows, frequencies and blocks of queries far from the start."""
+    """Rows of up to 1,500 tokens test windows, frequencies and blocks of queries far from the start."""
     torch = pytest.importorskip("torch")
     import transformers
 

@@ -1,4 +1,4 @@
-"""GGUF files: the real SmolLM2 against an independent implementation, and small files written here."""
+"""GGUF files: the real SmolLM2 compared with an independent implementation, and small files written here."""
 
 import importlib.util
 import json
@@ -32,9 +32,9 @@ needs_smollm2 = pytest.mark.skipif(
 
 
 def write_tiny(path, *, quantise=None, change=lambda writer, tensors: None):
-    """The fixture's weights as llama.cpp's converter writes them, but for its rope scaling.
+    """Write the fixture's weights as llama.cpp's converter does, without its rope scaling.
 
-    ``quantise``: for every matrix. ``change`` may add metadata, and change tensors or drop them.
+    ``quantise`` applies to every matrix. ``change`` may add metadata, change tensors or drop them.
     """
     source = safetensors.numpy.load_file(TINY / "model.safetensors")
     source = {name: tensor.astype(np.float32) for name, tensor in source.items()}
@@ -158,7 +158,7 @@ def test_a_gguf_holds_the_model_of_the_folder_it_was_made_from(tmp_path):
 @pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
 @pytest.mark.parametrize("kind", [None, "linear", "none"])
 def test_a_factor_of_rope_without_a_type_is_linear(tmp_path, key, kind):
-    """As llama.cpp has it; so it is under a type that says so, and "none" ignores it."""
+    """As in llama.cpp. The result is the same with an explicit type, and "none" ignores the factor."""
 
     def change(writer, tensors):
         writer.add_float32(f"llama.{key}", 4.0)

@@ -1,4 +1,4 @@
-"""Model folders and files of anybody: what is wrong is one line, nothing in them runs, nothing beside them is read."""
+"""Model folders and files from anybody: a fault gives a one-line error, no code in them runs, no other file is read."""
 
 import json
 import os
@@ -25,7 +25,10 @@ from jaxrl_llm.models.transformer import Model
 
 @pytest.fixture(autouse=True)
 def bounds():
-    """4 GiB more than there are, and a minute: what asks for all memory or never ends is a failure, not the end."""
+    """Limit each test to 4 GiB of additional memory and a minute.
+
+    A model that takes more is a failure and does not end the test run.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**32, hard))
@@ -43,7 +46,7 @@ def tiny(tmp_path):
 
 
 def refused(load, *arguments, names):
-    """``load`` refuses, in one line that names these."""
+    """Assert that ``load`` raises a one-line error with these names."""
     with pytest.raises(ConfigError) as caught:
         load(*arguments)
     line = str(caught.value)
@@ -123,7 +126,7 @@ def test_code_that_comes_with_a_model_is_not_run(tiny, tmp_path):
 
 
 class Pickled:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -188,7 +191,7 @@ def write_index(folder, weight_map):
 
 @pytest.fixture
 def shards(tiny):
-    """The tiny model in two files, and which is where; the index is still to be written."""
+    """Return the tiny model in two files, and the file of each tensor. The index is not written yet."""
     tensors = safetensors.numpy.load_file(tiny / "model.safetensors")
     (tiny / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -199,7 +202,7 @@ def shards(tiny):
 
 
 def test_an_index_reads_nothing_outside_its_folder(tiny, shards, tmp_path):
-    """The second file lies elsewhere, whole and readable: by no name does the index reach it."""
+    """The second file is complete and outside the folder. No name in the index can reach it."""
     outside = tmp_path / "elsewhere"
     outside.mkdir()
     shutil.move(tiny / "b.safetensors", outside / "b.safetensors")
@@ -215,7 +218,10 @@ def test_an_index_reads_nothing_outside_its_folder(tiny, shards, tmp_path):
 
 
 def test_files_that_are_links_are_followed_as_the_hubs_cache_needs(tiny, tmp_path):
-    """A snapshot there is a folder of links to blobs. What a link leads to is weights, or refused without its text."""
+    """The hub's cache is a folder of links to blobs.
+
+    The target of a link must be weights; otherwise it is refused without quoting its text.
+    """
     (tmp_path / "blob").write_bytes((tiny / "model.safetensors").read_bytes())
     (tiny / "model.safetensors").unlink()
     (tiny / "model.safetensors").symlink_to(tmp_path / "blob")
@@ -249,7 +255,7 @@ def test_shards_that_are_missing_doubled_or_no_files_are_named(tiny, shards):
 
 @pytest.fixture
 def words(tmp_path):
-    """A folder with the byte tokenizer's files."""
+    """Return a folder with the files of the byte tokenizer."""
     (tmp_path / "words").mkdir()
     make_byte_tokenizer().save(tmp_path / "words")
     (tmp_path / "words" / "chat_template.jinja").unlink()
@@ -319,7 +325,7 @@ def test_a_tokenizers_file_that_is_none_is_one_line(file, text, words):
 
 
 def test_a_tokenizer_must_fit_its_model(tiny):
-    """The tiny model has 96 embeddings; a padding token beyond them is never read."""
+    """The tiny model has 96 embeddings. A padding token beyond them is never read."""
     make_byte_tokenizer().save(tiny)
     refused(pretrained.resolve(str(tiny)).tokenizer, names=[str(tiny), "ids up to 259", "96 embeddings"])
     edit_config(tiny, vocab_size=260)
@@ -399,7 +405,7 @@ def test_a_gguf_cut_anywhere_is_one_line(tmp_path):
 
 
 def with_metadata(path, **values):
-    """The tiny model with other metadata: {name: (writer's method, value)}, a dot written as __."""
+    """Write the tiny model with other metadata {name: (writer's method, value)}; __ in a name means a dot."""
 
     def change(writer, tensors):
         for key, (method, value) in values.items():

@@ -1,6 +1,7 @@
-"""Attention by kernels is the reference path's, prompts padded with NaN, gradients included; compilers take them.
+"""Attention by kernels equals the reference path.
 
-Pallas' kernels run in its interpreter here, cuDNN's half by the XLA implementation of the same function.
+Prompts are padded with NaN, and gradients are compared too. Compilers accept the kernels. Pallas' kernels run in its
+interpreter here. cuDNN's part is replaced by the XLA implementation of the same function.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ CALL = pallas.pallas_call
 
 @pytest.fixture(scope="module", autouse=True)
 def on_cpu():
-    """The same calls, for a device that tests have."""
+    """Make the same calls for a device that the tests have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(splash_attention, "make_splash_mha_single_device", functools.partial(ON_TPU, interpret=True))
         patch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **kwargs: ON_GPU(*args, **kwargs))
@@ -54,7 +55,7 @@ def arrays(seed):
 
 @functools.cache
 def program(implementation, rows):
-    """Output and gradients of a weighted sum of it, with respect to all arrays."""
+    """Return output and gradients of a weighted sum of the output, with respect to all arrays."""
 
     def call(arrays, visible, weight):
         q, k, v, keys, values = arrays
@@ -96,7 +97,7 @@ def test_a_kernel_attends_as_the_definition_says_and_its_gradient_is_the_referen
 
 
 def test_blocks_of_a_packed_line_that_show_nothing_are_passed_over():
-    """Three blocks of 128 in which no query of the last sees the first."""
+    """Three blocks of 128: no query of the last block attends to the first block."""
     rng, width = np.random.default_rng(0), 300
     q = rng.normal(size=(1, width, 2, H)).astype(np.float32)
     k, v = (rng.normal(size=(1, 1, width, H)).astype(np.float32) for _ in "kv")
@@ -113,7 +114,7 @@ def test_blocks_of_a_packed_line_that_show_nothing_are_passed_over():
 
 @pytest.mark.parametrize("window", mostly_in("slow", [None, 40]))
 def test_units_of_a_line_are_a_rule_to_splash_which_passes_over_blocks_where_none_meet(window):
-    """Five blocks of 128: units over their borders, one of a single token, and an empty end."""
+    """Five blocks of 128: units across block borders, a unit of one token, and an empty end."""
     rng, lengths = np.random.default_rng(0), [130, 250, 1, 120, 49, 50]
     unit = np.repeat([1, 2, 3, 4, 5, 0], lengths)
     width = len(unit)
@@ -143,7 +144,7 @@ def test_units_of_a_line_are_a_rule_to_splash_which_passes_over_blocks_where_non
 
 
 def windowed(implementation, window, has_prompt):
-    """Output and gradients of a weighted sum of it, with respect to all arrays."""
+    """Return output and gradients of a weighted sum of the output, with respect to all arrays."""
 
     def call(arrays, visible, weight):
         q, k, v, keys, values = arrays
@@ -163,7 +164,10 @@ def windowed(implementation, window, has_prompt):
     ],
 )
 def test_a_window_shows_a_token_the_last_tokens_of_its_row(implementation, window, tokens, has_prompt):
-    """Over the end of a prompt of any length; of three blocks of 128 in which a query may see none of the first."""
+    """The window reaches over the end of prompts of any length.
+
+    In one of three blocks of 128, a query attends to none of the first block.
+    """
     rng, width = np.random.default_rng(window), 200 if tokens > T else L
     shapes = ((B, tokens, N, H), *2 * ((B, K, tokens, H),), *2 * ((P, K, width, H),))
     given = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
@@ -191,7 +195,7 @@ def test_a_window_shows_a_token_the_last_tokens_of_its_row(implementation, windo
 
 
 def test_in_bfloat16_rows_by_cudnn_have_the_scores_of_a_decode_step():
-    """Of queries that are divided by the root of 8 and rounded: scores up to 50 would differ by 0.1 otherwise."""
+    """Queries divided by the root of 8 and then rounded would change scores of up to 50 by 0.1."""
     rng = np.random.default_rng(0)
     shapes = ((B, 1, N, H), *2 * ((B, K, 1, H),), *2 * ((P, K, L, H),))
     q, k, v, keys, values = (jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes)
@@ -210,7 +214,7 @@ def test_packed_lines_say_in_their_mask_what_a_window_shows():
 
 
 def visible_to(rows):
-    """A shape for it."""
+    """Return the shapes of the arguments of attention."""
     return jax.ShapeDtypeStruct((B, T, T) if rows == "packed" else (P, L), bool)
 
 
@@ -231,12 +235,10 @@ def test_each_device_calls_the_kernel_on_its_own_rows_and_heads(rows):
 
 
 def cached(seed, C, H=16, B=B):
-    """One new token a row, its group's prompt, caches of up to C tokens whose end is anywhere.
+    """Return the arguments of ``attend_next`` and the attention by the definition.
 
-    What is not to be seen of a cache is NaN, which outlasts a weight of zero.
-
-    Returns:
-        What ``attend_next`` takes, and the attention of the definition.
+    Each row has one new token, its group's prompt, and a cache of up to C tokens with any end. Masked positions of the
+    cache are NaN, because NaN times a weight of 0 is NaN.
     """
     rng, groups = np.random.default_rng(seed), P if B % P == 0 else 1
     q, k, v = (rng.normal(size=shape).astype(np.float32) for shape in ((B, 1, N, H), (B, K, 1, H), (B, K, 1, H)))
@@ -268,7 +270,7 @@ def decode_step(q, k, v, prompt, cache, implementation):
 
 
 def check_decoded(implementation, given, truth):
-    """Nothing but the new token is written."""
+    """Check a decode step: only the new token is written."""
     out, ((keys,), (values,)) = decode(implementation)(*given)
     np.testing.assert_allclose(out, truth, atol=3e-6)
     *_, cache = given
@@ -282,7 +284,7 @@ def check_decoded(implementation, given, truth):
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**31))
 def test_a_decode_step_attends_to_the_live_part_of_each_rows_cache(C, seed):
-    """In one block of 16 places, three of 128 and two of 256."""
+    """Caches in one block of 16 positions, three of 128 and two of 256."""
     check_decoded("splash", *cached(seed, C))
 
 
@@ -301,7 +303,7 @@ def test_a_decode_step_takes_smaller_blocks_where_eight_rows_of_them_are_half_a_
 
 @pytest.mark.parametrize("window", [1, 2, 100, 300])
 def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
-    """A window within a block and over several, and so long that it reaches into the prompt of some rows."""
+    """Windows within a block, over several blocks, and long enough to reach into the prompt of some rows."""
     (q, k, v, prompt, cache), _ = cached(window, 384)
     of = np.arange(B) * P // B
     positions = (prompt.visible.sum(axis=1)[of] + cache.length)[:, None]
@@ -318,9 +320,9 @@ def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
 
 @pytest.mark.parametrize(("H", "B"), [(64, 3), pytest.param(128, 12, marks=pytest.mark.tier("slow"))])
 def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypatch, H, B):
-    """With their tokens innermost and not, of an odd number of rows one at a time, of 12 four at a time.
+    """Caches with tokens innermost and not; an odd number of rows one at a time, and 12 rows four at a time.
 
-    Fetched and written while others are computed, in memory that is NaN before; a read out of bounds raises.
+    Blocks are fetched and written while others are computed, in memory that is NaN before. A read out of bounds raises.
     """
     decode.cache_clear()  # what was traced before has another interpreter
     chip = pltpu.InterpretParams(num_cores_or_threads=2, detect_races=True)
@@ -341,7 +343,7 @@ def test_each_device_decodes_its_own_rows_and_heads():
 @pytest.mark.tier("slow")  # plain: test_a_decode_step_attends_to_what_is_live_...
 @pytest.mark.parametrize("implementation", ["cudnn", "splash"])
 def test_a_sampler_with_kernels_draws_what_one_without_draws(monkeypatch, implementation):
-    """Slots are taken anew, and their caches come round."""
+    """Slots are used by one row after another, and their caches wrap around."""
     called, arch = [], dataclasses.replace(TINY, head_size=16)
     monkeypatch.setattr(kernels, "cache_length", lambda tokens: 16)
     kernel = kernels.decode
@@ -383,7 +385,7 @@ def test_the_device_says_which_kernel(setting, device, dtype, head_size, expecte
     [("alone", "fmhaSoftmax"), ("of a group", "fmhaSoftmax"), ("packed", "fmhaScaleBiasSoftmax")],
 )
 def test_a_gpus_program_calls_cudnn_forward_and_backward(monkeypatch, rows, calls):
-    """An odd width and ragged prompts: shapes that cuDNN does not take are refused while lowering."""
+    """An odd width and ragged prompts: shapes that cuDNN does not accept would be refused while lowering."""
     monkeypatch.setattr(jax.nn, "dot_product_attention", ON_GPU)
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     given = [jax.ShapeDtypeStruct(x.shape, jnp.bfloat16) for x in arrays(0)[0]]
@@ -393,7 +395,7 @@ def test_a_gpus_program_calls_cudnn_forward_and_backward(monkeypatch, rows, call
 
 
 def decoded(R=N // K, C=384, H=64):
-    """Shapes of what ``attend_next`` takes."""
+    """Return the shapes of the arguments of ``attend_next``."""
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     row, cache, prompt = bf16(B, K, 1, H), bf16(B, K, C, H), bf16(P, K, L, H)
     cache = Cache((cache,), (cache,), jax.ShapeDtypeStruct((B,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
@@ -407,7 +409,7 @@ def decoded(R=N // K, C=384, H=64):
     ids=str,
 )
 def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, shape):
-    """Split over four chips, of caches that lie as a program's arguments do."""
+    """Split over four chips, with caches in the memory layout of a program's arguments."""
     monkeypatch.setattr(pallas, "pallas_call", CALL)
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), chips.devices_of("v5e:2x2")[0])
     q, k, v, prompt, cache = decoded(**shape)
@@ -429,7 +431,7 @@ def test_a_tpus_decode_step_calls_the_kernel_and_turns_no_cache(monkeypatch, sha
 
 @pytest.mark.tier("slow")  # plain: test_a_kernel_attends_as_the_definition_says_...
 def test_a_models_layers_share_one_mask_of_packed_lines_and_give_what_the_reference_path_gives():
-    """Lines of 3 x 3 blocks: no layer sees the mask that those were made of."""
+    """Lines of 3 x 3 blocks: no layer reads the mask from which the kernel's mask was made."""
     width, arch = 300, dataclasses.replace(TINY, num_layers=2)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, arch.vocab_size, (2, width))
@@ -456,7 +458,7 @@ def test_a_models_layers_share_one_mask_of_packed_lines_and_give_what_the_refere
 @needs_libtpu
 @pytest.mark.parametrize("rows", ["of a group", "packed", "window"])
 def test_a_tpus_program_calls_splash_forward_and_backward(monkeypatch, rows):
-    """Heads of 64 and an odd width, split over four chips."""
+    """Heads of size 64 and an odd width, split over four chips."""
     monkeypatch.setattr(splash_attention, "make_splash_mha_single_device", ON_TPU)
     devices, _ = chips.devices_of("v5e:2x2")
     mesh = sharding.make_mesh(MeshConfig(data=2, tensor=2), devices)

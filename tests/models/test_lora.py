@@ -1,4 +1,4 @@
-"""Adapters: what they compute beside a frozen base, their first values, their files in PEFT's format."""
+"""Adapters: their output over a frozen base, their initial values, their files in PEFT's format."""
 
 import dataclasses
 import json
@@ -39,7 +39,7 @@ def logits_of(model, params, tokens):
 
 
 def merged_by_hand(blocks, name, s):
-    """W + s B A of every layer in float64; where there is an m, each output's row with its length."""
+    """Return W + s B A of every layer in float64. With an m, each output's row is scaled to its length."""
     a, b = (np.asarray(blocks[f"{name}_lora_{x}"], np.float64) for x in "ab")
     experts = "E" if "experts" in name else ""
     letters = {"o": "Ldr,Lrnh->Ldnh"}.get(
@@ -106,7 +106,7 @@ def test_experts_have_adapters_of_their_own_and_the_shared_one_has_none():
 
 @pytest.mark.tier("slow")  # plain: test_experts_have_adapters_of_their_own_and_the_shared_one_has_none
 def test_experts_adapters_are_served_beside_dora_of_other_matrices():
-    """Experts have no magnitudes: what both can be computed as has those of ``k`` alone."""
+    """Experts have no magnitudes. A common configuration has magnitudes only for ``k``."""
     arch, mesh = dataclasses.replace(TINY, **MIXTURE), mesh_of(ONE)
     configs = LoraConfig(rank=4, alpha=6.0, targets=("gate", "down")), LoraConfig(rank=2, dora=True, targets=("k",))
     both = Model(arch, lora=lora.common(configs))
@@ -165,7 +165,10 @@ def test_new_adapters_change_no_bit_and_do_not_depend_on_the_mesh(dora):
 
 @pytest.mark.parametrize("mesh", [pytest.param(ONE, marks=pytest.mark.slow), CUBE])
 def test_magnitudes_reach_the_sampler_as_they_do_the_learner(mesh):
-    """It takes no norm: published is what of a product is added to it, in the compute dtype."""
+    """The sampler computes no norm.
+
+    The published value is the part of a product that is added, in the compute dtype.
+    """
     model, mesh = Model(TINY, lora=DORA), mesh_of(mesh)
     learned, base = lora.split(building.learner_params(model, mesh))
     publishing = compile_all(publish.programs(model, mesh, mesh), mesh)
@@ -177,7 +180,7 @@ def test_magnitudes_reach_the_sampler_as_they_do_the_learner(mesh):
 
 
 def test_a_row_of_zeros_stays_so_under_magnitudes():
-    """Its norm and its m are 0, as ``init`` has them; files of pruned models have such rows."""
+    """Norm and m are 0, as ``init`` sets them. Files of pruned models have such rows."""
     model, mesh = Model(TINY, lora=DORA), mesh_of(ONE)
     params = building.host_params(model)
     for name in ("k", "k_lora_b", "k_lora_m"):
@@ -219,7 +222,7 @@ def test_parts_of_the_parameters_come_together_again():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of peft's folder "all" whose base is tiny_llama."""
+    """Return a copy of peft's folder "all" whose base is tiny_llama."""
     shutil.copytree(ADAPTERS / "all", tmp_path / "all")
     edit(tmp_path / "all", base_model_name_or_path=str(LLAMA))
     return tmp_path / "all"
@@ -294,7 +297,7 @@ def test_peft_computes_the_same_of_what_is_written(tmp_path, config):
 
 
 def test_a_hybrid_s_adapters_are_named_by_the_layers_that_attend(tmp_path):
-    """They are stacked without the others; files number all layers."""
+    """Adapters are stacked without the other layers, but files number all layers."""
     layers = (Layer(mixer="delta_rule"), Layer()) * 2
     arch = dataclasses.replace(PRESETS["debug_hybrid"], layers=layers)
     model = Model(arch, lora=LoraConfig(rank=2, targets=("q", "down")))
@@ -313,7 +316,7 @@ def test_a_hybrid_s_adapters_are_named_by_the_layers_that_attend(tmp_path):
 @pytest.mark.filterwarnings("ignore")  # of peft's own
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "qwen3_next_experts"])
 def test_peft_computes_the_same_of_experts_adapters(tmp_path, name):
-    """Of each expert, as PEFT wrote them before transformers put experts together; it reads them since."""
+    """For each expert, as PEFT wrote adapters before transformers joined experts; newer versions still read them."""
     torch, theirs = pytest.importorskip("torch"), pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     own = transformers.AutoConfig.for_model(**(families.CONFIGS | hybrids.CONFIGS)[name], initializer_range=0.2)

@@ -1,6 +1,6 @@
-"""Files that hold all experts of a layer in one tensor, plain and in MXFP4.
+"""Files that hold all experts of a layer in one tensor.
 
-What whole models compute is compared with transformers in test_families.
+The tensors are plain or MXFP4. test_families compares whole models with transformers.
 """
 
 import json
@@ -31,7 +31,7 @@ EXPERTS = "model.layers.1.mlp.experts."
 
 
 def released(folder, **changes):
-    """A folder as GPT-OSS was released, and its tensors."""
+    """Return a folder in GPT-OSS's released form, and its tensors."""
     rng, plain = np.random.default_rng(3), folder.parent / "plain"
     config = {key: value for key, value in CONFIG.items() if key != "quantization_config"}
     plain.mkdir()
@@ -51,7 +51,7 @@ def released(folder, **changes):
 
 
 def decode(blocks, scales):
-    """[O,G,16] and [O,G], number by number, to [O,32 G]."""
+    """Decode [O,G,16] and [O,G], number by number, to [O,32 G]."""
     out = np.zeros((*scales.shape, 32))
     for place in np.ndindex(blocks.shape):
         o, g, byte = place

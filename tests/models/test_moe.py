@@ -1,6 +1,6 @@
-"""Experts: against loops in float64, on meshes, and what the sampler notes of them for the learner.
+"""Experts compared with float64 loops, and on meshes.
 
-What whole models compute is compared with transformers in test_families.
+Also the choices that the sampler records for the learner. test_families compares whole models with transformers.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ def test_what_was_chosen_before_is_chosen_again_with_the_probabilities_of_now():
 
 
 def test_the_balance_cost_is_that_of_transformers():
-    """The numbers are from transformers 5.24's load_balancing_loss_func, of these logits without and with a mask."""
+    """The numbers come from load_balancing_loss_func of transformers 5.24, without and with a mask."""
     rng = np.random.default_rng(3)
     logits = np.stack([rng.normal(size=(12, 5)).astype(np.float32) for _ in range(2)])
     arch = dataclasses.replace(EXPERTS, num_experts=5, experts_per_token=2, num_layers=2, width=5)
@@ -123,7 +123,7 @@ def test_the_balance_cost_is_that_of_transformers():
 
 @pytest.mark.parametrize("turned", mostly_in("slow", [False, True]))
 def test_the_kernel_of_tpus_computes_the_same_and_its_gradient(turned):
-    """Interpreted; experts without rows, and rows of no expert, among them."""
+    """In the interpreter; includes experts without rows, and rows without an expert."""
     rng, sizes = np.random.default_rng(8), np.array([70, 0, 33, 1], np.int32)
     rows, w = (rng.normal(size=shape).astype(np.float32) for shape in ((150, 24), (4, 40, 24)))
     there = (np.arange(150) < sizes.sum())[:, None]
@@ -144,7 +144,7 @@ def test_the_kernel_of_tpus_computes_the_same_and_its_gradient(turned):
 
 @pytest.mark.parametrize(("num_in", "num_out"), [(64, 4), (8, 2048)])
 def test_the_kernel_of_adapters_is_one_for_tpus_forward_and_backward(num_in, num_out):
-    """A gradient contracts what the other side of a narrow matrix has: tiles of the rank's width would be refused."""
+    """The gradient contracts another dimension than the forward pass. Tiles of the rank's width would be refused."""
     total = lambda rows, w, sizes: jnp.sum(moe.grouped_by_kernel(rows, w, sizes, turned=False))
     shapes = ((700, num_in), jnp.float32), ((6, num_out, num_in), jnp.float32), ((6,), jnp.int32)
     traced = jax.jit(jax.grad(total, (0, 1))).trace(*(jax.ShapeDtypeStruct(*each) for each in shapes))
@@ -167,7 +167,7 @@ def test_metrics_of_even_and_of_one_sided_loads():
 
 @functools.cache
 def gradient_on(config):
-    """Hidden states, choices and the gradient of a sum of both's, of rows on a mesh."""
+    """Return hidden states, choices and the gradient of a sum over both, for rows on a mesh."""
     mesh, rules = building.mesh_of(config), sharding.rules_of(config)
     model = Model(BIASED, remat="full", rules=rules, lora=LoraConfig(rank=2))
     tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (4, 6)).astype(np.int32)
@@ -215,7 +215,7 @@ def sampled(config=ONE):
 
 
 def learner(rollout, sampler, *, chosen=None, group_size=1, lines=False):
-    """``row_logp`` of a rollout's rows, apart, by groups or two groups a line."""
+    """Return ``row_logp`` of a rollout's rows: separate, by groups, or two groups per line."""
     rows = [rollout.tokens, rollout.prompt_length, rollout.length, chosen]
     how = dict(sampling=sampler.sampling, completion_width=COMPLETION_TOKENS, chunk_positions=3, group_size=group_size)
     if lines:
@@ -251,7 +251,7 @@ def test_the_sampler_notes_what_the_learner_would_choose():
     ],
 )
 def test_a_replay_means_the_same_however_rows_lie(layout):
-    """Choices that no router would make, so that one that goes to a wrong token shows."""
+    """The recorded choices are such that no router would make them, so a choice at a wrong token shows."""
     sampler, rollout = sampled()
     rng, (B, S) = np.random.default_rng(6), rollout.tokens.shape
     forged = rng.permuted(np.tile(np.arange(6, dtype=np.uint8), (B, S, 2, 1)), axis=-1)[..., :3].reshape(B, S, 6)
@@ -277,8 +277,10 @@ def test_a_sampler_on_a_mesh_draws_and_notes_the_same(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [4, 8])
 def test_in_bfloat16_a_replay_takes_away_the_gap_of_other_choices(layers):
-    """Measured with 8 layers: 4 in 100 choices differ, and of the gaps, mean 0.017 and largest 0.13 nats, 0.007 and
-    0.029 remain (studies/log.md: of routers published in bfloat16). In float32 no choice differs.
+    """Measured with 8 layers: 4 of 100 choices differ.
+
+    The gaps of 0.017 nats (mean) and 0.13 nats (largest) fall to 0.007 and 0.029 (studies/log.md: routers published in
+    bfloat16). In float32 no choice differs.
     """
     sizes = dict(num_layers=layers, num_experts=16, experts_per_token=4, width=64, head_size=16, ffn=32, qk_norm="head")
     sampler = make_sampler(arch=dataclasses.replace(EXPERTS, **sizes), keeps_experts=True)
@@ -349,7 +351,7 @@ def test_padding_packing_microbatches_and_meshes_do_not_change_loss_and_gradient
 
 @pytest.mark.tier("slow")  # plain: test_the_balance_cost_is_that_of_transformers
 def test_the_balance_cost_moves_routers_towards_even_loads():
-    """Of rows without advantages the cost is the loss."""
+    """For rows without advantages, the loss is only the balance cost."""
     update = dataclasses.replace(building.make_update({"load_balance": 0.7}), model=Model(EXPERTS))
     rows = building.random_experience(with_reference=False)
     batch = building.on_mesh(update, rows.replace(advantage=np.zeros_like(rows.advantage)))
@@ -427,7 +429,7 @@ def test_settings_that_experts_cannot_have_are_refused_before_anything_is_compil
 
 
 def test_experts_of_the_sampler_may_lie_where_the_learner_s_might_not():
-    """It keeps the width whole, so that no matrix has it where the others have their ffn."""
+    """The sampler keeps the width whole. No matrix is split along the width while others are split along the ffn."""
     run = run_of(EXPERTS, 2, mesh={"data": 1, "fsdp": 2, "sampler_tensor": 2, "rules": {"embed": "tensor"}})
     assert (run.mesh.shape["tensor"], run.sampler.mesh.shape["tensor"]) == (1, 2)
 

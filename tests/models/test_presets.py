@@ -1,4 +1,4 @@
-"""Presets: the shapes that the models' config.json have, with as many parameters as their pages say."""
+"""Presets have the shapes in the models' config.json, and the parameter counts on their pages."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Weights of a byte each: how they are rounded, what the sampler and the learner make of them."""
+"""Weights of one byte: rounding, and the computation in sampler and learner."""
 
 import dataclasses
 import functools
@@ -34,7 +34,10 @@ HYBRIDS = (
 
 
 def oracle(w_OI, kind):
-    """Values and scales of a matrix, of float32 steps of numpy; in four bits each scale 16 times."""
+    """Return values and scales of a matrix from float32 steps in numpy.
+
+    In four bits each scale is repeated 16 times.
+    """
     if kind == "fp4":
         values, scale = oracle(w_OI.reshape(-1, 16), "of 16")
         return values.reshape(w_OI.shape), np.broadcast_to(scale, (len(scale), 16)).reshape(w_OI.shape)
@@ -48,12 +51,15 @@ def oracle(w_OI, kind):
 
 
 def rounded_blocks(params, kind):
-    """The same parameters with every matrix of the blocks as its values times its scales."""
+    """Return the parameters with every matrix of the blocks replaced by its values times its scales."""
     return changed_blocks(params, lambda w_OI: np.multiply(*oracle(w_OI, kind)))
 
 
 def params_of(model, kind):
-    """Of four bits, none close to halfway between two: with the flags of tests XLA rounds to float16 first."""
+    """Return parameters.
+
+    In four bits no value is close to the middle of two, because with the tests' flags XLA rounds to float16 first.
+    """
 
     def settled(w_OI):
         x = np.abs(w_OI / oracle(w_OI, kind)[1])[..., None]
@@ -108,7 +114,10 @@ def test_norms_and_biases_and_the_compute_dtype_are_left_alone():
 
 @functools.cache
 def hidden_of(kind, where, dtype="float32", arch=TINY):
-    """Hidden states of some tokens by the learner's forward or by the published weights, in full or rounded."""
+    """Return hidden states of some tokens, in full precision or rounded.
+
+    They come from the learner's forward or from published weights.
+    """
     on = CUBE if where == "published on a cube" else ONE
     mesh = mesh_of(on)
     model = Model(arch, dtype, weights=kind if where == "learner" else "compute", published=kind)
@@ -187,7 +196,7 @@ def test_published_experts_take_a_byte_each():
 
 @needs_qwix
 def test_in_bfloat16_learner_and_sampler_differ_by_no_more_than_without_rounding():
-    """Values are exact in it, and scales come after the sum, on both sides."""
+    """Values are exact in bfloat16, and scales are applied after the sum, on both sides."""
 
     def gap(kind):
         return np.abs(hidden_of(kind, "learner", "bfloat16") - hidden_of(kind, "published", "bfloat16")).mean()
@@ -225,7 +234,7 @@ def test_published_weights_take_a_byte_each():
 
 @needs_qwix
 def test_a_sampler_of_rounded_weights_draws_by_the_log_probs_of_a_learner_that_rounds():
-    """Prefill and decode steps, of a law that whole runs repeat in the slow suite."""
+    """Prefill and decode steps. The slow suite tests the same property in whole runs."""
     model, mesh = Model(TINY, weights="int8", published="int8"), mesh_of(ONE)
     sampler = dataclasses.replace(building.make_sampler(num_slots=5, chunk_steps=3), model=model)
     params = building.learner_params(model, mesh)

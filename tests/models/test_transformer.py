@@ -1,4 +1,4 @@
-"""Pieces of the model: projections, logits, the table of rotations."""
+"""Parts of the model: projections, logits, the table of rotations."""
 
 import dataclasses
 import functools
@@ -56,7 +56,7 @@ def test_angles_of_a_table_are_those_of_each_position():
 
 
 def test_a_model_without_layers_runs_in_learner_and_sampler():
-    """It is the cheapest model: tests of rewards, credit and losses need no more."""
+    """This is the cheapest model. It is enough for tests of rewards, credit and losses."""
     arch = dataclasses.replace(PRESETS["debug"], num_layers=0, width=8)
     model = Model(arch)
     params = host_params(model)

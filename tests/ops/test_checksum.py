@@ -1,4 +1,4 @@
-"""A checksum is of values: it is what plain arithmetic says, wherever the bits lie, and each of them matters."""
+"""A checksum depends on values only: it equals plain arithmetic, wherever the array is, and every bit counts."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ SHAPES = [(), (0,), (3, 0), (1,), (7,), (64,), (5, 32), (3, 4, 20), (2, 3, 5, 11
 
 
 def random_bits(shape, dtype, seed=0):
-    """Every bit pattern of a type, with what is no number among floats."""
+    """Return every bit pattern of a type, including NaN and infinity for floats."""
     rng = np.random.default_rng(seed)
     if dtype is bool:
         return rng.random(shape) < 0.5
@@ -75,14 +75,14 @@ def test_elements_that_change_places_show():
 
 
 def test_more_elements_than_places_are_summed_as_few_are():
-    """8 billion of them: what the program is made of has 32 bits, and takes no array of their size."""
+    """8 billion elements: the program's constants have 32 bits, and it needs no array of this size."""
     compiled = jax.jit(checksum).lower(jax.ShapeDtypeStruct((2**20, 2**13), jnp.bool_)).compile()
     assert "u64" not in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 2**33 / 4
 
 
 def test_it_takes_little_memory_beside_the_array():
-    """A CPU's program would write out every term of a long sum."""
+    """A CPU's program would otherwise write every term of a long sum."""
     large = jax.ShapeDtypeStruct((512, 4096), jnp.float32)
     memory = jax.jit(checksums).lower([large, large]).compile().memory_analysis()
     assert memory.temp_size_in_bytes < memory.argument_size_in_bytes / 16
@@ -90,7 +90,10 @@ def test_it_takes_little_memory_beside_the_array():
 
 @needs_libtpu
 def test_a_tpu_writes_out_no_terms():
-    """Of a cache of 128 MiB and a matrix of 224: sums of 32 neighbours, in rows of 128 places, would take as much."""
+    """A cache of 128 MiB and a matrix of 224 MiB.
+
+    Sums of 32 neighbours, in rows of 128 places, would take as much memory.
+    """
     devices, _ = chips.devices_of("v5e:2x2")
     where = jax.sharding.SingleDeviceSharding(devices[0])
     cache, matrix = ((64, 2, 4096, 128), jnp.bfloat16), ((4096, 14336), jnp.float32)

@@ -16,7 +16,10 @@ FILTERS = [
 
 
 def weighted_sum(hidden, head, target, weights, settings):
-    """Sum of weight_0 logp + weight_1 entropy over the positions, by loops in float64. The target stays a candidate."""
+    """Return the sum of weight_0 logp + weight_1 entropy over the positions, by loops in float64.
+
+    The target always stays a candidate.
+    """
     total = 0.0
     for b, c in np.ndindex(target.shape):
         logits = head @ hidden[b, c]

@@ -1,4 +1,4 @@
-"""Rows laid side by side: each unit once and whole, few lines, and every token sees what it saw in its own row."""
+"""Rows packed side by side: each unit once and whole, few lines, and each token attends as in its own row."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ LAY = jax.jit(packing.lay, static_argnames=("width", "group_size"))
 
 
 def first_fit_by_hand(size):
-    """Lists of units, the longest first, each in the first line with room."""
+    """Return lists of units: the longest unit first, each in the first line with room."""
     lines = []
     for unit in sorted((u for u in range(len(size)) if size[u]), key=lambda u: (-size[u], u)):
         for line in lines:

@@ -1,4 +1,4 @@
-"""Where rows go in a shard's slots, and in which order they stand."""
+"""The slots of a shard that rows take, and the order of the rows."""
 
 import jax
 import jax.numpy as jnp

@@ -209,7 +209,10 @@ def test_frequencies_pass_a_chi_square_test():
 
 
 def by_part(function, parts, *args):
-    """``function(*args, axis)`` by so many devices, each with its part of the last dimension of the first argument."""
+    """Call ``function(*args, axis)`` on this many devices.
+
+    Each has its part of the last dimension of the first argument.
+    """
     mesh = jax.make_mesh((parts,), ("part",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:parts])
     specs = (jax.P(None, "part"), *(jax.P() for _ in args[1:]))
     mapped = lambda *args: function(*args, ("part",))
@@ -249,7 +252,7 @@ def test_devices_with_parts_of_a_vocabulary_draw_what_one_draws(num_tokens, part
 
 @pytest.mark.parametrize("size", [3, 20, 60])  # fewer than a part has, and more
 def test_devices_with_parts_of_a_vocabulary_keep_the_support_that_one_keeps(size):
-    """With ties within parts and across them: of those at the end the first ones stay."""
+    """With ties within parts and across parts: the first of the tied ids at the end stay."""
     rng = np.random.default_rng(9)
     logits = rng.integers(0, 6, (50, 96)).astype(np.float32)
     logits[rng.random(logits.shape) < 0.4] = -np.inf

@@ -1,4 +1,4 @@
-"""Signatures say what shape arrays have, and in the tests every call is held to it."""
+"""Signatures declare the shapes of arrays, and in the tests every call is checked against them."""
 
 import ast
 import pathlib
@@ -34,7 +34,7 @@ SHAPED = {"Bool", "Float", "Float32", "Int", "Key", "Num", "Real", "Shaped", "UI
 
 
 def public_functions(body, prefix):
-    """Name and node of each function and method, without those that begin with an underscore."""
+    """Return name and node of each public function and method."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
             if isinstance(node, ast.FunctionDef):
@@ -44,7 +44,7 @@ def public_functions(body, prefix):
 
 
 def named_types(body):
-    """What the names that a module gives stand for."""
+    """Return the types behind the names of a module."""
     return {
         node.targets[0].id: node.value
         for node in body
@@ -53,7 +53,7 @@ def named_types(body):
 
 
 def says_its_shape(annotation, types):
-    """Whether every array that an annotation speaks of is in one of jaxtyping's."""
+    """Return whether every array in an annotation is in a jaxtyping type."""
     if annotation is None:
         return False
     if isinstance(annotation, ast.Name) and annotation.id in types:
@@ -72,13 +72,13 @@ def says_its_shape(annotation, types):
 
 
 def speaks_of_a_shape(annotation, types):
-    """Whether one of jaxtyping's is anywhere in an annotation."""
+    """Return whether an annotation contains a jaxtyping type."""
     names = {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)} if annotation else set()
     return bool(names & SHAPED) or any(speaks_of_a_shape(types[name], types) for name in names & types.keys())
 
 
 def without_shape(source, module):
-    """What in the public signatures of a module may be an array and does not say its shape."""
+    """Return the parts of a module's public signatures that may be arrays without a declared shape."""
     found, body = [], ast.parse(source).body
     types = named_types(body)
     for name, node in public_functions(body, module):
@@ -100,7 +100,7 @@ def test_public_functions_say_the_shape_of_every_array(path):
 
 
 def without_array(source, module):
-    """Public functions of a module whose result has no shape."""
+    """Return the public functions of a module whose result has no shape."""
     body = ast.parse(source).body
     types = named_types(body)
     return [name for name, node in public_functions(body, module) if not speaks_of_a_shape(node.returns, types)]

@@ -12,7 +12,7 @@ NUM_KEYS = 8_000
 
 
 def sequential(weights, num):
-    """Probability of every ordered outcome of drawing ``num`` in proportion to what is left, by its definition."""
+    """Return the probability of every ordered outcome of ``num`` draws in proportion to the remaining weights."""
     outcomes = {}
     for order in itertools.permutations([i for i, w in enumerate(weights) if w > 0], num):
         probability, left = 1.0, sum(weights)
@@ -24,7 +24,7 @@ def sequential(weights, num):
 
 
 def draw_many(weights, length, *, num, max_length, seed=0, num_keys=NUM_KEYS, taken=None):
-    """One shard per key; slot = 2 * position + 1, so that the two cannot be mistaken."""
+    """Draw with one shard per key. Slot = 2 * position + 1, so that slots and positions cannot be confused."""
     weights = jnp.asarray(weights, jnp.float32)
 
     @jax.jit

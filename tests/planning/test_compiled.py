@@ -1,4 +1,4 @@
-"""Compiled: what the compiler reports of temporary memory."""
+"""The compiler's report of temporary memory."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ Total bytes: 1 (1B)
 
 
 def test_temporary_memory_is_neither_arguments_nor_what_is_on_the_chip_and_adds_up():
-    """Two buffers of 0.5 MiB have one place in turn: of 1.5 MiB, half is of each shape."""
+    """Two buffers of 0.5 MiB share one address at different times: of 1.5 MiB, half belongs to each shape."""
     assert temporaries(REPORT) == (Buffer("f32[512,512]", 1, 0.75 * 2**20), Buffer("bf16[512,512]", 2, 0.75 * 2**20))
 
 
@@ -43,7 +43,7 @@ def test_a_program_without_temporary_memory_has_no_buffers():
 
 
 def run_of(update, *, unit, windows=(0, 0)):
-    """Rows of 4 + 8 tokens, two a prompt."""
+    """Return a run with rows of 4 + 8 tokens and two rows per prompt."""
     arch = dataclasses.replace(PRESETS["debug"], layers=tuple(Layer(window=n) for n in windows))
     settings = {
         "prompts": {"max_tokens": 4},
@@ -56,7 +56,7 @@ def run_of(update, *, unit, windows=(0, 0)):
 
 
 def test_attention_is_that_of_the_mean_layer():
-    """Of two blocks of queries the first sees 128 keys, the second 256, or with a window 128 + 31."""
+    """Of two blocks of queries, the first attends to 128 keys and the second to 256, or to 128 + 31 with a window."""
     run = run_of({}, unit="rollout", windows=(0, 32))
     expected = ((128 + 256) / 2 + (128 + 159) / 2) / 2 / 256
     assert attended_share(run, "update", 256, 256, 128) == pytest.approx(expected)
@@ -89,7 +89,7 @@ def test_packed_lines_compute_what_their_rows_see(unit, windows, lines, pairs):
     ],
 )
 def test_packed_lines_project_what_completions_they_hold(unit, lines, width, share):
-    """Chunks past the last target were counted too."""
+    """Once, chunks after the last target were counted too."""
     run = run_of({"pack_width": width, "micro_batch_tokens": lines * width}, unit=unit)
     assert head_share(run, "update") == pytest.approx(share)
     assert head_share(run, "annotate") == 1 == head_share(run_of({}, unit=unit), "update")

@@ -1,4 +1,4 @@
-"""Cost: rooflines and money, by hand."""
+"""Cost: rooflines and prices, computed by hand."""
 
 import types
 
@@ -27,7 +27,7 @@ def test_a_loops_turns_take_the_longest_of_what_they_do_and_loops_follow_each_ot
 
 
 def test_a_token_is_computed_by_its_own_experts():
-    """Figures of the models' cards: 12.9 of 46.7 billion, 3.3 of 30.5."""
+    """The figures on the models' cards: 12.9 of 46.7 billion, 3.3 of 30.5 billion."""
     mixtral, qwen = (presets.PRESETS[name] for name in ("mixtral-8x7b", "qwen3-30b-a3b"))
     assert cost.active_params(mixtral) == 12_879_925_248
     assert cost.active_params(qwen) == 3_353_032_704
@@ -37,7 +37,7 @@ def test_a_token_is_computed_by_its_own_experts():
 
 @pytest.mark.parametrize("reads_prompts", [False, True])
 def test_the_head_is_of_completions_and_of_prompts_that_are_read(reads_prompts):
-    """Two prompts of 5 tokens, four completions each of 7; an update of both groups."""
+    """Two prompts of 5 tokens with four completions of 7 tokens each, and an update of both groups."""
     arch = PRESETS["debug"]
     settings = {
         "prompts": {"max_tokens": 5},
@@ -56,7 +56,7 @@ def test_the_head_is_of_completions_and_of_prompts_that_are_read(reads_prompts):
 
 @pytest.mark.parametrize(("lookahead", "steps"), [(0, 2 * 7), (2, 10)])
 def test_a_lookahead_leaves_no_slot_idle(lookahead, steps):
-    """8 rollouts of 7 tokens in 6 slots: two rounds, or 56 tokens of 6 a step."""
+    """8 rollouts of 7 tokens in 6 slots: two rounds, or 56 tokens at 6 per step."""
     rollout = {"prompts_per_iteration": 2, "group_size": 4, "slots": 6, "lookahead_prompts": lookahead}
     update = {"batch_size": 8, "micro_batch_size": 8}
     config = freeze({"sampling": {"max_completion_tokens": 7}, "rollout": rollout, "update": update})
@@ -65,7 +65,7 @@ def test_a_lookahead_leaves_no_slot_idle(lookahead, steps):
 
 @pytest.mark.parametrize(("chunk", "share"), [(8, 12 / 16), (4, 1), (64, 12 / 64)])
 def test_the_last_chunk_of_steps_ends_with_the_last_row(chunk, share):
-    """A slot for each rollout of 12 tokens: 12 steps, which two chunks of 8 were counted as 16."""
+    """One slot for each rollout of 12 tokens: 12 steps. Once, two chunks of 8 were counted as 16."""
     rollout = {"prompts_per_iteration": 2, "group_size": 4, "chunk_steps": chunk}
     update = {"batch_size": 8, "micro_batch_size": 8}
     settings = {"sampling": {"max_completion_tokens": 12}, "rollout": rollout, "update": update}
@@ -83,7 +83,10 @@ def test_dollars_are_of_all_chips():
 
 @pytest.mark.parametrize("uncounted", [{}, {"__cudnn$fmhaSoftmax": 1}])
 def test_what_a_kernel_computes_and_is_not_told_takes_what_the_models_algebra_says(uncounted):
-    """On two chips of 1e12 operations a second; the program does next to nothing, and a part of it is not known."""
+    """Two chips of 1e12 operations a second.
+
+    The program does almost nothing, and the operations of a part of it are unknown.
+    """
     settings = {"model": {"path": "random:debug"}, "update": {"batch_size": 8, "micro_batch_size": 8}}
     run = types.SimpleNamespace(
         config=freeze(settings), mesh=types.SimpleNamespace(size=2), model=types.SimpleNamespace(arch=PRESETS["debug"])

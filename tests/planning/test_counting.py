@@ -1,4 +1,4 @@
-"""Counting: what a program does is what its mathematics says; loops count as often as they turn."""
+"""Counting: a program's operations equal its mathematics, and a loop counts once per iteration."""
 
 import functools
 import os
@@ -75,7 +75,7 @@ MESH_SIZE, VALUES = 8, 64
 
 
 def per_device(kind):
-    """A collective of 64 floats a device, over 8 of them."""
+    """Return the bytes of a collective of 64 floats per device over 8 devices."""
     names = {
         "all-gather": lambda x: jax.lax.all_gather(x, "d"),
         "all-reduce": lambda x: jax.lax.psum(x, "d"),
@@ -163,7 +163,7 @@ def test_a_loop_whose_turns_are_joined_counts_its_steps():
 
 
 def test_an_element_of_a_tuple_may_have_no_line_of_its_own():
-    """As the compiler of jax 0.12 writes it."""
+    """The compiler of jax 0.12 writes texts in this form."""
     lines = [line for line in TPU.splitlines() if not line.startswith(("  %at =", "  %counter =", "  %x ="))]
     newer = "\n".join(lines).replace("compare(%at,", "compare(%p.2#0,")
     newer = (
@@ -198,7 +198,7 @@ ENTRY %main (q: bf16[2,4096,64], k: bf16[1,4224,64]) -> bf16[2,4096,64] {
 
 
 def test_attention_to_a_prompt_and_the_row_itself_leaves_out_the_blocks_above_the_diagonal():
-    """Eight blocks of queries see 640, 1152, ..., 4224 keys: 2432 on average, in two matmuls."""
+    """Eight blocks of queries attend to 640, 1152, ..., 4224 keys: 2432 on average, in two matmuls."""
     pairs = 4096 * (640 + 4224) / 2
     assert count(SPLASH).total("flops") == pytest.approx(2 * 2 * 2 * 64 * pairs)
     assert count(SPLASH, attended=lambda *sizes: 0.25 * (sizes == (4096, 4224, 512))).total("flops") == (
@@ -287,7 +287,7 @@ def test_a_matmul_by_a_librarys_call_on_a_gpu_is_counted_without_its_room_to_wor
 
 @needs_cuda_compiler
 def test_a_gpus_compiler_writes_matmuls_that_are_counted():
-    """Alone in its process, for XLA_FLAGS: by kernels of its own, and by the library's calls."""
+    """This test runs in its own process because of XLA_FLAGS: matmuls by XLA's own kernels, and by library calls."""
     script = """
 import jax
 from jaxrl_llm.planning import chips

@@ -1,4 +1,4 @@
-"""A mixture's programs for TPUs: a token is multiplied by its own experts alone, and plan counts that."""
+"""A mixture's programs for TPUs: a token is multiplied by its own experts only, and plan counts this."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def counts(arch, name, **mesh):
 
 
 def of_experts(name, **mesh):
-    """What experts add to a model whose experts are all but nothing, operations of a device."""
+    """Return the operations per device that experts add to a model that has almost nothing else."""
     flops = lambda arch: sum(x.turns * x.flops for x in counts(arch, name, **mesh).regions)
     return flops(ARCH) - flops(dataclasses.replace(ARCH, ffn=128)), counts(ARCH, name, **mesh)
 
@@ -45,8 +45,9 @@ def of_experts(name, **mesh):
 @needs_libtpu
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 1, "expert": 4}, {"data": 1, "expert": 2, "tensor": 2}])
 def test_a_prefill_multiplies_each_token_by_its_own_experts(mesh):
-    """Half of the ffn is 2 of 16 experts' 3 matrices [128,512] for each token, in the first of two layers: of the last
-    one keys and values alone are wanted.
+    """The ffn's share: 2 of 16 experts' 3 matrices [128,512] for each token, only in the first of two layers.
+
+    The last layer needs only keys and values.
     """
     added, found = of_experts("prefill", **mesh)
     assert added == 2 * TOKENS * 2 * 3 * 128 * 512 / 4

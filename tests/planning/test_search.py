@@ -1,4 +1,4 @@
-"""Search: which meshes a model can use, what a micro-batch keeps, which layouts come first."""
+"""The search: which meshes a model can use, the memory of a micro-batch, the order of layouts."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ MIXTURE = dataclasses.replace(TINY, num_experts=6, experts_per_token=2)  # 4 hea
 
 @pytest.mark.parametrize(("arch", "of_experts"), [(TINY, {1}), (MIXTURE, {1, 2, 3, 6})])
 def test_all_meshes_of_twelve_devices_that_a_model_can_use(arch, of_experts):
-    """Key heads divide over tensor, heads over tensor and context together, experts over expert."""
+    """tensor divides key heads, tensor and context together divide heads, expert divides experts."""
     can = lambda data, fsdp, expert, context, tensor: (
         data * fsdp * expert * context * tensor == 12
         and expert in of_experts
@@ -29,7 +29,7 @@ def test_all_meshes_of_twelve_devices_that_a_model_can_use(arch, of_experts):
 
 
 def test_of_a_micro_batch_inputs_of_layers_and_what_their_mlps_keep():
-    """2 rows of 32 tokens on two devices: 2 layers of width 64; six arrays of the MLP's 128, or two, or none."""
+    """2 rows of 32 tokens on two devices: 2 layers of width 64; six, two or no arrays of the MLP's width 128."""
     config = freeze(
         {
             "model": {"path": "random:debug"},
@@ -45,7 +45,10 @@ def test_of_a_micro_batch_inputs_of_layers_and_what_their_mlps_keep():
 
 @needs_libtpu
 def test_experts_are_split_where_a_chip_cannot_hold_or_read_them_all():
-    """Four chips of 95 GiB: 30 billion parameters whole are 57 GiB for the sampler alone, beside 57 of the learner."""
+    """Four chips of 95 GiB:
+
+    30 billion parameters take 57 GiB for the sampler alone, in addition to 57 GiB of the learner.
+    """
     settings = {
         "model": {"compute_dtype": "bfloat16", "param_dtype": "bfloat16"},
         "rollout": {"prompts_per_iteration": 4, "group_size": 2},

@@ -1,6 +1,6 @@
-"""Every program that a run may have, and what splits it, through the TPU's compiler for slices of each size and kind.
+"""Every program that a run may have, compiled by the TPU compiler for slices of each size and kind.
 
-The models are small: what an 8B model's programs need and take is in tests/system/test_pod_job.py.
+The models are small. tests/system/test_pod_job.py tests the programs of an 8B model.
 """
 
 import time
@@ -35,7 +35,7 @@ def plain(rows):
 
 
 def looks_ahead(rows):
-    """Rollouts that stay open, a reference that is reset, an evaluation; rows of other lengths in one line."""
+    """Rollouts that stay open, a reference that is reset, an evaluation; rows of different lengths in one line."""
     of = plain(rows)
     of["rollout"]["lookahead_prompts"] = rows
     of["algorithm"] |= {"reference_reset_iterations": (3,), "old_policy": "generation"}
@@ -44,7 +44,7 @@ def looks_ahead(rows):
 
 
 def resamples(rows):
-    """Adapters of a mixture, whose experts are split, and rows too; texts that end completions; rollouts of others."""
+    """Adapters of a mixture with split experts and split rows; stop strings; external rollouts."""
     of = plain(rows)
     of["rollout"]["max_resample_rounds"] = 2
     of["sampling"]["stop_strings"] = ("a",)

@@ -1,4 +1,4 @@
-"""The arithmetic task: right answers, the same questions for a seed, settings that are refused by name."""
+"""The arithmetic task: right answers, the same questions for a seed, settings refused by name."""
 
 import re
 

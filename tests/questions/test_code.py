@@ -1,4 +1,4 @@
-"""Rows with tests in MBPP's and HumanEval's forms, and how a bad one is refused."""
+"""Rows with tests in MBPP's and HumanEval's forms, and the errors for bad rows."""
 
 import json
 
@@ -61,7 +61,10 @@ def test_both_forms_become_questions_with_tests_one_by_one(loaded):
 
 
 def test_what_other_tests_call_or_need_is_not_left_out(loaded):
-    """Every answer failed by a NameError: a helper that asserts, a name that a loop which asserts gives."""
+    """Once, every answer failed by a NameError:
+
+    a helper with an assertion, or a name from a loop with an assertion, was left out.
+    """
     helper = "def check(candidate):\n    def same(a, b):\n        assert a == b\n    same(candidate(1), 1)\n"
     other = f"{helper}    assert candidate(2) == 2\n"
     loop = "def check(candidate):\n    for i in range(3):\n        assert candidate(i) == i\n"
@@ -174,7 +177,7 @@ BODY = {**HUMAN, "canonical_solution": "    y = x\n    return y\n"}
 
 
 def laddered(loaded, *rows, parts, rate=0.8):
-    """(prompt, given) of each question of training, by ladder."""
+    """Return (prompt, given) of each training question, by ladder."""
     found = loaded(*rows, given_parts=parts)
     config = PromptsConfig(source="code", name="f", arguments={"given_parts": parts}, retire_pass_rate=rate)
     ladders = {}

@@ -1,4 +1,4 @@
-"""Scorers of reasoning-gym against answers that look at no question: constants, copies, and what stops a scorer."""
+"""Scorers of reasoning-gym with answers that ignore the question: constants, copies, and answers that stop a scorer."""
 
 import collections
 import json

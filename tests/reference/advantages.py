@@ -27,14 +27,14 @@ def median(values):
 
 
 def standardised(values):
-    """(v - mean) / (std + eps) of a list, zeros where all are equal."""
+    """Return (v - mean) / (std + eps) of a list; zeros if all values are equal."""
     if not values or max(values) == min(values):
         return [0.0] * len(values)
     return [(v - mean(values)) / (std(values) + EPSILON) for v in values]
 
 
 def group_advantages(reward, group, valid, kind, *, delta_v=0.0, parts=None, part_weights=(), baseline=None):
-    """reward, group, valid and the rest: sequences of B. Returns [B] float64."""
+    """Return [B] float64. reward, group, valid and the other arguments are sequences of length B."""
     reward = np.asarray(reward, np.float64)
     result = np.zeros(len(reward))
     everyone = [i for i in range(len(reward)) if valid[i]]

@@ -1,10 +1,10 @@
-"""The checksum of an array, one element after the other, in Python's own whole numbers."""
+"""The checksum of an array, element by element, in Python integers."""
 
 import numpy as np
 
 
 def checksum(array: np.ndarray) -> int:
-    """Sum of mixed bits times an odd number of the place, modulo 2^32; elements of at most 4 bytes."""
+    """Return the sum of mixed bits times an odd number of the index, modulo 2^32. Elements have at most 4 bytes."""
     raw, width = array.tobytes(), array.dtype.itemsize
     total = 0
     for place in range(array.size):

@@ -4,7 +4,7 @@ import math
 
 
 def weights(log_ratio, mask, kind, low, high, threshold, policy=None):
-    """Lists [B][T] of weights; 0 off the mask. ``policy`` are log-ratios of the current policy."""
+    """Return weights as lists [B][T], 0 off the mask. ``policy`` has log-ratios of the current policy."""
     result = []
     for i, (row, keep) in enumerate(zip(log_ratio, mask, strict=True)):
         whole = sum(float(x) for x, m in zip(row, keep, strict=True) if m)
@@ -27,7 +27,10 @@ def weights(log_ratio, mask, kind, low, high, threshold, policy=None):
 
 
 def second_moment_kept(log_ratio, mask, limit):
-    """{(row, column)} that stay: the largest leave one by one until the mean square is at most ``limit``."""
+    """Return the {(row, column)} that stay.
+
+    The largest values leave one by one until the mean square is at most ``limit``.
+    """
     tokens = {(i, t): float(log_ratio[i][t]) ** 2 for i, row in enumerate(mask) for t, m in enumerate(row) if m}
     while tokens and sum(tokens.values()) / len(tokens) > limit:
         largest = max(tokens.values())
@@ -36,7 +39,7 @@ def second_moment_kept(log_ratio, mask, limit):
 
 
 def moving_average(history, decay):
-    """Average of params_0 .. params_n after the recursion w <- decay w + 1."""
+    """Return the average of params_0 .. params_n after the recursion w <- decay w + 1."""
     average, w = history[0], 1.0
     for params in history[1:]:
         average = (decay * w * average + params) / (decay * w + 1)

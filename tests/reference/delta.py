@@ -1,4 +1,4 @@
-"""The gated delta rule by its recurrence, one token after the other, in float64."""
+"""The gated delta rule by its recurrence, token by token, in float64."""
 
 import numpy as np
 
@@ -19,12 +19,12 @@ def rule(q, k, v, g, b, state):
 
 
 def convolution(x, weight, before):
-    """Each channel's causal convolution: [T,C] of x [T,C], weight [C,taps] and the inputs [taps-1,C] before."""
+    """Return each channel's causal convolution [T,C] of x [T,C], weight [C,taps] and the earlier inputs [taps-1,C]."""
     taps = weight.shape[1]
     every = np.concatenate([before, x]).astype(np.float64)
     return np.stack([np.sum(every[t : t + taps].T * weight, axis=1) for t in range(len(x))])
 
 
 def path(unit, row, t):
-    """Places of a line that are token t's past, itself the last: its unit's prompt, and its own row."""
+    """Return the places of a line in the past of token t, which is the last: its unit's prompt and its own row."""
     return [s for s in range(t + 1) if unit[s] == unit[t] and row[s] in (0, row[t])]

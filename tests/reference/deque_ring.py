@@ -1,4 +1,4 @@
-"""The replay ring by its definition, in plain Python: which rows it holds follows from all that were ever inserted."""
+"""The replay ring by its definition, in plain Python: the inserted rows determine which rows it holds."""
 
 
 class DequeRing:
@@ -10,7 +10,10 @@ class DequeRing:
     """
 
     def __init__(self, capacity, num_shards, num_positive=0, max_age_steps=0, max_uses=0):
-        """``num_positive`` slots of each shard are for correct rows that the others no longer hold."""
+        """Create the ring.
+
+        ``num_positive`` slots of each shard are for correct rows that the main ring has overwritten.
+        """
         self.num_draws = 0
         self.max_age_steps, self.max_uses = max_age_steps, max_uses
         self.sizes = capacity // num_shards - num_positive, num_positive
@@ -22,7 +25,7 @@ class DequeRing:
         return row["state"] == "failed" or too_old or (self.max_uses and row["uses"] >= self.max_uses)
 
     def push(self, lane, size, rows, iteration):
-        """Append rows; returns those that go, in the order of time."""
+        """Append rows. Return the overwritten rows in the order of time."""
         surplus = max(0, len(lane) + len(rows) - size)
         going = [row for row in lane if self.is_spent(row, iteration)][:surplus]
         going += [row for row in lane if not self.is_spent(row, iteration)][: surplus - len(going)]
@@ -48,10 +51,10 @@ class DequeRing:
             self.ended += [row["uses"] for row in ended]
 
     def lanes(self, shard):
-        """The rows of the first lane and of the second, both oldest first."""
+        """Return the rows of the main ring and of the second ring, oldest first."""
         return self.shards[shard]
 
     def drawable(self, shard, iteration):
-        """Rows of a shard that may be drawn now, by id."""
+        """Return the ids of a shard's rows that may be drawn in this iteration."""
         rows = [row for lane in self.lanes(shard) for row in lane]
         return {row["id"]: row for row in rows if not self.is_spent(row, iteration)}

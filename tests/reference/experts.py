@@ -1,4 +1,4 @@
-"""Mixture of experts and its balance cost as loops in float64."""
+"""Mixture of experts and its balance cost by loops in float64."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ def softmax(x):
 
 
 def choose(probs, k):
-    """The k likeliest [X,k], the likelier first, of equal ones that of the lower number."""
+    """Return the k likeliest experts [X,k], likeliest first; in a tie the lower number comes first."""
     return np.argsort(-probs, axis=-1, kind="stable")[:, :k]
 
 
@@ -37,7 +37,7 @@ def mixture(x, router, gate, up, down, k, *, normalised, chosen=None, biases=Non
 
 
 def balance(probs, k, mask):
-    """E sum_e f_e P_e over tokens of the mask [X] and all layers, probs [layers,X,E]."""
+    """Return E sum_e f_e P_e over the tokens of the mask [X] and all layers; probs is [layers,X,E]."""
     kept = np.concatenate([of_layer[mask] for of_layer in probs])
     f = np.zeros(kept.shape[1])
     for row in choose(kept, k):

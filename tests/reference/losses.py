@@ -15,7 +15,7 @@ def clipped_surrogate(policy_logp, behaviour_logp, advantage, clip_low, clip_hig
 
 
 def aggregate(term, mask, trainable, kind, max_completion_tokens, group_id=None):
-    """The aggregated loss: tokens of the mask in trainable rows; rows without any do not count."""
+    """Return the aggregated loss over tokens of the mask in trainable rows. Rows without tokens do not count."""
     if kind == "prompt_mean":
         prompts = {}
         for row, keep, used, name in zip(term, mask, trainable, group_id, strict=True):

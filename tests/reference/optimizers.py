@@ -11,7 +11,10 @@ import numpy as np
 
 
 def adam(gradients, *, rate, b1=0.9, b2=0.999, eps=1e-8, rows=False):
-    """Sum of the updates, and the second moment, after gradients [T,...]; of ``rows`` one second moment each."""
+    """Return the sum of the updates and the second moment after gradients [T,...].
+
+    With ``rows``, each row has one second moment.
+    """
     m = v = total = np.zeros_like(gradients[0], dtype=np.float64)
     for t, g in enumerate(np.asarray(gradients, np.float64), 1):
         square = np.stack([np.full(len(row), row @ row / len(row)) for row in g]) if rows else g * g
@@ -21,9 +24,9 @@ def adam(gradients, *, rate, b1=0.9, b2=0.999, eps=1e-8, rows=False):
 
 
 def adafactor(gradients, *, rate, least=64):
-    """Sum of the updates of a matrix [R,C] after gradients [T,R,C], or of a vector [n] after gradients [T,n].
+    """Return the sum of the updates of a matrix [R,C] after gradients [T,R,C], or of a vector [n].
 
-    A matrix of fewer than ``least`` rows or columns is as a vector.
+    A matrix with fewer than ``least`` rows or columns is treated like a vector.
     """
     rows = columns = whole = 0.0
     total = np.zeros(gradients.shape[1:])
@@ -43,7 +46,10 @@ def adafactor(gradients, *, rate, least=64):
 
 
 def modules(rewards, *, number, steps):
-    """Of each step the module that learns, from 0 on: the next where the line of ``steps`` rewards does not rise."""
+    """Return the learning module of each step, from 0 on.
+
+    The next module begins when the line of ``steps`` rewards does not rise.
+    """
     module, since, found = 0, [], []
     for reward in rewards:
         found.append(module)

@@ -1,4 +1,4 @@
-"""A ring of one shard that is limited in rows and in pages of tokens, in plain Python: rows leave from the old end."""
+"""A ring of one shard with limits on rows and on pages of tokens, in plain Python. The oldest rows leave first."""
 
 import collections
 

@@ -51,7 +51,7 @@ def ratio(row, t, old="behaviour"):
 
 
 def ppo(r, a, low=0.2, high=0.2):
-    """-min(r A, clip(r, 1 - low, 1 + high) A)"""
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A)."""
     return -min(r * a, min(max(r, 1 - low), 1 + high) * a)
 
 
@@ -118,12 +118,12 @@ def grpo(batch, longest):
 
 
 def dr_grpo(batch, longest):
-    """Liu et al. 2025: neither the standard deviation nor a row's own length divide."""
+    """Liu et al. 2025: no division by the standard deviation or by a row's own length."""
     return by_longest(batch, lambda row, t: ppo(ratio(row, t), centred(batch, row)), longest)
 
 
 def dapo(batch, longest):
-    """Yu et al. 2025: the soft punishment of the last 4 tokens; groups of 0 < correct < G alone; a mean over tokens."""
+    """Yu et al. 2025: a soft penalty for the last 4 tokens; only groups with 0 < correct < G; a mean over tokens."""
 
     def shaped(row):
         over = len(row["policy"]) - (longest - 4)
@@ -134,31 +134,34 @@ def dapo(batch, longest):
 
 
 def sapo(batch, longest):
-    """arXiv:2509.08721: DAPO's clip, no groups without an advantage."""
+    """arXiv:2509.08721: DAPO's clip, without groups that have no advantage."""
     kept = without_tied(batch)
     return token_mean(kept, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row), 0.2, 0.28))
 
 
 def april(batch, longest):
-    """Zhou et al. 2025 (released scripts): GRPO with DAPO's clip, a mean over each sequence, no pull."""
+    """Zhou et al. 2025 (released scripts): GRPO with DAPO's clip, a mean over each sequence, no KL penalty."""
     return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row), 0.2, 0.28))
 
 
 def echo(batch, longest):
-    """arXiv:2605.24517: beside GRPO's loss 0.05 of the cross-entropy of what the environment wrote, means over rows."""
+    """arXiv:2605.24517: GRPO's loss plus 0.05 times the cross-entropy of the environment's tokens, means over rows."""
     # Of a prompt of one token nothing is predicted: it adds 0.
     of_prompts = mean(-mean(row["prompt"]) if row["prompt"] else 0.0 for row in batch)
     return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_prompts
 
 
 def echo_answers(batch, longest):
-    """arXiv:2605.24517: the same of what the environment answered between turns."""
+    """arXiv:2605.24517: the same with the environment's answers between turns."""
     of_answers = mean(-mean(row["answers"]) if row["answers"] else 0.0 for row in batch)
     return sequence_mean(batch, lambda row, t: ppo(ratio(row, t), grpo_advantage(batch, row))) + 0.05 * of_answers
 
 
 def gdpo(batch, longest, weights=(1.0, 0.5)):
-    """arXiv:2601.05242: each reward normalised in its group, added by weight, over the batch's standard deviation."""
+    """arXiv:2601.05242:
+
+    each reward is normalised in its group, weighted, summed, and divided by the batch's deviation.
+    """
     total = {}
     for row in batch:
         parts = [grpo_advantage(batch, row, lambda r, k=k: r["parts"][k]) for k in range(len(weights))]
@@ -168,18 +171,21 @@ def gdpo(batch, longest, weights=(1.0, 0.5)):
 
 
 def ttrl(batch, longest):
-    """Zuo et al. 2025 (released scripts): GRPO, KL .001, a mean over tokens; what it rewards is another matter."""
+    """Zuo et al.
+
+    2025 (released scripts): GRPO with a KL weight of 0.001 and a mean over tokens. The votes are tested elsewhere.
+    """
     a = {id(row): grpo_advantage(batch, row) for row in batch}
     return token_mean(batch, lambda row, t: ppo(ratio(row, t), a[id(row)]) + 0.001 * k3(row, t))
 
 
 def step_grpo(batch, longest):
-    """Zhang et al. 2025: GRPO's loss, of rewards by steps."""
+    """Zhang et al. 2025: GRPO's loss with rewards by key steps."""
     return grpo(batch, longest)
 
 
 def gspo(batch, longest):
-    """Zheng et al. 2025: s_i = (pi / pi_old)^(1/|y_i|), a mean over sequences; pi_old as the learner has it."""
+    """Zheng et al. 2025: s_i = (pi / pi_old)^(1/|y_i|), a mean over sequences; pi_old by the learner."""
 
     def term(row, t):
         s = math.exp(mean(p - b for p, b in zip(row["policy"], row["generation"], strict=True)))
@@ -189,7 +195,7 @@ def gspo(batch, longest):
 
 
 def replay_positive_bias(batch, longest):
-    """Arnal et al. 2026: the whole sequence's ratio, clipped to [0.8, 1.2]."""
+    """Arnal et al. 2026: the ratio of the whole sequence, clipped to [0.8, 1.2]."""
 
     def term(row, t):
         u = math.exp(math.fsum(row["policy"]) - math.fsum(row["behaviour"]))
@@ -236,7 +242,7 @@ def vcpo(batch, longest):
 
 
 def reinforce_pp(batch, longest):
-    """Hu 2025: (r - mean) / std of the whole batch; the pull to the start as a term of the loss."""
+    """Hu 2025: (r - mean) / std of the whole batch; the KL penalty to the starting model is a term of the loss."""
     centre, scale = mean(rewards(batch)), std(rewards(batch)) + 1e-6
     return token_mean(batch, lambda row, t: ppo(ratio(row, t), (row["reward"] - centre) / scale) + 0.01 * k2(row, t))
 
@@ -289,7 +295,7 @@ def rr(batch, longest):
 
 
 def mc_grpo(batch, longest):
-    """arXiv:2601.22582: rewards against the group's median in GRPO's loss, a mean over sequences; KL .04."""
+    """arXiv:2601.22582: rewards compared with the group's median in GRPO's loss, a mean over sequences; KL 0.04."""
 
     def term(row, t):
         rows = siblings(batch, row)
@@ -312,7 +318,7 @@ def mssr(batch, longest):
 
 
 def poise(batch, longest, regression):
-    """arXiv:2605.07579: A_i = r_i - mean of the others' g, g = ridge regression on what a rollout tells."""
+    """arXiv:2605.07579: A_i = r_i - mean of the other rows' g; g is a ridge regression on a rollout's features."""
     sums = np.asarray(regression, np.float64)
     coefficients = np.linalg.solve(sums[:, :-1] + np.eye(len(sums)), sums[:, -1])
 
@@ -330,7 +336,7 @@ def poise(batch, longest, regression):
 
 
 def ppo_critic(batch, longest, taught=lambda row, t: 1):
-    """Hu et al. 2025: A_t = r - V_t whitened over the batch's tokens, and the critic's squared error."""
+    """Hu et al. 2025: A_t = r - V_t, whitened over the batch's tokens, and the critic's squared error."""
     gains = {(id(row), t): row["reward"] - v for row in batch for t, v in enumerate(row["value"])}
     centre, scale = mean(gains.values()), std(list(gains.values())) + 1e-6
 
@@ -342,7 +348,7 @@ def ppo_critic(batch, longest, taught=lambda row, t: 1):
 
 
 def _pulled(batch, beta, anchor, centre):
-    """beta / 2 (l - m)^2 - sum_t A l_t of each sequence, l = log pi - log anchor, m its group's mean or 0."""
+    """Return beta / 2 (l - m)^2 - sum_t A l_t of each sequence. l = log pi - log anchor; m is its group's mean or 0."""
 
     def gap(row):
         return math.fsum(row["policy"]) - math.fsum(row[anchor])
@@ -355,7 +361,10 @@ def _pulled(batch, beta, anchor, centre):
 
 
 def agro(batch, longest):
-    """After the theorem of Tang et al. 2025: half the variance over the group of r - beta log(pi / ref), over beta."""
+    """By the theorem of Tang et al.
+
+    2025: half the variance over the group of r - beta log(pi / ref), divided by beta.
+    """
     for row in batch:
         row["advantage"] = centred(batch, row)
     return _pulled(batch, 0.1, "ref", True)
@@ -378,7 +387,10 @@ def kimi_k15(batch, longest):
 
 
 def spo(batch, longest):
-    """Cohen et al. 2025: (Q - r)^2, Q = V + .1 log(pi / ref), V = .1 log E_ref e^(r / .1) from the row's siblings."""
+    """Cohen et al.
+
+    2025: (Q - r)^2, Q = V + .1 log(pi / ref), V = .1 log E_ref e^(r / .1) from the other rows of the group.
+    """
     beta = 0.1
 
     def value(row):
@@ -424,23 +436,23 @@ def t1(batch, longest):
 
 
 def _clipped_by_turn(batch, advantages):
-    """PPO's term of each token with its turn's advantage, a mean over tokens."""
+    """Return PPO's term of each token with its turn's advantage, as a mean over tokens."""
     a = {id(row): own for row, own in zip(batch, advantages, strict=True)}
     return token_mean(batch, lambda row, t: ppo(ratio(row, t), a[id(row)][row["turn"][t]]))
 
 
 def turn_returns(batch, longest):
-    """Schulman et al. 2015: what a turn and those after it were given, against the same turn of the siblings."""
+    """Schulman et al. 2015: the rewards of a turn and later turns, compared with the same turn of the other rows."""
     return _clipped_by_turn(batch, _turns.turn_returns(batch))
 
 
 def mu_code(batch, longest):
-    """Jain et al. 2025: a turn's own reward alone."""
+    """Jain et al. 2025: only a turn's own reward."""
     return _clipped_by_turn(batch, _turns.turn_returns(batch, discount=0.0))
 
 
 def mt_grpo(batch, longest):
-    """Zeng et al. 2025: A^O, and before the last turn A^T besides."""
+    """Zeng et al. 2025: A^O, plus A^T before the last turn."""
     return _clipped_by_turn(batch, _turns.mt_grpo(batch))
 
 
@@ -450,24 +462,24 @@ def gigpo(batch, longest):
 
 
 def ui_s1(batch, longest):
-    """Lu et al. 2025: A^E + A^S over the turns of a number, discount 0.5, of groups that are kept; KL .0001."""
+    """Lu et al. 2025: A^E + A^S over the turns with the same number, discount 0.5, in kept groups; KL 0.0001."""
     a = {id(row): own for row, own in zip(batch, _turns.ui_s1(batch), strict=True)}
     kept = [row for rows in groups(batch) if any(any(a[id(r)]) for r in rows) for row in rows]
     return token_mean(kept, lambda row, t: ppo(ratio(row, t), a[id(row)][row["turn"][t]]) + 0.0001 * k3(row, t))
 
 
 def logo(batch, longest):
-    """LoGo-GRPO: the group's advantage, and after what rows share that among these."""
+    """LoGo-GRPO: the group's advantage; after the shared turns also the advantage among the sharing rows."""
     return _clipped_by_turn(batch, _turns.logo(batch, branch_turns=2))
 
 
 def step_values(batch, longest):
-    """IPR: what a state is worth is the mean of the rows that go on from it."""
+    """IPR: the value of a state is the mean of the rows that continue from it."""
     return _clipped_by_turn(batch, _turns.step_values(batch, branch_turns=2))
 
 
 def step_masks(batch, longest):
-    """After STeP: the terms of turns that were given less than nothing are left out; what divides stays."""
+    """As in STeP: the terms of turns with a negative reward are left out. The denominator does not change."""
     advantages = _turns.turn_returns(batch)
     kept = [
         [0.0 if given < 0 else a for a, given in zip(own, row["turns"], strict=True)]
@@ -477,7 +489,7 @@ def step_masks(batch, longest):
 
 
 def _actor_critic(batch, gain, error, more=lambda row, t: 0.0):
-    """PPO's term of gains whitened over the batch's tokens, and half of the critic's squared errors."""
+    """Return PPO's term with advantages whitened over the batch's tokens, and half of the critic's squared errors."""
     every = [gain(row, t) for row in batch for t in range(len(row["policy"]))]
     centre, scale = mean(every), std(every) + 1e-6
 
@@ -489,7 +501,7 @@ def _actor_critic(batch, gain, error, more=lambda row, t: 0.0):
 
 
 def rlef(batch, longest):
-    """Gehring et al. 2024: A_k = G_k - V before the turn, one for all of its tokens; KL, .05."""
+    """Gehring et al. 2024: A_k = G_k - V before the turn, the same for all tokens of the turn; KL 0.05."""
     ahead = lambda row, t: math.fsum(row["turns"][row["turn"][t] :])
     before = lambda row, t: row["value"][row["turn"].index(row["turn"][t])]
     of_token = lambda row, t: ahead(row, t) - row["value"][t]
@@ -499,13 +511,16 @@ def rlef(batch, longest):
 
 
 def step_search(batch, longest):
-    """Wang et al. 2025: PPO over tokens; rewards come at the last token of each turn. Lambda and discount 1."""
+    """Wang et al.
+
+    2025: PPO over tokens. Rewards are given at the last token of each turn. Lambda and discount are 1.
+    """
     gain = lambda row, t: math.fsum(row["turns"][row["turn"][t] :]) - row["value"][t]
     return _actor_critic(batch, gain, gain)
 
 
 def step_coder(batch, longest):
-    """Dou et al. 2024: PPO with a critic, whose loss leaves out the tokens that no test has run."""
+    """Dou et al. 2024: PPO with a critic. The loss leaves out the tokens that no test has run."""
     return ppo_critic(batch, longest, lambda row, t: 1 - row["masked"][t])
 
 

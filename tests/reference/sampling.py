@@ -9,7 +9,10 @@ def softmax(logits):
 
 
 def kept_tokens(logits, temperature, top_k, top_p, min_p):
-    """Set of tokens of one row that may be sampled: temperature, top-k, top-p of the rest, min-p; ties stay."""
+    """Return the set of tokens of one row that may be sampled:
+
+    temperature, top-k, top-p of the rest, min-p; ties stay.
+    """
     scaled = np.asarray(logits, np.float64) / temperature
     kept = set(range(len(scaled)))
     if top_k and top_k < len(scaled):
@@ -31,7 +34,7 @@ def kept_tokens(logits, temperature, top_k, top_p, min_p):
 
 
 def distribution(logits, temperature, top_k, top_p, min_p):
-    """[V] float64 probabilities of one row after the filters."""
+    """Return the probabilities [V] float64 of one row after the filters."""
     kept = kept_tokens(logits, temperature, top_k, top_p, min_p)
     scaled = np.asarray(logits, np.float64) / temperature
     return softmax([x if v in kept else -np.inf for v, x in enumerate(scaled)])

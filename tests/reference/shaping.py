@@ -1,4 +1,4 @@
-"""What is added to rewards and done to advantages, by loops in float64."""
+"""Reward terms and reshapings of advantages by loops in float64."""
 
 import fractions
 import math
@@ -32,7 +32,7 @@ def length_reward(length, correct, group, valid):
 
 
 def difficulty(correct, group, valid):
-    """Class of each valid row's group, -1 elsewhere."""
+    """Return the class of each valid row's group, -1 for other rows."""
     result = np.full(len(correct), -1)
     for members in members_of(group, valid):
         share = fractions.Fraction(sum(bool(correct[i]) for i in members), len(members))
@@ -52,7 +52,7 @@ def answers_within(length, correct, group, valid, grid):
 
 
 def short_answer_target(lengths, group_size, grid, row_class):
-    """Of all answers' lengths of a class (0 easy, 1 middling, 2 hard): the least L with floor(P(L) C) >= 1."""
+    """Return the least L with floor(P(L) C) >= 1 from all answers' lengths of a class (0 easy, 1 medium, 2 hard)."""
     at_least_right = [math.floor(2 * group_size / 3), math.floor(group_size / 3), 1][row_class]
     for limit in grid:
         covered = fractions.Fraction(sum(n <= limit for n in lengths), len(lengths))
@@ -85,7 +85,7 @@ def duration_factor(length, valid, exponent):
 
 
 def beta_means(rewards, decay):
-    """Baseline before each of a question's rewards, in order."""
+    """Return the baseline before each of a question's rewards, in order."""
     a = b = 1.0
     means = []
     for reward in rewards:
@@ -95,6 +95,6 @@ def beta_means(rewards, decay):
 
 
 def ridge(features, target, ridge):
-    """Coefficients by the normal equations."""
+    """Return the coefficients of a ridge regression by the normal equations."""
     features, target = np.asarray(features, np.float64), np.asarray(target, np.float64)
     return np.linalg.solve(features.T @ features + ridge * np.eye(features.shape[1]), features.T @ target)

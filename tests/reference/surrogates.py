@@ -63,7 +63,7 @@ def opmd(rows, s):
 
 
 def cispo(rows, s):
-    """The weights are constants to a gradient: ``fixed`` rows give them, ``rows`` the log-probs."""
+    """The weights are constants to differentiation: they come from ``fixed`` rows, log-probs from ``rows``."""
     result = []
     for row, fixed in zip(rows, s.get("fixed", rows), strict=True):
         terms = []
@@ -110,7 +110,7 @@ def kimi_k15(rows, s):
 
 
 def _soft_values(rows, s):
-    """Q of each row, its Q0 by the other rows of the group alone; None of a row that has no others."""
+    """Return the Q of each row, with Q0 from the other rows of its group; None if it has no other rows."""
     values = []
     for group in _groups(rows, s):
         for row in group:
@@ -146,7 +146,10 @@ def spo_cross_entropy(rows, s):
 
 
 def vcpo(rows, s):
-    """Weights, and what they are squared for, are constants to a gradient, which ``fixed`` rows give."""
+    """The weights and the values that they are squared for are constants to differentiation.
+
+    They come from ``fixed`` rows.
+    """
     cap, result = 1 + s["clip_high"], []
     for group, fixed in zip(_groups(rows, s), _groups(s.get("fixed", rows), s), strict=True):
         members = [row for row in fixed if row["policy"]]

@@ -1,4 +1,4 @@
-"""A Llama-family decoder by loops over rows and heads in float64, and log-probs of completions from it."""
+"""A decoder of the Llama family by loops over rows and heads in float64, and log-probs of completions from it."""
 
 import numpy as np
 from reference import sampling
@@ -9,7 +9,7 @@ def _norm(x, scale, eps):
 
 
 def _rotate(x, theta):
-    """Turn the pairs (i, i + H/2) of [T, H] by position * theta^(-2i/H)."""
+    """Rotate the pairs (i, i + H/2) of [T, H] by position * theta^(-2i/H)."""
     T, H = x.shape
     angle = np.outer(np.arange(T), theta ** (-2 * np.arange(H // 2) / H))
     a, b = x[:, : H // 2], x[:, H // 2 :]
@@ -17,7 +17,10 @@ def _rotate(x, theta):
 
 
 def hidden(params, arch, tokens):
-    """[T, D] float64 of one row of T token ids; ``params`` is a nested dict of arrays, blocks stacked by layer."""
+    """Return [T, D] float64 of one row of T token ids.
+
+    ``params`` is a nested dict of arrays, with blocks stacked by layer.
+    """
     p = {name: np.asarray(value, np.float64) for name, value in params["blocks"].items()}
     embedding = np.asarray(params["embedding"], np.float64)
     x = embedding[np.asarray(tokens)]
@@ -41,7 +44,7 @@ def hidden(params, arch, tokens):
 
 
 def logits(params, arch, tokens):
-    """[T, V] float64 of one row of T token ids."""
+    """Return [T, V] float64 of one row of T token ids."""
     head = np.asarray(params["embedding" if arch.tied else "head"], np.float64).T
     return hidden(params, arch, tokens) @ head
 
@@ -59,10 +62,10 @@ def completion_logp(
     keep_token=False,
     support=None,
 ):
-    """[S] float64 nats of one row's tokens under the filtered distribution; 0 off the completion.
+    """Return [S] float64 nats of one row's tokens under the filtered distribution; 0 off the completion.
 
-    With ``keep_token`` the row's own token joins those that the filters keep. With ``support``, a set of ids for each
-    of the row's tokens, the filters are not asked.
+    With ``keep_token`` the row's own token joins the tokens that the filters keep. With ``support``, a set of ids for
+    each token replaces the filters.
     """
     result = np.zeros(len(tokens))
     rows = logits(params, arch, tokens[:length])

@@ -15,7 +15,7 @@ def mean(values):
 
 
 def standardised(value, values, std=True):
-    """(value - mean) / (std + eps) among ``values``, 0 where all are equal."""
+    """Return (value - mean) / (std + eps) among ``values``; 0 if all are equal."""
     if max(values) == min(values):
         return 0.0
     gap = value - mean(values)
@@ -47,13 +47,19 @@ def turn_returns(rows, discount=1.0, std=True):
 
 def ui_s1(rows, discount=0.5, weight=1.0, std=True, matched=1.0, min_std=0.3):
     def to_mismatch(row, k):
-        """Discounted rewards from turn k on, up to the first that is no match; of one that is none its own."""
+        """Return the discounted rewards from turn k to the first turn that is not a match.
+
+        For such a turn, return only its own reward.
+        """
         turns = row["turns"]
         end = next((j for j in range(k, len(turns)) if turns[j] < matched), len(turns))
         return math.fsum(discount ** (j - k) * turns[j] for j in range(k, end)) if end > k else turns[k]
 
     def is_kept(row):
-        """Released code: the standard deviation of what the first turns come to."""
+        """Return whether a group is kept, as in the released code:
+
+        by the standard deviation of the returns of the first turns.
+        """
         first = [to_mismatch(r, 0) for r in siblings(rows, row)]
         return min_std == 0 or math.sqrt(mean([(v - mean(first)) ** 2 for v in first])) > min_std
 
@@ -92,7 +98,10 @@ def gigpo(rows, discount=0.95, weight=1.0, std=True):
 
 
 def parted(rows, row, most=1):
-    """(last turn, up to 1 + group mod ``most``, that another row of it comes to alike, or 0; those rows)."""
+    """Return (last shared turn, rows that share it).
+
+    The turn is at most 1 + group mod ``most``; 0 without a shared turn.
+    """
     histories = row["histories"][: 2 + row["group"] % most]
     together = [[r for r in siblings(rows, row) if history in r["histories"]] for history in histories]
     last = max([k for k, alike in enumerate(together) if len(alike) > 1], default=0)
@@ -122,7 +131,7 @@ def step_values(rows, std=False, branch_turns=1):
 
 
 def lambda_returns(rewards, values, discount, gae_lambda):
-    """G of each step, from the definition: a mixture of n-step returns."""
+    """Return G of each step by the definition: a mixture of n-step returns."""
     n = len(rewards)
 
     def steps(k, m):  # m steps, then the critic

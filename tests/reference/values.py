@@ -6,7 +6,7 @@ import numpy as np
 
 
 def gae(value, reward, mask, discount, gae_lambda):
-    """[B, T] float64 by the definition: of each token the discounted sum of all temporal differences from it on."""
+    """Return [B, T] float64 by the definition: the discounted sum of all later temporal differences of each token."""
     result = np.zeros(np.shape(mask))
     for i, row in enumerate(mask):
         tokens = [t for t, inside in enumerate(row) if inside]
@@ -19,7 +19,7 @@ def gae(value, reward, mask, discount, gae_lambda):
 
 
 def whitened(advantage, mask):
-    """(A - mean) / (std + 1e-6) over all tokens of the mask, zeros elsewhere."""
+    """Return (A - mean) / (std + 1e-6) over all tokens of the mask, zeros elsewhere."""
     values = [float(advantage[i]) for i in np.ndindex(mask.shape) if mask[i]]
     mean = math.fsum(values) / len(values)
     std = math.sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
@@ -31,7 +31,7 @@ def centres(bins, low, high):
 
 
 def hl_gauss(target, bins, low, high):
-    """Mass [bins] of a Gaussian of 0.75 bin widths about the target, what lies outside of the support left out."""
+    """Return the mass [bins] of a Gaussian of 0.75 bin widths around the target. Mass outside the bins is left out."""
     width = (high - low) / bins
     target = min(max(target, low), high)
     cdf = [0.5 * (1 + math.erf((low + i * width - target) / (0.75 * width * math.sqrt(2)))) for i in range(bins + 1)]
@@ -50,7 +50,7 @@ def value(outputs, bins, low, high):
 
 
 def loss(outputs, target, bins, low, high, old_value=0.0, clip=0.0):
-    """Of one token; ``outputs`` is a sequence of max(bins, 1) numbers."""
+    """Return the loss of one token. ``outputs`` is a sequence of max(bins, 1) numbers."""
     if bins:
         p = hl_gauss(target, bins, low, high)
         return -math.fsum(a * math.log(b) for a, b in zip(p, softmax(outputs), strict=True))

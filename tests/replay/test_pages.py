@@ -1,4 +1,4 @@
-"""A ring in pages (``replay.capacity_tokens``) is the padded ring, but for the rows that its pages have no room for."""
+"""A ring in pages (``replay.capacity_tokens``) equals the padded ring without the rows that do not fit in its pages."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ SHARDS, SLOTS = 2, 5  # of a shard
 
 
 def make_rows(ids, length, width=WIDTH, xp=np):
-    """Rows whose every field tells their id, with what a rollout has past its length."""
+    """Return rows in which every field contains the row's id, with arbitrary values past its length."""
     ids, length = xp.asarray(ids, xp.int32), xp.asarray(length, xp.int32)
     at = xp.arange(width, dtype=xp.int32)[None, :]
     is_token = at < length[:, None]
@@ -56,7 +56,7 @@ def shapes(width=WIDTH):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def new_ring(num_pages, slots=SLOTS):
-    """``num_pages`` and ``slots`` of a shard; 0 pages = padded."""
+    """Return an empty ring with ``num_pages`` and ``slots`` per shard; 0 pages = padded."""
     tokens = num_pages * PAGE * SHARDS
     return replay.init(shapes(), capacity=slots * SHARDS, num_shards=SHARDS, capacity_tokens=tokens, page_tokens=PAGE)
 

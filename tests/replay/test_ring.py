@@ -1,4 +1,4 @@
-"""The ring's laws, through ``replay.init``, ``insert`` and ``draw`` as the loop calls them."""
+"""Properties of the ring, through ``replay.init``, ``insert`` and ``draw`` as the loop calls them."""
 
 import functools
 import re
@@ -26,9 +26,9 @@ WIDTH = 4
 
 
 def make_experience(ids, states=None, width=WIDTH, xp=np):
-    """Rows whose every field tells their id: a mix-up of fields or rows shows. Where right the reward is 1, else 0.
+    """Return rows in which every field contains the row's id, so that a mix-up of fields or rows shows.
 
-    That is the default pass threshold, which is enough.
+    The reward is 1 for right rows, else 0. The default pass threshold is 1.
     """
     ids = xp.asarray(ids, xp.int32)
     states = ["right"] * len(ids) if states is None else states
@@ -51,13 +51,13 @@ def make_experience(ids, states=None, width=WIDTH, xp=np):
 
 
 def stored_of(ids, states):
-    """The same rows as slots keep them."""
+    """Return the same rows in the form that slots store."""
     rows = make_experience(ids, states)
     return rows.replace(columns={"ref_logp": rows.columns["ref_logp"]})
 
 
 def ids_of(rows):
-    """Of rows of ``make_experience``, in whatever shape they come."""
+    """Return the ids of rows from ``make_experience``, in any shape."""
     return rows.rollout.tokens[..., 0] // 10
 
 
@@ -169,7 +169,7 @@ def test_a_batch_is_wholly_fresh_or_wholly_not_with_the_chance_that_is_said():
 
 
 def check_contents(model, ring):
-    """Every shard holds exactly the rows of the definition, oldest first in the order of its lanes, and no others."""
+    """Check that every shard holds exactly the rows of the definition, oldest first in each lane."""
     ring = jax.tree.map(np.asarray, ring)
     for m in range(SHARDS):
         assert sorted(ring.order[m]) == list(range(CAPACITY // SHARDS))
@@ -189,7 +189,10 @@ def check_contents(model, ring):
 
 
 def check_draw(model, rows, info, iteration, config, fresh_wanted):
-    """As many rows as can be drawn, without repeats, all allowed, the fresh quota met; then the model counts uses."""
+    """Check a draw: as many rows as can be drawn, no repeats, only allowed rows, the fresh share.
+
+    Then the model counts uses.
+    """
     rows, info = jax.tree.map(np.asarray, (rows, info))
     model.num_draws += 1
     for m in range(SHARDS):
@@ -236,7 +239,7 @@ def check_last_drawn(found, rows, info):
 
 
 def test_a_ring_of_groups_gives_the_slots_of_tied_superseded_and_used_up_ones_first():
-    """Four groups of two fit. The oldest that may still be drawn is there when the fifth comes, and is drawn."""
+    """Four groups of two rows fit. The oldest group that may still be drawn survives the fifth, and is drawn."""
     config = ReplayConfig(skip_tied=True, latest_visit=True, max_uses=1)
     insert = functools.partial(jit_insert, config=config, group_size=2)
 
@@ -290,7 +293,7 @@ def test_which_slot_a_new_row_takes(config, gone):
 
 @pytest.mark.tier("slow")  # plain: test_ring_equals_its_definition_...
 def test_whatever_can_be_drawn_is_not_overwritten_before_what_cannot():
-    """Random rings: the slots that ``is_spent`` names are never drawn in this iteration or later ones."""
+    """Random rings: the slots that ``is_spent`` names are never drawn in this iteration or later."""
     rng = np.random.default_rng(0)
     configs = [
         ReplayConfig(delay_iterations=1),
@@ -386,7 +389,7 @@ def test_a_ring_of_one_iteration_is_on_policy():
 
 
 def rows_of_questions(questions, states, first_id, advantage=None):
-    """Rows in groups of two."""
+    """Return rows in groups of two."""
     rows = make_experience(np.arange(first_id, first_id + len(states)), states)
     rows = rows.with_columns(question_id=np.repeat(np.int32(questions), 2))
     if advantage is not None:
@@ -612,7 +615,7 @@ DRAW = INSERT | {"batch_size": 16}
 
 @functools.cache
 def placed():
-    """On eight data-parallel devices: shardings, and the compiled insert and draw with a donated ring."""
+    """On eight data-parallel devices: return shardings, and the compiled insert and draw with a donated ring."""
     mesh = mesh_of(EIGHT)
     rows, scalar = NamedSharding(mesh, PartitionSpec(sharding.BATCH_AXES)), NamedSharding(mesh, PartitionSpec())
 
@@ -679,7 +682,10 @@ def test_draws_and_contents_do_not_depend_on_the_mesh_and_donated_buffers_are_go
 
 @pytest.mark.parametrize("count", [5, pytest.param(24, marks=pytest.mark.slow)])
 def test_sizes_that_a_config_may_have_fit_the_ring(count):
-    """What ``limits`` and ``check_divisible`` let pass breaks no assertion here; they name the settings of the rest."""
+    """Sizes that ``limits`` and ``check_divisible`` accept never break an assertion here.
+
+    Other sizes are refused by name.
+    """
     rng, passed = np.random.default_rng(0), 0
     while passed < count:
         pick = lambda *values: values[rng.integers(len(values))]

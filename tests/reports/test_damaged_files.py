@@ -1,4 +1,4 @@
-"""A report of damaged files is written, or refused in one line that names the file; it never ends in a traceback."""
+"""A report of damaged files is written, or refused in one line with the file's name, but never ends in a traceback."""
 
 import copy
 import json

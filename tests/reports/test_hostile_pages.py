@@ -1,4 +1,4 @@
-"""What a run shows is text, whatever is in it: pages, tables, terminals and shells get no orders from data."""
+"""Everything that a run shows is plain text: data cannot control pages, tables, terminals or shells."""
 
 import csv
 import json
@@ -38,7 +38,7 @@ LONG = "x" * 1_000_000
 
 
 def write_run(workdir, text):
-    """A run whose every text is ``text``."""
+    """Write the files of a run in which every text is ``text``."""
     workdir.mkdir(parents=True)
     make_run(workdir, 2)
     row = {"iteration": 1, "prompt_id": 1, "group_id": 0, "prompt": text, "completion": text, "reward": 1.0}
@@ -182,9 +182,10 @@ def test_folders_of_points_lie_in_the_sweeps_folder_are_legal_and_each_its_own(t
 
 @pytest.fixture
 def stand_ins(tmp_path, monkeypatch):
-    """``python`` writes what it was given to argv.jsonl.
+    """Return stand-ins for programs.
 
-    As with Slurm ``sbatch`` hands its --wrap to a shell, and ``srun`` runs its words without one.
+    ``python`` writes its arguments to argv.jsonl. As in Slurm, ``sbatch`` passes its --wrap to a shell, and ``srun``
+    runs its words without a shell.
     """
     folder = tmp_path / "bin"
     folder.mkdir()

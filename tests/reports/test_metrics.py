@@ -1,4 +1,4 @@
-"""Metrics: declared names only, valid JSON always, and files of a resumed run equal those of an uninterrupted one."""
+"""Metrics: declared names only, always valid JSON, and a resumed run writes the same files as an uninterrupted one."""
 
 import dataclasses
 import io
@@ -73,7 +73,7 @@ def test_numbers_that_json_cannot_hold_are_null(tmp_path):
 
 
 def scalars(workdir):
-    """(step, tag, value) of every scalar in the event files: records are length u64, crc u32, bytes, crc u32."""
+    """Return (step, tag, value) of every scalar in the event files. A record is length u64, crc u32, bytes, crc u32."""
     from tensorboardX.proto.event_pb2 import Event
 
     found = []
@@ -115,7 +115,7 @@ def test_files_of_a_resumed_run_are_those_of_the_uninterrupted_one(tmp_path):
 
 
 def test_a_run_that_was_on_another_machine_for_a_while_keeps_the_lines_that_it_had(tmp_path):
-    """With ``checkpoint.bucket``; they were cut to the size of the other's files."""
+    """With ``checkpoint.bucket``. Once, the files were cut to the size of the other machine's files."""
 
     def session(machine, state, iteration, iterations):
         writer = MetricsWriter(tmp_path / machine, dataclasses.replace(QUIET, share_rollouts=True))
@@ -232,7 +232,7 @@ def test_the_cost_of_an_iteration_counts_generated_rollouts_at_mu():
 
 
 def learned(config=None, **sums):
-    """Figures of an iteration's updates whose other sums are 0."""
+    """Return the metrics of an iteration's updates whose other sums are 0."""
     names = "real_count first_use_count since_last_use_sum filled_slots gap_max own_token_count row_count ratio_sum"
     names += " ratio_square_sum sequence_ratio_sum sequence_ratio_square_sum token_count update_count"
     by_age = ("token_count", "clipped_count", "ratio_sum", "ratio_square_sum")
@@ -241,7 +241,7 @@ def learned(config=None, **sums):
 
 
 def test_each_figure_is_the_sum_that_it_says_over_the_count_that_it_says():
-    """No two counts are equal. Of 8 rows 2 had been drawn before; 32 of 128 slots are filled."""
+    """All counts differ. Of 8 rows 2 had been drawn before; 32 of 128 slots are filled."""
     counts = {"token_count": 20, "real_count": 8, "row_count": 4, "batch_count": 5, "update_count": 7, "ended_rows": 3}
     of_tokens = {"entropy_sum": 36, "kl_behaviour_sum": 4, "kl_reference_sum": 6, "clipped_count": 5}
     of_tokens |= {"correction_weight_sum": 16, "value_loss_sum": 2, "ratio_sum": 30, "ratio_square_sum": 50}
@@ -286,7 +286,7 @@ def test_each_figure_is_the_sum_that_it_says_over_the_count_that_it_says():
 
 
 def test_figures_of_rollouts_are_over_all_that_were_generated():
-    """Two groups of four, one of them tied: two rollouts were cut short, three ended with a stop string, one failed."""
+    """Two groups of four, one of them tied. Two rollouts were truncated, three ended with a stop string, one failed."""
     reasons = [STOP_LENGTH, STOP_LENGTH, STOP_STRING, STOP_EOS], [STOP_STRING, STOP_STRING, STOP_EOS, STOP_EOS]
     lengths = [1, 2, 1, 1], [3, 2, 1, 1]
     groups = [types.SimpleNamespace(lengths=n, stop_reasons=r, turns=[]) for n, r in zip(lengths, reasons, strict=True)]
@@ -315,7 +315,7 @@ def test_means_are_over_the_steps_that_were_taken_and_of_none_there_is_none():
 
 
 def test_a_maximum_of_nothing_is_none():
-    """The sums are 0 where no batch could be drawn, and a ratio of 0 or an age of 0 would say that one was."""
+    """If no batch could be drawn, all sums are 0. A ratio of 0 or an age of 0 would look like a measurement."""
     sums = {"ratio_max": 1.5, "old_gap_max": 0.5, "gap_max": 0.25, "age_max": 3}
     names = ("update/ratio_max", "update/old_policy_gap_max_nats", "update/sampler_learner_gap_max_nats")
     of = lambda **counts: [learned(**sums, **counts)[name] for name in (*names, "replay/age_max_steps")]
@@ -333,7 +333,7 @@ def test_figures_by_age_are_of_the_tokens_of_that_age():
 
 
 def test_returns_that_are_all_alike_have_no_variance_to_explain():
-    """Of 1000 tokens whose return is 0.1 the sums, float32, leave a rest that is rounding alone."""
+    """1000 tokens with the return 0.1: the float32 sums differ only by rounding."""
     returns = np.full(1000, 0.1, np.float32)
     sums = {"token_count": 1000, "value_loss_sum": 1.0, "value_error_sum": 0.0, "value_error_square_sum": 1e-6}
     of = lambda x: {"return_sum": np.sum(x, dtype=np.float32), "return_square_sum": np.float32(1.000001 * np.sum(x**2))}
@@ -422,7 +422,7 @@ def test_rewards_by_turn_are_means_over_the_scored_rollouts_that_have_the_turn()
 
 
 def test_labels_of_a_vote_are_compared_with_those_that_are_known():
-    """TTRL: four questions of three, of which one was not scored; by hand."""
+    """TTRL: four questions with three answers each, one without a score; computed by hand."""
     votes = np.array([1, 1, 0, 1, 1, 0, 1, 0, 0, np.nan, np.nan, np.nan])
     truth = np.array([1, 1, 0, 0, 0, 1, 0, 0, 0, 1.0, 1.0, 0.0])
     outcome = np.array([OUTCOME_SCORE] * 9 + [OUTCOME_ERROR] * 3)

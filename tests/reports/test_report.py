@@ -1,4 +1,4 @@
-"""The report: one page with everything in it, for any run, that shows text as text."""
+"""The report: one self-contained page for any run, in which text from the run stays plain text."""
 
 import html
 import json
@@ -141,7 +141,7 @@ def test_one_iteration_without_evaluation_config_or_samples_is_a_page(tmp_path):
 
 
 def test_iterations_that_metrics_have_lost_are_counted(tmp_path):
-    """Between others, and at the end where a checkpoint knows more."""
+    """Between other iterations, and at the end if a checkpoint has more iterations."""
     writer = MetricsWriter(tmp_path, MetricsConfig(tensorboard=False))
     for i in (1, 2, 5):
         writer.write(i, {"rollout/reward_mean": 0.5})

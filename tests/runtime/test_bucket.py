@@ -1,4 +1,4 @@
-"""Checkpoints in a bucket: as on a disk, and whole wherever a host dies; the bucket is an emulation on this machine."""
+"""Checkpoints in a bucket: as on a disk, and complete wherever a host dies. The bucket is emulated on this machine."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ FOLDER = "gs://my-bucket/runs/one"
 
 @pytest.fixture(scope="module")
 def server():
-    """One for all: tensorstore reads its address once."""
+    """Start one server for all tests, because tensorstore reads its address once."""
     pytest.importorskip("gcsfs")
     with emulation.serving() as (address, objects), pytest.MonkeyPatch.context() as patch:
         for name, value in emulation.environment(address).items():
@@ -40,7 +40,7 @@ def server():
 
 @pytest.fixture
 def objects(server):
-    """Those of an empty bucket."""
+    """Return the objects of an empty bucket."""
     server.clear()
     yield server
     server.states = None
@@ -71,13 +71,13 @@ def test_it_is_as_on_a_disk(objects, tmp_path):
 
 
 def write(folder, text):
-    """A checkpoint as orbax writes it: the marker last."""
+    """Write a checkpoint as orbax does, the marker object last."""
     for name in ("state/a", "metadata", bucket.MARKER):
         (folder / name).write_text(text)
 
 
 def whole(objects):
-    """The text of the one checkpoint that is there, all of it."""
+    """Return the text of the only checkpoint, which must be complete."""
     names = {f"runs/one/12/{name}" for name in ("state/a", "metadata", bucket.MARKER)}
     assert {name for _, name in objects} == names
     (text,) = {data for data, _ in objects.values()}
@@ -97,7 +97,10 @@ def test_a_host_that_dies_at_any_write_leaves_the_old_or_the_new_checkpoint_whol
     assert len(states) == 1 + 3 + 3 + 3 + 3  # copied, removed, written, removed
 
     def resumed(state):
-        """What a start finds whose predecessor died there, and where it may die itself."""
+        """Return the state in which a new start finds the checkpoints after its predecessor died.
+
+        The start may die too.
+        """
         objects.states = None
         objects.clear()
         objects.update(state)
@@ -144,7 +147,7 @@ def errors():
 
 @pytest.mark.tier("extras")
 def test_what_may_pass_is_no_bad_input(monkeypatch):
-    """A bucket that does not answer must not end a run with the status after which nothing starts it again."""
+    """A bucket that does not answer must not end a run with the status after which nothing restarts it."""
     storage = pytest.importorskip("google.cloud.storage")
     monkeypatch.setattr(bucket, "_is_installed", lambda name: True)
     monkeypatch.setattr(storage, "Client", lambda: types.SimpleNamespace(bucket=str))
@@ -157,7 +160,7 @@ def test_what_may_pass_is_no_bad_input(monkeypatch):
 
 @pytest.mark.tier("extras")
 def test_an_object_that_is_written_again_while_it_is_read_is_read_again():
-    """A run that waited for the one before it was refused when that let the folder go."""
+    """Once, a run that waited for its predecessor was refused when the predecessor released the folder."""
     exceptions = pytest.importorskip("google.api_core.exceptions")
     gone = types.SimpleNamespace(generation=1, download_as_text=mock.Mock(side_effect=exceptions.NotFound("1")))
     newer = types.SimpleNamespace(generation=2, download_as_text=lambda timeout: "who")
@@ -178,7 +181,7 @@ with checkpoint.claim(pathlib.Path(sys.argv[1]), sys.argv[2]):
 
 @contextlib.contextmanager
 def holder(workdir):
-    """A process that has the folder."""
+    """Start a process that holds the folder."""
     process = subprocess.Popen([sys.executable, "-c", HOLDER, workdir, FOLDER], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "held\n"
@@ -215,7 +218,7 @@ def test_a_second_run_is_kept_out_until_the_first_has_ended_or_is_dead(objects, 
 
 @pytest.mark.tier("extras")
 def test_a_run_whose_folder_was_taken_over_ends(objects, tmp_path):
-    """It was silent for so long that it was taken for dead."""
+    """The run sent no heartbeat for so long that another run treated it as dead."""
     with holder(tmp_path) as first:
         objects["my-bucket", f"runs/one/{bucket.WRITER}"] = b"process 1 on another", 10**6
         assert first.wait(30) == 1
@@ -264,14 +267,14 @@ def test_nor_with_those_in_a_bucket_where_its_own_sign_stands(objects, tmp_path)
 
 
 def last_lines(workdir):
-    """Of the metrics, without times, and of the samples."""
+    """Return the last lines of the metrics, without times, and of the samples."""
     rows = [json.loads((workdir / f"{name}.jsonl").read_text().splitlines()[-1]) for name in ("metrics", "samples")]
     return [{name: value for name, value in row.items() if not name.startswith(TIMES)} for row in rows]
 
 
 @pytest.mark.tier("extras")
 def test_hosts_that_share_nothing_but_a_bucket_go_on_where_others_were_stopped(objects, tmp_path):
-    """On machines whose disks are empty; what is left is what a run on one disk leaves."""
+    """The machines have empty disks. The result equals that of a run on one disk."""
     settings = SETTINGS | {"eval.num_prompts": 0, "metrics.share_rollouts": False, "checkpoint.export": False}
     disk = Job(2, tmp_path, settings, flags=(f"--workdir={tmp_path / 'disk'}",))
     statuses, outputs = disk.end()

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is what was there, nothing half-written is found, changed settings are refused."""
+"""Checkpoints: the saved state is restored, incomplete checkpoints are never found, changed settings are refused."""
 
 import contextlib
 import dataclasses
@@ -175,7 +175,7 @@ def test_the_best_is_kept_when_a_resumed_run_saves_on(tmp_path):
 
 
 def test_a_run_that_is_stopped_twice_in_an_iteration_keeps_its_best(tmp_path):
-    """The second time before it has gone on: there is no pass rate then, and nothing is inside."""
+    """The second stop comes before the run has continued: there is no pass rate and no open iteration then."""
     checkpointer = Checkpointer(tmp_path, CheckpointConfig(keep_last=1, keep_best=1))
     save(checkpointer, 5, make_state(5), 0.7)
     checkpointer.save(5, make_state(5), {}, CONFIG, pass_rate=None, is_inside=True)
@@ -238,7 +238,7 @@ def test_the_seconds_of_a_write_are_told_once_it_is_whole(checkpointer, tmp_path
 
 
 def test_between_two_saves_nobody_looks_into_the_folder(checkpointer, monkeypatch):
-    """Each iteration asks: a request to a bucket, and not only in the iterations that save."""
+    """Each iteration asks whether a checkpoint is due. Listing the bucket each time would cost a request."""
     save(checkpointer, 1, make_state(1))
     checkpointer.wait()
     assert checkpointer.check()
@@ -264,7 +264,7 @@ def test_what_went_wrong_in_a_save_is_raised_by_the_next_check(checkpointer, mon
 
 
 def test_a_host_whose_write_fails_ends_all_and_does_not_wait_for_the_others(checkpointer, monkeypatch):
-    """The other hosts wait for its write, up to 20 minutes, and could save nothing meanwhile."""
+    """Otherwise the other hosts would wait for its write for up to 20 minutes, and could not save."""
     met, said = [], []
     service = types.SimpleNamespace(wait_at_barrier=lambda key, timeout_ms: met.append(len(said)))
     monkeypatch.setattr(hosts, "is_alone", lambda: False)
@@ -544,7 +544,7 @@ def test_arrays_that_do_not_fit_are_named(checkpointer):
 
 
 def large_state(seed: int) -> Any:
-    """Of each dtype more than orbax writes among its indices, so that the bytes of each lie in files of their own."""
+    """Return a state with more of each dtype than orbax writes among its indices, so that each has files of its own."""
     rng = np.random.default_rng(seed)
     small = {"q": rng.normal(size=(64, 64)), "k": rng.normal(size=4096).astype(jnp.bfloat16)}
     params = {name: jnp.asarray(x, x.dtype if name == "k" else jnp.float32) for name, x in small.items()}
@@ -558,7 +558,7 @@ def large_state(seed: int) -> Any:
 
 @pytest.fixture(scope="module")
 def two_saved(tmp_path_factory):
-    """A workdir with the checkpoints 1 and 2."""
+    """Return a workdir with the checkpoints 1 and 2."""
     workdir = tmp_path_factory.mktemp("two_saved")
     checkpointer = Checkpointer(workdir, CheckpointConfig(keep_last=2))
     for iteration in (1, 2):
@@ -594,7 +594,7 @@ def flip(path, at=None):
 
 
 def files_of(checkpoint):
-    """Each file that is read again, by a name that stays: those of the arrays have names of chance."""
+    """Return each file that is read again, by a fixed name. The files of arrays have random names."""
     texts = {"host": "host/metadata", "config": "config/metadata", "index": "state/manifest.ocdbt"}
     arrays = sorted((checkpoint / "state").glob("**/d/*"), key=lambda path: path.stat().st_size)
     return {name: checkpoint / path for name, path in texts.items()} | {"arrays": arrays[-1]}
@@ -619,7 +619,7 @@ def test_a_damaged_file_makes_the_checkpoint_before_it_be_taken_and_is_named(nam
 
 
 def test_files_that_orbax_alone_reads_are_not_missed(copy, capfd):
-    """Sharding, tree and marks of its own: all that they say is in the rest."""
+    """Orbax's own files of sharding, tree and marks: the other files contain the same information."""
     step = copy / "checkpoints" / "2"
     needed = {*files_of(step).values(), *(step / "state").glob("**/d/*"), *(step / "state").glob("**/manifest.ocdbt")}
     for path in (path for path in step.rglob("*") if path.is_file() and path not in needed):
@@ -726,7 +726,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_iteration_comes_again(copy, c
 
 
 def test_a_damaged_checkpoint_that_was_passed_over_pushes_out_no_whole_one(tmp_path):
-    """It is newer than what is saved next, and was the best."""
+    """The damaged checkpoint is newer than the next saved one, and was the best."""
     opened = lambda last: Checkpointer(tmp_path, CheckpointConfig(keep_last=last, keep_best=1))
     found, target = tmp_path / "checkpoints", abstract(large_state(0))
     with contextlib.closing(opened(2)) as checkpointer:

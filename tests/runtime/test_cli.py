@@ -1,4 +1,4 @@
-"""Commands: bad input is one line on stderr and exit status 2, our own errors keep their traceback."""
+"""Commands: bad input is one line on stderr and exit status 2. Errors in the package keep their traceback."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def run(*arguments, **environment):
 
 @pytest.fixture
 def run_here(tmp_path, monkeypatch, capfd):
-    """The same in this process: status and both streams."""
+    """Run the command in this process and return its status and both streams."""
     path = tmp_path / "command.py"
     path.write_text(COMMAND)
 
@@ -145,7 +145,7 @@ def halved(x, *, weight: float = 0.5):
 
 @pytest.fixture
 def given(tmp_path, monkeypatch):
-    """What a command gets of a config file and settings beside it."""
+    """Return the config that a command makes from a config file and overrides."""
 
     def config(text, *settings):
         (tmp_path / "config.py").write_text(text)

@@ -1,4 +1,4 @@
-"""Batch numbers over a mesh: all that do not divide are named at once, with the nearest that do."""
+"""Batch sizes over a mesh: all sizes that do not divide are named at once, with the nearest sizes that do."""
 
 import pytest
 from support.building import EIGHT, ONE, mesh_of

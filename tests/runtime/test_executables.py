@@ -1,4 +1,4 @@
-"""Executables: what a compiler has saved is taken as it is, and for nothing else."""
+"""Executables: saved programs are loaded unchanged, and only for the same devices, settings and code."""
 
 import importlib.metadata
 
@@ -16,7 +16,7 @@ from jaxrl_llm.runtime import executables, programs, sharding
 
 @pytest.fixture(autouse=True)
 def no_compilation_cache():
-    """Compile anew, as ``plan`` does: a program that comes from the cache cannot be saved whole."""
+    """Compile without the cache, as ``plan`` does: a program from the cache cannot be saved completely."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield

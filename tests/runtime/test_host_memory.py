@@ -1,4 +1,7 @@
-"""Arrays kept in the host's memory: not a bit differs, a checkpoint fits either way, devices without it are refused."""
+"""Arrays in the host's memory:
+
+no bit differs, a checkpoint fits both settings, devices without host memory are refused.
+"""
 
 import functools
 import types
@@ -52,7 +55,7 @@ def config_of(on_host):
 
 
 class Learner:
-    """The learner's programs of a run, compiled, with what they need."""
+    """The compiled programs of a run's learner, with their inputs."""
 
     def __init__(self, on_host):
         self.run = assemble(config_of(on_host), TINY, EOS_IDS, mesh_of(ONE))
@@ -89,7 +92,7 @@ def kinds(tree):
 
 @pytest.fixture(scope="module")
 def plain():
-    """State, ring and sums of two iterations without any of it."""
+    """Return state, ring and sums of two iterations without host memory."""
     state, ring = learner(False).start()
     first = jax.device_get(learner(False).iterate(state, ring, 0))
     state, ring = jax.device_put(first[:2])
@@ -131,7 +134,7 @@ def test_a_checkpoint_of_one_kind_is_resumed_as_the_other(plain, on_host, tmp_pa
 
 
 def rings(on_host, config):
-    """Five iterations of a ring on eight devices: the ring and the rows drawn after each."""
+    """Return five iterations of a ring on eight devices: the ring and the drawn rows after each."""
     mesh = mesh_of(EIGHT)
     rows = random_experience(with_reference=False)
     rows = rows.with_columns(question_id=rows.rollout.group_id)

@@ -1,4 +1,4 @@
-"""JSON that leaves the process is JSON for every reader, and what comes in is read strictly."""
+"""Written JSON is valid for every JSON reader, and read JSON is checked strictly."""
 
 import ast
 import json

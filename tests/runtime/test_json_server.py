@@ -1,4 +1,4 @@
-"""The server of JSON takes requests one by one, whatever bytes come; other sites and idle clients do not get in."""
+"""The JSON server handles requests one by one for any bytes; other sites and idle clients are refused."""
 
 import contextlib
 import json
@@ -57,7 +57,7 @@ def server():
 
 
 def sent(server, request, seconds=1.0):
-    """Return what comes back for these bytes, until the server closes or is silent; and whether it closed."""
+    """Send these bytes. Return the received bytes until the server closes or is silent, and whether it closed."""
     with socket.create_connection(("127.0.0.1", server.server_port), seconds) as connection:
         connection.sendall(request)
         received = b""
@@ -169,7 +169,7 @@ def test_a_body_or_head_that_is_too_large_is_refused_before_it_is_read(server):
     ],
 )
 def test_without_a_token_other_sites_are_refused(server, head, status):
-    """A page in the user's browser sends an Origin; a name that is made to point here (DNS rebinding) is the Host."""
+    """A page in the user's browser sends an Origin. With DNS rebinding, the Host is another name for this machine."""
     received, _ = sent(server, b"GET /a HTTP/1.1\r\n" + head + b"\r\n\r\n")
     assert statuses(received) == [status]
 

@@ -1,4 +1,4 @@
-"""Which device stands where in the mesh: as JAX lists them, but along a TPU's torus, and slices apart."""
+"""The position of each device in the mesh: JAX's order, except along a TPU's torus and between slices."""
 
 import jax
 import numpy as np

@@ -80,7 +80,7 @@ def test_data_of_a_recipe_is_found_from_any_folder_and_under_its_old_name(tmp_pa
 
 
 def test_a_wheel_has_the_recipes_and_their_data():
-    """Of the two tables in pyproject.toml that decide it; building a wheel needs a network."""
+    """This tests the two tables in pyproject.toml that decide the content of a wheel. Building one needs a network."""
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
     packages = setuptools.find_packages(str(REPOSITORY), include=settings["packages"]["find"]["include"])
     assert {"jaxrl_llm.recipes", "jaxrl_llm.examples", "jaxrl_llm.commands", "jaxrl_llm.settings"} < {*packages}

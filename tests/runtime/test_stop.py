@@ -1,4 +1,4 @@
-"""A signal asks a run to stop, and a closed terminal does not end it before it has saved."""
+"""A signal asks a run to stop, and a closed terminal does not end a run before it has saved."""
 
 import os
 import pty
@@ -33,7 +33,7 @@ with StopRequest() as stop:
 
 @pytest.fixture(autouse=True)
 def hangups_are_not_ignored():
-    """The tests, and the runs they start, would inherit it from a test run that `nohup` started."""
+    """The tests and their runs would inherit an ignored SIGHUP from a test run that `nohup` started."""
     previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, previous)
