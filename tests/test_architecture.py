@@ -1,4 +1,4 @@
-"""The house keeps its plan: imports go downward, and the loop and the update name no method."""
+"""The architecture: imports go downward, and the loop and the update name no method."""
 
 import ast
 import dataclasses
@@ -52,7 +52,7 @@ RUNNERS = {PACKAGE / path.name for path in (PACKAGE / "commands").glob("[!_]*.py
 
 
 def module_file(name: str) -> pathlib.Path | None:
-    """File of a dotted module of the package, or None."""
+    """Return the file of a dotted module of the package, or None."""
     path = ROOT / name.replace(".", "/")
     for candidate in (path.with_suffix(".py"), path / "__init__.py"):
         if candidate.exists():
@@ -136,7 +136,7 @@ def test_oracles_are_independent():
 
 
 def test_the_loop_and_the_update_name_no_function_of_a_method():
-    """Their keys stand in the tables alone: a new one is a function and a row."""
+    """Only the tables contain these names: a new method is a function and a row."""
     slots = [
         field.metadata["slot"]
         for settings in (method_config.AlgorithmConfig, method_config.ReplayConfig)

@@ -1,4 +1,4 @@
-"""The measurements measure what they say: floors against hand counts, disturbed steps, comparisons, the workers' line.
+"""The benchmarks measure correctly: floors against counts by hand, disturbed steps, comparisons, the workers' line.
 
 No system is timed here: workers are stand-ins.
 """
@@ -93,7 +93,7 @@ def test_share_of_others_is_of_the_whole_machine():
 
 
 class FakeWorker:
-    """Takes ``seconds`` a step; others took the shares given, one per step."""
+    """A worker whose step takes ``seconds``. Other processes take the given shares, one per step."""
 
     def __init__(self, name, seconds, others, order):
         self.name, self.seconds, self.others, self.order = name, seconds, iter(others), order
@@ -503,7 +503,7 @@ def test_the_programs_of_a_gpu_that_is_not_here_are_listed(monkeypatch, capsys):
 
 
 def test_peers_of_an_accelerator_are_told_the_same_sizes_and_compared(tmp_path, monkeypatch):
-    """Stand-ins for their processes; ours is a figure given."""
+    """Stand-ins replace the other processes; the package's own time is a given number."""
     told = []
 
     class Peer:

@@ -1,5 +1,7 @@
-"""The scripts of launch/: what they run, from any directory, and how they fail. No package is installed here:
-``python3`` is a stand-in that writes down its arguments. Those for clusters and pods are tested in tests/launch.
+"""The scripts of launch/: the commands that they run, from any directory, and their failures.
+
+No package is installed here: ``python3`` is a stand-in that records its arguments. tests/launch tests the scripts for
+clusters and pods.
 """
 
 import os
@@ -133,7 +135,7 @@ def test_a_tier_installs_what_its_tests_need(checkout):
 
 
 def test_slurm_counts_faults_apart_from_what_ends_a_start_in_peace(checkout):
-    """Slurm's own count has preemptions and time limits in it: after three of those no fault was started again."""
+    """Slurm's own count includes preemptions and time limits. Once, after three of them no fault was restarted."""
     checkout.stand_in("srun", '#!/bin/sh\nexit "$FAKE_STATUS"\n')
     checkout.stand_in("scontrol", '#!/bin/sh\necho "scontrol $*" >> "$FAKE_LOG"\n')
     (checkout.root / ".venv/bin").mkdir(parents=True)

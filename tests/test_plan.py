@@ -1,4 +1,4 @@
-"""Plan: the compilers take every program of a run; what does not fit is named, and costs no traceback."""
+"""Plan: the compilers accept every program of a run. A program that does not fit is named, without a traceback."""
 
 import dataclasses
 import importlib.util
@@ -84,7 +84,7 @@ def test_the_update_replaces_state_and_ring_in_place(eight_chips):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode", "update"])
 def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
-    """A loop carry without a layout would be held whole by every chip."""
+    """A loop carry without a layout would be whole on every chip."""
     run = run_of(small_config(16), "v5e:4x4")
     stats = run.programs()[name].lower(run.mesh).compile().memory_analysis()
     assert stats.temp_size_in_bytes <= 1.1 * eight_chips[name].memory.temporary
@@ -92,7 +92,10 @@ def test_memory_per_chip_does_not_grow_with_the_pod(eight_chips, name):
 
 
 def run_with_hosts(times=1):
-    """A run with moments and ring in the hosts' memory, the ring so many times as large as ``small_config`` has it."""
+    """Return a run with moments and ring in the hosts' memory.
+
+    The ring is this many times as large as in ``small_config``.
+    """
     config = small_config(8)
     optimizer = dataclasses.replace(config.optimizer, offload=True)
     replay = dataclasses.replace(config.replay, memory="host", capacity=times * config.ring_capacity)
@@ -101,7 +104,7 @@ def run_with_hosts(times=1):
 
 @pytest.fixture(scope="module")
 def eight_chips_with_hosts():
-    """The learner's programs with moments and ring in the hosts' memory: text and memory of each."""
+    """Return text and memory of each program of the learner, with moments and ring in the hosts' memory."""
     run = run_with_hosts()
     names = ("init_state", "init_ring", "insert", "update")
     compiled = {name: run.programs()[name].lower(run.mesh).compile() for name in names}
@@ -143,7 +146,7 @@ def test_no_chip_holds_the_rows_of_a_ring_on_the_host(eight_chips_with_hosts, na
 
 @pytest.fixture(scope="module")
 def four_gpus():
-    """Each program, packed, in the dtype that kernels take; and the run."""
+    """Return each program, packed, in the dtype that kernels accept; and the run."""
     config = small_config(4)
     update = dataclasses.replace(config.update, micro_batch_tokens=4 * 128)
     config = dataclasses.replace(
@@ -195,7 +198,7 @@ def test_a_chip_computes_what_the_models_algebra_says(eight_chips):
 
 @needs_libtpu
 def test_a_decode_step_sends_numbers_alone_and_an_update_every_matrix(eight_chips):
-    """Weights are split over pairs: an update gathers half of each matrix in each pass of its layer, or more."""
+    """Weights are split over pairs. An update gathers half of each matrix at least once in each pass of its layer."""
     assert sum(eight_chips["decode"].counts.by_collective().values()) < 16 * 1024
     sent = eight_chips["update"].counts.by_collective()
     matrices = 2 * (64 * 16 * 2 * (4 + 2) + 3 * 64 * 128) * 2  # of both layers in bfloat16
@@ -221,7 +224,7 @@ def test_a_program_that_the_compiler_refuses_is_a_verdict():
 
 
 def compiled_already(rows):
-    """In place of ``compile_rows``: of a run on eight chips."""
+    """Replace ``compile_rows`` by stored results of a run on eight chips."""
     return lambda run, names=None, keep=False: [rows[name] for name in (names or rows)]
 
 
@@ -265,7 +268,7 @@ def test_a_plan_prints_and_writes_the_time_and_price_of_an_iteration(eight_chips
     [("auto", 300, "kept"), ("auto", 299, "all"), ("auto", None, "all"), ("full", 300, "all")],
 )
 def test_what_is_bounded_is_the_update_that_train_takes(remat, hbm, expected, monkeypatch):
-    """The one that recomputes all takes longer than a run does: "at least" was no bound."""
+    """Once, the bound was for the update that recomputes all, which takes longer than the run's update."""
     run = assemble(freeze({"model": {"remat": remat}}), TINY, (5,), mesh_of(ONE))
     state, update = (compiled.Row(name, Memory(100, 100, 50, 100), "") for name in ("init_state", "update"))
     kept = compiled.Row("update", Memory(100, 100, 200, 100) if hbm else None, "" if hbm else "out of memory")
@@ -321,9 +324,10 @@ def test_a_search_without_a_layout_that_divides_is_refused():
 
 
 def test_memory_in_use_counts_what_lives_beside_the_program():
-    """Learner 30, ring 20, rollouts 5: 55 MiB stay while a program runs, and 60 more with the host.
+    """Learner 30, ring 20, rollouts 5: 55 MiB stay while a program runs, and 60 MiB more with the host.
 
-    A sampler has 10, an evaluation's 4. It looks ahead, or its slots go with what it sampled.
+    A sampler has 10 MiB, an evaluation's sampler 4 MiB. With lookahead its slots stay; otherwise they are freed with
+    its rollouts.
     """
 
     rows = {

@@ -49,7 +49,7 @@ DATED = ("studies/log.md", "CHANGELOG.md")
 
 
 def reading_order():
-    """The pages whose commands are run, in their order: later commands read the files of earlier ones."""
+    """Return the pages whose commands are run, in order: later commands read the files of earlier ones."""
     folders = ("tutorials", "how-to", "reference", "explanation")
     found = [path for folder in folders for path in sorted((REPOSITORY / "docs" / folder).glob("*.md"))]
     names = ["README.md", *(path.relative_to(REPOSITORY).as_posix() for path in found)]
@@ -94,23 +94,23 @@ def blocks(text, language):
 
 
 def lines(block):
-    """A backslash continues a line."""
+    """Return the lines of a text. A backslash at the end continues a line."""
     return [line.strip() for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def in_blocks(language):
-    """Every different line of the blocks of a language in ``PAGES``."""
+    """Return every different line of the blocks of a language in ``PAGES``."""
     found = [line for name in PAGES for block in blocks(TEXTS[name], language) for line in lines(block)]
     return list(dict.fromkeys(found))
 
 
 def commands():
-    """The commands that are run."""
+    """Return the commands that are run."""
     return in_blocks("bash")
 
 
 def measured():
-    """Commands of the other pages, in blocks or indented, and of all pages in backquotes."""
+    """Return the commands of the other pages, in blocks or indented, and of all pages in backquotes."""
     found = [line for name in MEASURED for block in blocks(TEXTS[name], "") for line in lines(block)]
     indented = [re.findall(r"(?:^    .*\n)+", TEXTS[name], re.MULTILINE) for name in PAGES + MEASURED]
     found += [line for texts in indented for block in texts for line in lines(block)]
@@ -119,7 +119,7 @@ def measured():
 
 
 def files():
-    """{name: text} of the blocks that a page introduces by a file name in backquotes and a colon."""
+    """Return {name: text} of the blocks after a file name in backquotes and a colon."""
     pattern = r"`([\w.]+)`:\n\n```\w+\n(.*?)^```$"
     found = [file for name in PAGES for file in re.findall(pattern, TEXTS[name], re.DOTALL | re.MULTILINE)]
     for name, text in found:
@@ -128,7 +128,7 @@ def files():
 
 
 def shortened(command):
-    """The command that is run for a command of the README; "" for none."""
+    """Return the command that is run for a command of a page; "" for none."""
     if re.match(r"source |bash launch/(setup|local|test)\.sh", command):
         return ""
     command = command.replace("=smollm2-135m-instruct", "=random:debug")
@@ -204,7 +204,7 @@ def test_python_that_is_shown_is_python(name):
 
 
 def anchors(text):
-    """The anchors of the headings, as pages on the web name them."""
+    """Return the anchors of the headings, as web pages name them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -237,7 +237,7 @@ def test_programs_that_are_named_exist():
 
 
 def test_modules_of_the_reference_exist():
-    """The site takes their docstrings; here it is enough that the modules are there."""
+    """The site needs their docstrings. Here it is enough that the modules exist."""
     names = re.findall(r"^::: (\S+)$", TEXTS["docs/reference/api.md"], re.MULTILINE)
     assert len(names) >= 8
     for name in names:
@@ -245,7 +245,7 @@ def test_modules_of_the_reference_exist():
 
 
 def test_flags_that_are_shown_exist():
-    """The flags of a command module, or settings of its config, or the flags of every absl program."""
+    """Shown flags are flags of a command module, settings of its config, or flags of every absl program."""
     known = {name: {flag.name for flag in flags_of(module)} for name, module in command_modules().items()}
     for command in commands() + in_blocks("shell") + measured():
         words = shlex.split(command, comments=True)
@@ -259,7 +259,7 @@ def test_flags_that_are_shown_exist():
 
 
 def test_results_that_are_named_exist():
-    """Of the commands that wrote them, and by their names alone."""
+    """Only the names of the result files are checked, with the commands that write them."""
     for name in re.findall(r"(\d{4}-\d\d-\d\d_[\w.]+\.json)\b", TODAY):
         assert (REPOSITORY / "benchmarks" / "baselines" / name).exists(), name
 
@@ -288,7 +288,7 @@ def test_defaults_that_are_named_are_those():
 
 
 def frozen(command):
-    """The config of a command, of its file and its overrides."""
+    """Return the config of a command, from its file and its overrides."""
     rest, overrides = cli.apart(shlex.split(command, comments=True))
     path = next(word.removeprefix("--config=") for word in rest if word.startswith("--config="))
     settings = runpy.run_path(package_files.config_file(path))["get_config"]().to_dict()
@@ -330,7 +330,7 @@ def test_metrics_that_are_named_exist():
 
 
 def test_generated_pages_are_current():
-    """``python -m docs.write_reference`` writes them."""
+    """``python -m docs.write_reference`` writes these pages."""
     pages = write_reference.pages()
     assert {f"docs/reference/{name}" for name in pages} == set(GENERATED)
     stale = [name for name, text in pages.items() if text != TEXTS[f"docs/reference/{name}"]]
@@ -374,7 +374,7 @@ def run_here(folder, monkeypatch, capfd):
 
 @pytest.mark.parametrize("index", [marked(i, command) for i, command in enumerate(commands())])
 def test_command_runs(index, folder, run_here, request):
-    """In the order of the pages: later commands read what earlier ones wrote."""
+    """In the order of the pages: later commands read the files of earlier ones."""
     command = shortened(commands()[index])
     if not command:
         return

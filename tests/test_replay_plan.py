@@ -1,4 +1,4 @@
-"""The closed forms of how much to replay, against the paper's figures and a minimiser that knows J alone."""
+"""The closed forms of the replay plan, compared with the paper's figures and with a minimiser of J alone."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ def j(mu, rho, alpha, x, y):
 
 
 def minimum(function, dims):
-    """Least value of a function with one valley, and where, over logarithms, by narrowing a grid."""
+    """Return the least value of a function with one minimum, and its place, by narrowing a logarithmic grid."""
     low, high = np.full(dims, -9.0), np.full(dims, 14.0)
     for _ in range(30):
         axes = [np.linspace(a, b, 33) for a, b in zip(low, high, strict=True)]
@@ -83,7 +83,7 @@ def test_values_without_an_optimum_are_refused(values, named):
 
 @pytest.fixture
 def command(monkeypatch, capfd):
-    """What the command prints, or says where it refuses what it is given."""
+    """Return the output of the command, or its error."""
 
     def run(*given, alpha=("--alpha=0.1",)):
         done = run_command("replay_plan", *alpha, *given, monkeypatch=monkeypatch, capfd=capfd)
@@ -119,7 +119,7 @@ def test_a_declared_price_goes_with_the_ageing_that_a_run_measured(command, tmp_
 
 
 def write_run(folder, rollouts, seconds, batch=64):
-    """Three iterations: the first warms up, the others lie around the seconds."""
+    """Write a run of three iterations. The first warms up, the others have about these seconds."""
     folder.mkdir()
     times = [50.0, 0.9 * seconds, 1.1 * seconds]
     names = {"time/generate_s": 0.5, "time/reward_s": 0.1, "time/update_s": 0.4}
@@ -135,7 +135,7 @@ def write_run(folder, rollouts, seconds, batch=64):
 
 
 def test_of_several_runs_what_does_not_depend_on_generation_counts_as_training(command, tmp_path):
-    """3 s + 0.25 s R at B = 64 is 3 / 64 (B + mu R), mu = 0.25 * 64 / 3, at every R."""
+    """3 s + 0.25 s R at B = 64 is 3 / 64 (B + mu R) with mu = 0.25 * 64 / 3, at every R."""
     runs = [write_run(tmp_path / f"r{r}", r, 3 + 0.25 * r) for r in (16, 32, 64)]
     seconds = fitted(runs)
     assert seconds[:3] == pytest.approx((3.0, 0.25, 64.0)) and seconds.mu == pytest.approx(16 / 3)
@@ -202,7 +202,10 @@ def test_alpha_is_that_of_the_power_law_that_ratios_follow(command, tmp_path, bu
 
 @pytest.mark.parametrize("buckets", [1, 2])
 def test_a_run_that_replays_less_and_whose_fresh_rollouts_are_noisier_changes_no_alpha(tmp_path, buckets):
-    """Its fresh rollouts were in the denominator, and none of its own in the numerator: with one bucket, on-policy."""
+    """Once, its fresh rollouts were in the denominator and none of its rollouts in the numerator.
+
+    With one age bucket it is on-policy.
+    """
     for name in ("replay", "less"):
         (tmp_path / name).mkdir()
     runs, others = write_ages(tmp_path / "replay", 0.2), write_ages(tmp_path / "less", 0.2, buckets, fresh=3.0)

@@ -1,4 +1,4 @@
-"""What the two commands install: wheels alone, for every Python that the README names; a compiler is never needed."""
+"""The packages that the two commands install: only wheels, for every Python in the README; no compiler is needed."""
 
 import importlib.metadata
 import pathlib

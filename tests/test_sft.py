@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: rows and loss by hand, and a folder that holds what was learned."""
+"""Supervised fine-tuning: rows and loss by hand, and a folder with the trained model."""
 
 import json
 import pathlib
@@ -26,7 +26,7 @@ END = 257  # of the byte tokenizer
 
 
 def batch(*pairs, width=6):
-    """Questions and answers as a batch whose prompts are ``width`` wide."""
+    """Return questions and answers as a batch whose prompts are padded to ``width``."""
     tokens = np.zeros((len(pairs), width), np.int32)
     for row, (question, _) in enumerate(pairs):
         tokens[row, : len(question)] = list(question.encode())
@@ -85,7 +85,7 @@ def test_the_loss_is_the_cross_entropy_of_answer_and_end_alone():
 
 
 class Falling(Supervised):
-    """Of a loss whose gradient is 1 in every weight."""
+    """A model whose loss has gradient 1 in every weight."""
 
     def loss(self, params, rows, base=None):
         return jnp.sum(params["w"].astype(jnp.float32))
@@ -146,7 +146,7 @@ def test_who_waits_is_told_how_far_it_is_where_no_evaluation_is_asked_for(tmp_pa
 
 
 def learned_once(folder, monkeypatch, *, name, rows, **settings_of):
-    """One step on 40 questions, with the file ``name`` of held-out ``rows``."""
+    """Train one step on 40 questions, with the file ``name`` of held-out ``rows``."""
     one = mesh_of(ONE)
     monkeypatch.setattr(sharding, "make_mesh", lambda _: one)
     (folder / name).write_text("".join(json.dumps({"prompt": f"{i}?", **row}) + "\n" for i, row in enumerate(rows)))
@@ -156,7 +156,7 @@ def learned_once(folder, monkeypatch, *, name, rows, **settings_of):
 
 
 def test_held_out_answers_have_their_nats_per_token_beside_their_probability(tmp_path, monkeypatch, capfd):
-    """A long answer's probability is 0.000 from first to last."""
+    """The probability of a long answer is 0.000 from the first to the last step."""
     monkeypatch.setattr(Supervised, "answer_logp", lambda self, params, rows, base=None: 0.0 * rows[1] - 6.0)
     rows = [{"answer": "yes"}, {"answer": "no"}, {"answer": "no"}]
     assert learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=rows) == pytest.approx(np.exp(-6.0))

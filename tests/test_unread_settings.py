@@ -1,6 +1,6 @@
-"""Settings that would do nothing, or something else than they say, are refused before a run starts.
+"""Settings that would have no effect, or another effect, are refused before a run starts.
 
-What a run reads is measured: every attribute of the config that a run of ghosts looks at is noted.
+The settings that a run reads are measured: every attribute of the config that a ghost run reads is recorded.
 """
 
 import dataclasses
@@ -71,7 +71,7 @@ def frozen(settings):
 
 
 def refusal(settings):
-    """Return what freezing these settings is refused with; "" if it is not."""
+    """Return the error of freezing these settings, or ""."""
     try:
         frozen(settings)
     except ConfigError as error:
@@ -158,7 +158,7 @@ ACCEPTED = {
 
 
 def test_every_setting_that_needs_another_is_refused_without_it():
-    """By the table of test_config, which says for each setting what else must be set for it to change something."""
+    """The table of test_config has the other settings that each setting needs for an effect."""
     accepted = {path for path, (value, _, needed) in ALIVE.items() if needed and not refusal(SETTINGS | {path: value})}
     assert accepted == {*ACCEPTED} & {path for path, (*_, needed) in ALIVE.items() if needed}
 
@@ -181,7 +181,7 @@ def groups(cls, prefix=""):
 
 
 def is_read_by_a_run(frame):
-    """Whether code of a run looks at a setting, at once or through a property of the config."""
+    """Return whether code of a run reads a setting, directly or through a property of the config."""
     while frame is not None:
         path = frame.f_code.co_filename
         if frame.f_code.co_name in LOOK_AT_ALL:
@@ -194,7 +194,7 @@ def is_read_by_a_run(frame):
 
 @pytest.fixture
 def read_settings(monkeypatch):
-    """Return a set to which the dotted path of every setting is added that a run looks at from now on."""
+    """Return a set to which the dotted path of every setting is added that a run reads from now on."""
     read = set()
     monkeypatch.setattr(ghosts, "GHOSTS", {})  # a program that is known already would not be traced
     for cls, prefix in groups(Config):

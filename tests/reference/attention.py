@@ -12,9 +12,10 @@ def attend(query, keys, values):
 
 
 def attend_whole(q, k, v, seen, grad_out):
-    """[T,N,H] of queries q [T,N,H] over the keys [K,T,H] that ``seen`` [T,T] shows, and the gradients of q, k, v.
+    """Return the attention [T,N,H] by the definition, and the gradients of q, k, v.
 
-    The gradients are those of sum(grad_out * output), written out by hand.
+    The queries q [T,N,H] attend to the keys [K,T,H] that ``seen`` [T,T] allows. The gradients of sum(grad_out * output)
+    are written out by hand.
     """
     q, k, v, grad_out = (np.asarray(x, np.float64) for x in (q, k, v, grad_out))
     out, dq, dk, dv = np.zeros(q.shape), np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)

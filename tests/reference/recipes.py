@@ -224,7 +224,7 @@ def asymre(batch, longest):
 def vcpo(batch, longest):
     """arXiv:2602.17616: -W (r - b) log pi(y), W = min(pi / mu, 8), b = sum W^2 |g|^2 r / sum W^2 |g|^2.
 
-    g = grad log pi(y). For its norm stands what the recipe says: tokens of (1 - p)^2 that add up.
+    Here g = grad log pi(y). As in the recipe, the squared norm of g is replaced by the sum over tokens of (1 - p)^2.
     """
 
     def weight(row):

@@ -227,7 +227,7 @@ def check_draw(model, rows, info, iteration, config, fresh_wanted):
 
 
 def check_last_drawn(found, rows, info):
-    """The rows that were drawn, in another order, and as many that are not trainable as were not real."""
+    """Check that the last drawn rows are returned, in any order. Each filler row is a row that is not trainable."""
     rows = rows.replace(columns={name: x for name, x in rows.columns.items() if name != "age_bucket"})
     for m in range(SHARDS):
         real = np.asarray(info.is_real[m])

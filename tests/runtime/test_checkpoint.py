@@ -45,7 +45,10 @@ def mesh(data: int, fsdp: int) -> jax.sharding.Mesh:
 
 
 def make_state(seed: int = 0) -> Any:
-    """Weights, AdamW state, a critic, a ring on the data axis with small integer types, a None and an empty subtree."""
+    """Return weights, AdamW state, a critic, a ring and two empty entries.
+
+    The ring is on the data axis and has small integer types. The entries are a None and an empty subtree.
+    """
     key = jax.random.key(seed)
     params = {"layers": {"q": jax.random.normal(key, (16, 8))}, "norm": jnp.arange(8, dtype=jnp.bfloat16)}
     head = {"kernel": jnp.full((8, 2), seed, jnp.float32), "bias": jnp.ones(2)}

@@ -93,7 +93,7 @@ def test_a_closed_terminal_stops_a_run_that_can_still_save(tmp_path):
 
 
 def test_a_hangup_that_also_ends_the_reader_of_a_pipe_stops_a_run_that_can_still_save(tmp_path):
-    """So it is with `train | tee log` in a terminal that is closed."""
+    """So it is with a run that writes to `tee log` in a terminal that is closed."""
     saved = tmp_path / "saved"
     command = [sys.executable, "-c", RUN, str(saved)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:

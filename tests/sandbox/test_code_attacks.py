@@ -1,6 +1,6 @@
-"""Programs that try to win a reward without solving the task, none of which does; and honest programs, which all pass.
+"""Programs that try to win a reward without solving the task, and honest programs, which all pass.
 
-Every attempt runs between two right answers in one group: these keep their reward, whatever the attempt does.
+Every attempt runs between two right answers of the same group, which keep their reward.
 """
 
 import functools
@@ -1707,7 +1707,7 @@ def test_there_are_enough_honest_programs():
 
 
 def test_the_attempts_reach_what_they_look_for(isolation):
-    """An attempt that finds nothing to attack proves nothing."""
+    """An attempt that finds nothing to attack would prove nothing."""
     row, right = QUESTIONS["number"]
     for finder, found in ((FINDS_PEER, "peer"), (FINDS_REPORTER, "reporter")):
         assert rewards(row, f"{finder}assert {found} is not None\n{right}", isolation=isolation) == [1]
@@ -1717,7 +1717,7 @@ def test_the_attempts_reach_what_they_look_for(isolation):
 
 
 def test_a_forged_report_of_a_program_without_tests_fails_no_sandbox(isolation):
-    """Without tests a result is the program's own word; the sandbox goes on, whatever that is."""
+    """Without tests a result is the program's own report. The sandbox continues, whatever the report says."""
     forged = FINDS_REPORTER + "import os\nreporter(failed='x', finished=5, exception=[], limit='none', value={})\n"
     forged += "os.write(reporter._descriptor, ('\\n' + reporter._mark + '[' * 100000 + '\\n').encode())\n"
     settings = {"seconds": 1.0, "isolation": isolation}

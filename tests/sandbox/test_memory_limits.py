@@ -1,4 +1,4 @@
-"""Memory of a program that its processes share, inherit, release in part, or hold when their first thread has ended."""
+"""Memory that a program's processes share, inherit, release in part, or hold after their first thread."""
 
 import dataclasses
 import errno
@@ -150,7 +150,7 @@ time.sleep(0.3)
 @pytest.mark.parametrize("release", RELEASE_IN_PART)
 @pytest.mark.parametrize("way", WAYS_TO_SHARE)
 def test_no_program_holds_shared_memory_that_it_has_released_in_part(sandbox, exit_number, way, release):
-    """The kernel shows such memory in no process, so only the size of files can be limited."""
+    """The kernel attributes such memory to no process, so only the size of files can be limited."""
     is_file = "unlinked" in way
     if is_file and NOT_ENFORCED["bubblewrap"][0] in sandbox.not_enforced:
         pytest.skip("not enforced: disk_mb over all files together")
@@ -180,7 +180,7 @@ area.madvise(25)  # MADV_COLLAPSE
 
 
 def test_no_program_has_huge_pages(sandbox, exit_number):
-    """The kernel keeps all of a huge page as long as a small part of it is mapped, and counts only that part."""
+    """The kernel keeps a whole huge page while a small part of it is mapped, and counts only that part."""
     result = sandbox.run(FILL.format(exit_number=exit_number) + HUGE_PAGES)
     assert result.stdout.splitlines() == [f"-1 {errno.EPERM}", "1", "1"], result
     assert result.exception == f"OSError: [Errno {errno.EINVAL}] Invalid argument"
@@ -222,7 +222,7 @@ for _ in range(6):
 
 @pytest.mark.parametrize("program", WITHIN)
 def test_a_program_may_hold_four_fifths_of_its_limit(sandbox, exit_number, program):
-    """The limit of address space counts the interpreter too, so one process has less for itself."""
+    """The limit of address space includes the interpreter, so one process has less for itself."""
     free = int(0.8 * 256)
     code = FILL.format(exit_number=exit_number) + WITHIN[program].format(free=free) + "time.sleep(0.4)\n"
     result = sandbox.run(code, limits=dataclasses.replace(LIMITS, memory_mb=256, disk_mb=256))

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001 (the rows are about characters that look alike)
-r"""What the answer of a text is, and when it is the answer of a label: a table decided by hand.
+r"""The answer of a text, and whether it is the answer of a label: a table decided by hand.
 
 Readers: "answer" is ``is_answer`` (short_steps, fapo, own), "text" is ``same_text`` (exact, key_steps), "integer" is
-``integer_of`` (reasoning-gym, the main job), "vote" asks whether two texts vote for the same (majority, maj@K).
+``integer_of`` (reasoning-gym, the main job), "vote" compares the votes of two texts (majority, maj@K).
 """
 
 import time
@@ -619,7 +619,7 @@ FLOODS = [
 @pytest.mark.parametrize("flood", mostly_in("slow", FLOODS, plain=12), ids=lambda flood: ascii(flood[:12]))
 @pytest.mark.parametrize("around", ["{}", r"7 \boxed{{{}}}", "x\n{}x"])
 def test_time_grows_with_the_length_alone(flood, around):
-    """The seven calls take 0.2 s at most; a search that is quadratic in 30,000 characters takes over 3 s."""
+    """The seven calls take at most 0.2 s. A search that is quadratic in 30,000 characters takes over 3 s."""
     text = around.format(flood)
     began = time.process_time()
     answers.is_answer(text, "7")

@@ -1,4 +1,4 @@
-"""Which part of a completion is code, and what its tests say of it."""
+"""Which part of a completion is code, and the results of its tests."""
 
 import textwrap
 import time
@@ -60,7 +60,7 @@ def test_all_or_nothing_and_the_share_of_mbpp_s_tests():
 
 
 def test_graded_by_what_kind_of_error_there_is():
-    """StepCoder: all pass 1, a test fails -0.3, another error -0.6, no program -1."""
+    """StepCoder: 1 if all tests pass, -0.3 if a test fails, -0.6 at another error, -1 without a program."""
     failing = {"raises": "def double(x):\n    return x.y", "no name": "y = 1", "empty": "", "remark": "# later"}
     failing |= {"asserts": "def double(x):\n    return 2 * abs(x)"}
     expected = [1, -0.3, -1, -0.6, -0.6, -0.6, 1, -0.6, -0.6, -1, -1, -0.3]
@@ -101,7 +101,7 @@ def test_a_program_that_takes_too_long_is_run_once(monkeypatch):
 
 @pytest.mark.parametrize("lines", ["None", "'x'", "[1.5]", "['1']", "[[1]]", "[99] * 10**6", "[10**50]", "1 / 0"])
 def test_what_a_program_reports_of_its_own_lines_changes_no_reward(lines):
-    """The lines come from the program's process. A report that is none masks all or nothing, and fails nothing."""
+    """The program's process reports the lines. An invalid report masks everything or nothing, and is no failure."""
     late = "\ndef double(x):\n    import gc\n    for p in gc.get_objects():\n        if type(p).__name__ == 'Peer':\n"
     late += f"            p.operations['lines'] = lambda: {lines}\n    return 2 * x\n"
     (said,) = score(covered, MBPP, late)
@@ -110,7 +110,7 @@ def test_what_a_program_reports_of_its_own_lines_changes_no_reward(lines):
 
 
 def test_turns_without_a_program_cost_a_fifth_and_the_last_one_decides():
-    """RLEF: 1 or -1 at the end of an episode, -0.2 before it for a turn that is no code."""
+    """RLEF: 1 or -1 at the end of an episode, and -0.2 for an earlier turn without code."""
     rows = [[RIGHT], ["I do not know.", "def f(): pass", RIGHT], ["", RIGHT, "def double(x):\n    return 3"], [""]]
     prompt, columns = question(MBPP, SETTINGS)
     several = {key: [value] * len(rows) for key, value in columns.items()}
@@ -130,7 +130,7 @@ def test_human_eval_s_answers_go_on_from_the_prompt_or_write_it_anew():
 
 @pytest.mark.parametrize("body", ["", "    # The sum.\n", '    """The sum."""\n'])
 def test_a_prompt_without_a_docstring_does_not_break_a_function_written_anew(body):
-    """What it begins had no body, an IndentationError; as where there is but a comment."""
+    """The function that the prompt begins has no body, or only a comment. Once, this was an IndentationError."""
     row = HUMAN_EVAL | {"prompt": f"import math\ndef total(xs):\n{body}"}
     anew = "```python\ndef total(xs):\n    if xs:\n        return int(math.fsum(xs))\n    return 0\n```"
     assert score(passed, row, anew, "    return sum(xs)\n", anew.replace("0", "1")) == [1, 1, 0]
@@ -310,7 +310,7 @@ def unrun(row, completion):
 
 
 def test_statements_that_no_test_has_run_are_masked():
-    """What has no code of its own (docstring, annotation, comment, what stands around the program) never is."""
+    """Text without code of its own (docstring, annotation, comment, text around the program) is never masked."""
     row = {"text": "sign", "test_list": ["assert sign(3) == 1", "assert sign(3) == 5", "assert sign(0) == 0"]}
     assert unrun(row, SIGN) == UNRUN_OF_SIGN
     with_thought = "```python\nx\n```</think>" + SIGN

@@ -1,4 +1,4 @@
-"""The bound on a formula's numbers: what a scorer could not compute is found by reading alone."""
+"""The bound on a formula's numbers: formulas that are too large to compute are found by reading alone."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The likelihood of a question given its answer, against a transformer of loops in float64."""
+"""The likelihood of a question given its answer, compared with a transformer of float64 loops."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What an answer's tokens come to: the same content and calls, however they come."""
+"""The content of an answer's tokens: the same text and calls for any split into pieces."""
 
 import pytest
 from conversations.test_tool_calls import TOOLS, coder, hermes, llama

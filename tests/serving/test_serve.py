@@ -1,4 +1,7 @@
-"""The server: real sockets, a tiny model. Tokens and their log-probs are the model's own, whoever else asks."""
+"""The server with real sockets and a tiny model.
+
+Tokens and log-probs are the model's own, whatever other requests run.
+"""
 
 import asyncio
 import concurrent.futures
@@ -77,7 +80,7 @@ def greedy(one_device):
 
 
 def ask(server, path, body, *, method="POST", token=""):
-    """(status, answer) of a request."""
+    """Send a request. Return (status, answer)."""
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
     data = body if isinstance(body, (str, bytes)) else json.dumps(body)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -126,7 +129,7 @@ def test_tokens_of_many_at_once_have_the_log_probs_that_the_model_gives_them_aft
 
 
 def test_each_request_has_a_temperature_of_its_own(sampled, greedy):
-    """Side by side, in more slots than there are: each one's log-probs are those of its own distribution."""
+    """More requests run at the same time than there are slots. The log-probs of each belong to its own distribution."""
     prompt, temperatures = [5, 6, 7], [0.5, 2.0, 0.0, 1.0, None, 0.5]
     ask_at = lambda t: generate(sampled, prompt, **({} if t is None else {"temperature": t}))
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
@@ -153,13 +156,13 @@ def test_a_seed_makes_an_answer_again_whoever_else_asks(sampled):
 
 
 def test_a_request_without_a_seed_shares_its_noise_with_none_that_has_one(sampled):
-    """It had that of the request whose seed is how many came before it."""
+    """Once, its noise was that of the request whose seed was the number of earlier requests."""
     count = engine_of(sampled)._count
     assert generate(sampled, [5, 6, 7])[0] != generate(sampled, [5, 6, 7], seed=count)[0]
 
 
 def test_what_clients_say_that_asks_for_nothing_is_passed_over(greedy):
-    """Each was answered with 400."""
+    """Once, each of these was answered with 400."""
     plain = ask(greedy, CHAT, {"messages": USER})[1]["choices"]
     nothing = {"response_format": {"type": "text"}, "logit_bias": {}, "metadata": {"a": "b"}, "seed": 3}
     nothing |= dict.fromkeys(("reasoning_effort", "functions", "audio", "metadata"))
@@ -223,7 +226,7 @@ def test_log_probs_have_the_bytes_of_each_token_though_it_is_half_a_character(sa
 
 
 def test_a_conversation_that_cannot_fit_is_refused_before_it_is_encoded(greedy, monkeypatch):
-    """16 MB of text took half a minute of a core."""
+    """Once, 16 MB of text took half a minute of a core."""
     monkeypatch.setattr(greedy.tokenizer, "encode_prompt", None)
     for content in ("a " * 2**22, [{"type": "text", "text": "b" * 2**20}] * 4):
         status, answer = ask(greedy, CHAT, {"messages": [{"role": "user", "content": content}]})
@@ -245,7 +248,7 @@ def test_a_stop_string_ends_it_and_is_not_shown(greedy):
 
 
 def test_a_special_token_among_stop_strings_is_heard_as_a_token_or_refused(greedy, monkeypatch):
-    """No text has its letters; clients send their model's end."""
+    """No text contains its letters. Clients send the end token of their model."""
     tokens, logps, _ = generate(greedy, [1, 2, 3])
     place = next(i for i in range(3, len(tokens)) if tokens[i] not in tokens[:i])
     until_there = generate(greedy, [1, 2, 3], stop_token_ids=[tokens[place]])
@@ -498,7 +501,7 @@ def test_a_port_that_another_has_is_refused_before_anything_is_compiled(monkeypa
 
 @pytest.mark.slow
 def test_256_streams_at_once_for_a_minute_lose_and_mix_nothing(greedy):
-    """Of the same ten questions again and again; some readers are slow, some go away."""
+    """The same ten questions again and again; some readers are slow, and some disconnect."""
     bodies = [{"messages": [{"role": "user", "content": f"question {i}"}]} for i in range(10)]
     expected = [ask(greedy, CHAT, body)[1]["choices"][0]["message"]["content"] for body in bodies]
     end, counts = time.monotonic() + 60, []
@@ -555,7 +558,7 @@ def test_the_command_serves_until_it_is_told_to_stop(number):
 
 @pytest.mark.tier("parity")
 def test_verifiers_own_train_client_is_served(sampled, tmp_path):
-    """Its renderer makes the tokens, the server draws, and what comes back is what was drawn."""
+    """Its renderer makes the tokens, the server draws, and the client receives the drawn tokens."""
     pytest.importorskip("verifiers.v1")
     from verifiers.v1.clients.train import TrainClient
     from verifiers.v1.configs.client import TrainClientConfig

@@ -1,4 +1,4 @@
-"""Calls of tools between the OpenAI API and the text of a model; the sampler is a script here."""
+"""Tool calls between the OpenAI API and the text of a model. The sampler is a script here."""
 
 import contextlib
 import http.client
@@ -32,7 +32,7 @@ DEEP = f"<tool_call>{'[' * 3000}</tool_call>"  # deeper than JSON is read
 
 
 class Scripted:
-    """An engine whose model says one text, three characters at a time."""
+    """An engine whose model writes one text, three characters at a time."""
 
     def __init__(self, text):
         sampling, arch = types.SimpleNamespace(max_completion_tokens=500), types.SimpleNamespace(vocab_size=70_000)
@@ -49,7 +49,7 @@ class Scripted:
 
 
 class Broken(Scripted):
-    """One that ends in the middle of what it says."""
+    """An engine that ends in the middle of its text."""
 
     def submit(self, request):
         self.asked.append(request)
@@ -59,7 +59,7 @@ class Broken(Scripted):
 
 
 class Characters:
-    """A tokenizer of characters, whose template has a place for tools and for calls of them or has none."""
+    """A tokenizer of characters. Its template supports tools and their calls, or does not."""
 
     byte_ids = frozenset()
 
@@ -142,7 +142,7 @@ def test_what_a_text_calls(text, content, calls):
 
 
 def test_a_parameter_that_is_a_text_by_its_schema_stays_one():
-    """A word of digits came as a number."""
+    """Once, a text of digits became a number."""
     parts = {"a": "1", "b": "true", "c": "null", "d": "null", "e": "2", "f": "3"}
     body = "".join(f"<parameter={key}>{text}</parameter>" for key, text in parts.items())
     text, kinds = f"<tool_call><function=x>{body}</function></tool_call>", {"type": ["string", "null"]}
@@ -195,7 +195,7 @@ def test_calls_come_as_calls_whole_and_streamed(text, content, called):
 
 
 def test_a_stream_goes_on_where_later_bytes_make_of_its_last_character_another():
-    """Of tokens that are bytes a run is decoded whole: one that is no character takes those before it along."""
+    """A run of byte tokens is decoded as a whole: an invalid byte also changes the bytes before it."""
     with scripted("ab😀!defgh") as (server, tokenizer):
         tokenizer.decode = lambda ids: "".join(map(chr, ids)).replace("😀!", "\ufffd" * 5)
         said = stream(server, {"messages": [{"role": "user", "content": "hi"}]})
@@ -252,7 +252,10 @@ def test_an_assistants_calls_and_a_tools_answer_are_read_back():
 
 @pytest.mark.parametrize("asked", [{}, {"tools": TOOLS}])
 def test_a_template_with_a_place_for_calls_gets_them_by_name(asked):
-    """Qwen3-Coder, Llama and Mistral write them otherwise, and Mistral's refused what followed a tool's answer."""
+    """Qwen3-Coder, Llama and Mistral write calls in other forms.
+
+    Once, Mistral's template refused the messages after a tool's answer.
+    """
     function = {"name": "weather", "arguments": '{"city": "Paris"}'}
     messages = [
         {"role": "user", "content": "Rain?"},
@@ -339,7 +342,7 @@ def test_what_asks_for_nothing_is_passed_over():
 
 
 def test_texts_that_are_not_english_are_told_as_they_are():
-    """JSON's escapes are tokens that no model has been trained on."""
+    """No model has been trained on the tokens of JSON's escapes."""
     function = {"name": "wetter", "description": "Wie warm ist es in Zürich? 天气"}
     call = {"function": {"name": "wetter", "arguments": '{"ort": "Zürich"}'}}
     (system, _) = tools.with_tool_list(USER, [{"type": "function", "function": function}])
@@ -352,7 +355,7 @@ def test_texts_that_are_not_english_are_told_as_they_are():
 
 
 def test_an_answer_over_a_connection_that_is_kept_does_not_wait_for_the_last_ones_receipt():
-    """It came after 40 ms: its second part waited until the client had owned to the first."""
+    """Once, the answer came after 40 ms: its second part waited for the client's acknowledgement of the first."""
     with scripted("No.") as (server, _):
         connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
         seconds = []
@@ -366,7 +369,7 @@ def test_an_answer_over_a_connection_that_is_kept_does_not_wait_for_the_last_one
 
 
 def test_a_connection_of_a_high_number_is_answered():
-    """From 1024 on `select` raises."""
+    """`select` raises for descriptors from 1024 on."""
     with scripted("No.") as (server, _), contextlib.ExitStack() as stack:
         while stack.enter_context(open(os.devnull)).fileno() < 1100:
             pass
@@ -469,7 +472,7 @@ def test_stop_strings_are_looked_for_in_the_new_tokens():
 
 
 def test_answers_and_requests_are_json():
-    """A log-prob that is no number was written as `NaN`, and a request could have one."""
+    """Once, a log-prob that was not finite was written as `NaN`, and a request could contain one."""
 
     class Uncertain(Scripted):
         def submit(self, request):

@@ -1,6 +1,6 @@
-"""Google Cloud Storage on this machine: as much of its JSON API as tensorstore, gcsfs and Google's client use.
+"""Google Cloud Storage on this machine: the part of its JSON API that tensorstore, gcsfs and Google's client use.
 
-Any bucket is there and empty. Objects are in memory; a write is atomic and seen at once, as in the real one.
+Every bucket exists and is empty. Objects are in memory. A write is atomic and visible at once, as in the real service.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import urllib.parse
 
 
 class Refused(Exception):
-    """A status in place of an answer."""
+    """An HTTP error status instead of an answer."""
 
 
 class History(dict):
-    """With ``states``: what was in it after each change, where somebody asks for them by a list."""
+    """Changes of the store. With ``states``, the content after each change, if a test asks for it."""
 
     states: list | None = None
 
@@ -54,7 +54,7 @@ class Store:
         return {"kind": "storage#object", "bucket": key[0], "name": key[1], "size": str(len(data)), **more, **times}
 
     def check(self, key, query):
-        """Conditional requests: of the generation that is there, 0 = none."""
+        """Check a conditional request: the current generation must match; 0 = the object must not exist."""
         now = self.objects[key][1] if key in self.objects else 0
         if int(query.get("ifGenerationMatch", now)) != now:
             raise Refused(412)
@@ -112,7 +112,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = handle_any
 
     def answer(self, method, url, headers, body):
-        """Status, headers and body."""
+        """Return status, headers and body of the answer."""
         path, _, query = url.partition("?")
         path = re.sub("^https?://[^/]*", "", path)
         query = dict(urllib.parse.parse_qsl(query))
@@ -190,7 +190,7 @@ def parts_of(content_type, body):
 
 @contextlib.contextmanager
 def serving():
-    """The address of such a server while entered, and its objects."""
+    """Start such a server while entered. Yield its address and its objects."""
     handler = type("Here", (Handler,), {"store": Store()})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -205,6 +205,6 @@ def serving():
 
 
 def environment(address):
-    """What tells all three clients of it."""
+    """Return the environment variables that point all three clients to it."""
     nobody = {"GOOGLE_CLOUD_PROJECT": "none", "NO_GCE_CHECK": "true"}  # no credentials, and none are looked for
     return {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address, **nobody}

@@ -1,6 +1,6 @@
-"""What the tests of whole steps are built from: a tiny model with outspoken weights, ragged prompts, random rows.
+"""Parts for tests of whole steps: a tiny model with large weights, ragged prompts, random rows.
 
-Owns: sizes and shorthands. Expected values come from elsewhere.
+Owns: sizes and short forms. Expected values come from elsewhere.
 """
 
 import dataclasses
@@ -70,24 +70,30 @@ def needs_qwix(test):
 
 
 def needs_reasoning_gym():
-    """Skips where it is not installed. Not by its import: some of its packages are ours to stand in for."""
+    """Skip a test if reasoning_gym is not installed.
+
+    It is not imported, because tests replace some of its packages by stand-ins.
+    """
     if importlib.util.find_spec("reasoning_gym") is None:
         pytest.skip("reasoning_gym is not installed")
 
 
 @functools.cache
 def mesh_of(config):
-    """Mesh over as many of the simulated devices as the config's axes need."""
+    """Return a mesh over as many of the simulated devices as the config's axes need."""
     return sharding.make_mesh(config, jax.devices()[: math.prod(getattr(config, axis) for axis in sharding.MESH_AXES)])
 
 
 def make_mesh(**axes):
-    """``mesh_of`` these axes; data is 1 where it is not among them."""
+    """Return the mesh of these axes; data is 1 if it is not among them."""
     return mesh_of(MeshConfig(**{"data": 1} | axes))
 
 
 def host_params(model, seed=0):
-    """Float32 numpy weights whose norms scale and whose logits spread (std 1); larger ones amplify rounding."""
+    """Return random float32 weights in numpy.
+
+    Norms scale, and logits have a standard deviation of 1; larger weights would amplify rounding.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path, leaf):
@@ -106,7 +112,7 @@ def learner_params(model, mesh, seed=0):
 
 
 def make_sampler(mesh=ONE, arch=TINY, *, sampling=None, **settings):
-    """A sampler of 8 prompts x 3 samples; ``settings`` are its fields."""
+    """Return a sampler of 8 prompts x 3 samples. ``settings`` are fields of the sampler."""
     defaults = dict(num_prompts=8, group_size=3, max_prompt_tokens=PROMPT_TOKENS, num_slots=24, chunk_steps=16)
     return Sampler(
         model=Model(arch),
@@ -123,7 +129,7 @@ def abstract_sampler_params(sampler):
 
 @functools.cache
 def compile_sampler(sampler):
-    """Its programs, compiled; those that a sampler of the same shapes has compiled already are taken from it."""
+    """Compile the programs of a sampler, or reuse those of an earlier sampler with the same shapes."""
     programs = sampler.programs(abstract_sampler_params(sampler))
     N = sampler.support_tokens
     plain = SamplingConfig(max_completion_tokens=COMPLETION_TOKENS, min_p=1e-9 if N else 0.0, support_tokens=N or 64)
@@ -137,7 +143,7 @@ def compile_sampler(sampler):
 
 
 def compile_once(compiled):
-    """``compile_all`` for runs with the same programs: those of the first one, kept in the dict ``compiled``."""
+    """Call ``compile_all`` for the first run, and reuse its programs, kept in the dict ``compiled``, for equal runs."""
 
     def call(programs, mesh):
         if not compiled:
@@ -148,12 +154,12 @@ def compile_once(compiled):
 
 
 def letters(ids):
-    """Text of token ids: one letter each, ends of sequence left out."""
+    """Return the text of token ids: one letter each, without end tokens."""
     return "".join(chr(ord("a") + i % 26) for i in ids if i not in EOS_IDS)
 
 
 class Sampling:
-    """A generator with weights and a key; ``__call__`` generates once and returns numpy rows."""
+    """A generator with weights and a key. ``__call__`` generates once and returns numpy rows."""
 
     def __init__(self, sampler, *, seed=0, compiled=None, conversations=None, params=None):
         self.sampler = sampler
@@ -178,7 +184,7 @@ class Interrupted(Exception):
 
 
 def interrupt(sampling, prompts, *, after, version=0):
-    """Leave a generation where the host looks at it, once it has done so ``after`` times."""
+    """Stop a generation at a check of the host, after ``after`` earlier checks."""
     checks = iter(range(after))
 
     def check():
@@ -191,7 +197,7 @@ def interrupt(sampling, prompts, *, after, version=0):
 
 
 def settings_of(path, changes):
-    """What a config file gives, as a mapping, with settings by path changed."""
+    """Return the mapping of a config file, with settings changed by path."""
     mapping = runpy.run_path(str(path))["get_config"]().to_dict()
     for name, value in changes.items():
         *groups, last = name.split(".")
@@ -200,7 +206,7 @@ def settings_of(path, changes):
 
 
 def make_prompts(ids, *, width=PROMPT_TOKENS, arch=TINY):
-    """Prompts of 1 to 6 tokens, each a function of its id alone."""
+    """Return prompts of 1 to 6 tokens. Each is a function of its id alone."""
     tokens, length = np.zeros((len(ids), width), np.int32), np.zeros(len(ids), np.int32)
     for row, name in enumerate(ids):
         rng = np.random.default_rng([7, name])
@@ -211,7 +217,7 @@ def make_prompts(ids, *, width=PROMPT_TOKENS, arch=TINY):
 
 
 def completions(rollout):
-    """{(group_id, sample index): completion's token ids}."""
+    """Return {(group_id, sample index): token ids of the completion}."""
     seen, result = {}, {}
     for row, name in enumerate(rollout.group_id.tolist()):
         sample = seen[name] = seen.get(name, -1) + 1
@@ -226,7 +232,7 @@ NUM_ROWS = 16
 
 
 def penalty(estimator, name="reference", **settings):
-    """A KL penalty of weight 0.3."""
+    """Return a KL penalty of weight 0.3."""
     return {"name": name, "coefficient": 0.3, "estimator": estimator, **settings}
 
 
@@ -262,10 +268,11 @@ def random_experience(
     group_size=1,
     support_size=0,
 ):
-    """Ragged rows, numpy: a quarter not trainable, one of a single completion token, one as long as can be.
+    """Return ragged rows in numpy, each ``group_size`` neighbours with one prompt.
 
-    Each ``group_size`` neighbours have one prompt. The first half is of others where asked, and every other row then
-    correct. With ``support_size`` each token was drawn among at most so many ids.
+    A quarter of the rows is not trainable, one has a single completion token, and one has full length. If asked for,
+    the first half is external, and every other row of it is correct. With ``support_size`` each token was drawn among
+    at most so many ids.
     """
     rng = np.random.default_rng(seed)
     B, S = num_rows, ROW_TOKENS
@@ -321,17 +328,17 @@ RECORDER = optax.GradientTransformation(
 
 
 def algorithm_config(**settings):
-    """A method whose functions are given as in a config: by name, or as a mapping of name and settings."""
+    """Return a method whose functions are given as in a config: by name, or as a mapping of name and settings."""
     return schema.build(AlgorithmConfig, settings)
 
 
 def replay_config(**settings):
-    """Likewise."""
+    """Return replay settings whose functions are given in the same way."""
     return schema.build(ReplayConfig, settings)
 
 
 def make_update(config=None, sampling=None, *, num_devices=1, remat="none", group_size=1):
-    """``config`` names fields of the update's and of the algorithm's settings."""
+    """Return an update. ``config`` has fields of the update's and of the algorithm's settings."""
     config = config or {}
     algorithm = {k: v for k, v in config.items() if k in AlgorithmConfig.__dataclass_fields__}
     sizes = {k: v for k, v in config.items() if k not in algorithm}
@@ -367,14 +374,14 @@ def train_state(update, mesh=ONE):
 
 
 def host_head(update, seed=0):
-    """Float32 numpy weights of a value head whose outputs spread."""
+    """Return random float32 weights in numpy of a value head with spread outputs."""
     rng, outputs = np.random.default_rng(seed), max(update.algorithm.critic.bins, 1)
     draw = lambda *shape: rng.normal(0, 0.3, shape).astype(np.float32)
     return {"kernel": draw(update.model.arch.width, outputs), "bias": draw(outputs)}
 
 
 def on_mesh(update, rows, mesh=ONE):
-    """Rows [B, ...] as a batch [M, b, ...] on the mesh's data axes."""
+    """Return rows [B, ...] as a batch [M, b, ...] on the mesh's data axes."""
     M = sharding.num_data_shards(mesh_of(mesh))
     batch = jax.tree.map(lambda x: x.reshape(M, -1, *x.shape[1:]), rows)
     return jax.device_put(batch, sharding.leading(mesh_of(mesh), batch))
@@ -382,7 +389,7 @@ def on_mesh(update, rows, mesh=ONE):
 
 @functools.cache
 def compile_update(update, mesh=ONE):
-    """``apply_batch``, traced in the mesh as the run's programs are."""
+    """Compile ``apply_batch``, traced in the mesh as the run's programs are."""
     jitted = jax.jit(update.apply_batch)
 
     def call(state, batch):
@@ -393,7 +400,7 @@ def compile_update(update, mesh=ONE):
 
 
 def gradient(update, rows, mesh=ONE):
-    """Gradient and sums of the real update, numpy; with a critic, the gradients of policy and head."""
+    """Return gradient and sums of the real update in numpy; with a critic, the gradients of policy and head."""
     state, sums = compile_update(update, mesh)(train_state(update, mesh), on_mesh(update, rows, mesh))
     of = tuple(state.opt_state[name] for name in update.optimizers)
     return jax.tree.map(np.asarray, (of if len(of) > 1 else of[0], sums))

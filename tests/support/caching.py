@@ -1,7 +1,7 @@
-"""``python tests/support/caching.py jaxrl_llm.train ...``: a command whose every host writes to the compilation cache.
+"""``python tests/support/caching.py jaxrl_llm.train ...``: run a command whose every host writes the compilation cache.
 
-On CPU each host has keys of its own in it, and jax lets the first one alone write: the others would compile at each
-start, most of what a test of several processes takes.
+On CPU each host has its own keys, and jax lets only the first host write. The other hosts would compile at each start,
+which takes most of the time of a test of several processes.
 """
 
 import runpy

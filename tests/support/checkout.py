@@ -1,4 +1,4 @@
-"""A copy of what the scripts of launch/ need, with stand-ins for the programs that they call."""
+"""A copy of the files that the scripts of launch/ need, with stand-ins for the programs that they call."""
 
 import json
 import os
@@ -55,7 +55,7 @@ INSTALLS = [
 
 
 class Checkout:
-    """A copy of what the scripts need, with stand-ins on the path; ``log`` is what they were called with."""
+    """A copy of the files that the scripts need, with stand-ins on the path. ``log`` has the arguments of each call."""
 
     def __init__(self, folder):
         self.root = folder / "a checkout"  # paths with a space work
@@ -75,7 +75,7 @@ class Checkout:
         (self.bin / name).chmod(0o755)
 
     def start(self, script, *arguments, start_new_session=False, **environment):
-        """The script's process, its two streams piped."""
+        """Start a script with both streams piped, and return its process."""
         self.logged.write_text("")
         command = ["/bin/bash", str(self.root / script), *arguments]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -93,7 +93,7 @@ class Checkout:
 
 
 class Cloud(Checkout):
-    """A checkout beside a cloud whose gcloud is ``tests/support/gcloud``: TPUs are folders, workers are processes."""
+    """A checkout next to a cloud whose gcloud is ``tests/support/gcloud``: TPUs are folders, workers are processes."""
 
     def __init__(self, folder, train=SUPPORT / "stand_in_pod_train.py"):
         super().__init__(folder)
@@ -122,7 +122,7 @@ class Cloud(Checkout):
         return done.stdout
 
     def folder(self, path):
-        """Where a path of a bucket, gs://, or of the share, /shared/, is."""
+        """Return the folder that stands in for a path of a bucket (gs://) or of the share (/shared/)."""
         if path.startswith("/shared/"):
             return self.cloud / "share" / path.removeprefix("/shared/")
         return self.cloud / "buckets" / path.removeprefix("gs://")
@@ -131,11 +131,11 @@ class Cloud(Checkout):
         return self.cloud / "tpus" / name / str(index) / "jaxrl_llm"
 
     def terminate(self, index):
-        """SIGTERM to train on one worker: the notice of a preemption."""
+        """Send SIGTERM to train on one worker, as the notice of a preemption does."""
         os.kill(int((self.worker(index) / "train.pid").read_text().split()[0]), signal.SIGTERM)
 
     def processes(self):
-        """Ids of all processes that any worker still has."""
+        """Return the ids of all processes that any worker still has."""
         found = []
         for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
             try:
@@ -166,7 +166,7 @@ def free_port():
 
 
 def wait_for(what, seconds=30):
-    """Until ``what()`` holds."""
+    """Wait until ``what()`` returns True."""
     until = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < until, "it does not come"

@@ -1,4 +1,4 @@
-"""The commands as a user types them, run inside the test process: same flags, same exit status, same two streams."""
+"""The commands as a user types them, run inside the test process with the same flags, exit status and streams."""
 
 import dataclasses
 import pathlib
@@ -16,7 +16,7 @@ DEBUG_CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "debug.py"
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A command that has ended."""
+    """The result of a command that has ended."""
 
     status: int
     out: str
@@ -24,7 +24,10 @@ class Done:
 
 
 def run_command(name, *arguments, monkeypatch, capfd):
-    """``python -m jaxrl_llm.<name> <arguments>``, or that of a file; exceptions that it does not catch come through."""
+    """Run ``python -m jaxrl_llm.<name> <arguments>``, or a file's command.
+
+    Exceptions that it does not catch are raised here.
+    """
     file = str(name).endswith(".py")
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # the command's is its own

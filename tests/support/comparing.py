@@ -1,11 +1,11 @@
-"""What tests compare: trees of arrays to the last bit, and ids of tokens as the text that they stand for."""
+"""Comparisons of tests: trees of arrays to the last bit, and token ids as texts."""
 
 import jax
 import numpy as np
 
 
 def assert_same(actual, expected):
-    """Structure, and of each array dtype, shape and bytes."""
+    """Assert that two trees have the same structure, and each array the same dtype, shape and bytes."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
@@ -13,5 +13,5 @@ def assert_same(actual, expected):
 
 
 def raw(tokenizer, ids):
-    """Text of the ids, special tokens included."""
+    """Return the text of the ids, special tokens included."""
     return tokenizer._fast.decode(ids, clean_up_tokenization_spaces=False)

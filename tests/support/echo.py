@@ -1,4 +1,4 @@
-"""A server on this machine that says back each line, but none that says "hang", and tells who has called."""
+"""A server on this machine that repeats each line except "hang", and records who has called."""
 
 import contextlib
 import socketserver
@@ -7,7 +7,7 @@ import threading
 
 @contextlib.contextmanager
 def echo():
-    """(port, list that grows by one with each connection)."""
+    """Start the server. Return (port, a list that grows by one entry per connection)."""
     callers = []
 
     class Handler(socketserver.StreamRequestHandler):

@@ -1,6 +1,7 @@
-"""Tiny models of every family with awkward sizes: their config.json, and weights as a function of names and shapes.
+"""Tiny models of every family with unusual sizes: their config.json, and weights as a function of names and shapes.
 
-Owns: what the stored fixture, its maker and the tests of families share. Imports neither the package nor transformers.
+Owns: the parts that the stored fixture, its maker and the tests of families share. Imports neither the package nor
+transformers.
 """
 
 import numpy as np
@@ -82,7 +83,7 @@ MOST_TOKENS = 90
 
 
 def tokens_of(config):
-    """Two rows [2,90]."""
+    """Return the token ids of two rows, [2,90]."""
     return np.random.default_rng(5).integers(0, config["vocab_size"], (2, MOST_TOKENS))
 
 
@@ -102,7 +103,7 @@ def weights(shapes, gemma=False):
 
 
 def projections(name, gradient):
-    """Two numbers of a gradient: along a fixed random direction of unit length, and its own length."""
+    """Return two numbers for a gradient: its projection on a fixed random unit vector, and its length."""
     direction = np.random.default_rng([1, *name.encode()]).normal(size=gradient.shape)
     gradient = np.asarray(gradient, np.float64)
     return [float(np.sum(gradient * direction) / np.linalg.norm(direction)), float(np.linalg.norm(gradient))]

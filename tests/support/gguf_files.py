@@ -1,4 +1,4 @@
-"""GGUF files that hold a tokenizer, written from a tokenizer.json as llama.cpp's converter writes them."""
+"""GGUF files with a tokenizer, written from a tokenizer.json as llama.cpp's converter does."""
 
 import json
 

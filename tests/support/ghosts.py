@@ -1,6 +1,6 @@
-"""Runs whose loop is real and whose programs are ghosts: zeros of the right shapes, nothing compiled.
+"""Runs with the real loop and ghost programs, which return zeros of the right shapes and are never compiled.
 
-For tests of what surrounds the programs: files, signals, settings of the loop.
+They test the code around the programs: files, signals, settings of the loop.
 """
 
 import jax
@@ -16,7 +16,7 @@ from jaxrl_llm.types import STOP_LENGTH
 
 
 def haunt(monkeypatch):
-    """Every program that ``train`` compiles from now on is a ghost, on one device."""
+    """Replace every program that ``train`` compiles from now on by a ghost, on one device."""
     one = mesh_of(ONE)
     compiled = lambda programs, mesh: {name: ghost(name, program) for name, program in programs.items()}
     monkeypatch.setattr(train_module, "compile_all", compiled)
@@ -35,7 +35,7 @@ def zeros(abstract):
 
 
 def ghost(name, program):
-    """Stands in for a compiled program: zeros of the right shapes; every completion stops at once."""
+    """A stand-in for a compiled program: zeros of the right shapes; every completion stops at once."""
     results = jax.tree.structure(program.out_shardings)  # which of them there are, its arguments need not tell
     key = name, str(jax.tree.map(lambda x: (x.shape, x.dtype), program.args)), results
 

@@ -1,6 +1,6 @@
 """Tiny models with the gated delta rule: their config.json, and weights as a function of names and shapes.
 
-Owns: what the stored fixture, its maker and the tests of hybrids share. Does not import transformers.
+Owns: the parts that the stored fixture, its maker and the tests of hybrids share. Does not import transformers.
 """
 
 import dataclasses
@@ -30,7 +30,10 @@ CONFIGS = {
 
 
 def weights(shapes):
-    """As ``families.weights``; norms are stored less one, states are forgotten in some dozens of tokens."""
+    """Return weights like ``families.weights``.
+
+    Norms are stored minus one, and states decay within some dozens of tokens.
+    """
     made = families.weights(shapes, gemma=True)
     for name, x in made.items():
         x = x + 1.0 if "linear_attn.norm" in name else x - 4.0 if name.endswith("dt_bias") else x
@@ -39,7 +42,7 @@ def weights(shapes):
 
 
 def tiny(arch):
-    """A small architecture with the rule in its first two layers, and attention as such models have it."""
+    """Return a small architecture with the rule in its first two layers, and with the attention of such models."""
     from jaxrl_llm.models.architecture import Delta, Layer  # the fixture's maker has no package
 
     # What a state of one token gives may be all rounding, which the norm after it makes large: it is softened.

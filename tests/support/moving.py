@@ -1,4 +1,4 @@
-"""Weights that change between calls of a generator, and what the learner says of the tokens drawn under each.
+"""Weights that change between calls of a generator, and the learner's log-probs of the tokens drawn under each.
 
 Owns: the weights of a version. Expected values come from the learner's forward pass over whole rows.
 """
@@ -16,7 +16,7 @@ from jaxrl_llm.models.row_logp import row_logp
 
 
 def params_of(model, version):
-    """The weights of a version, much farther from those of the version before than an update's are."""
+    """Return the weights of a version. They differ from the previous version much more than after an update."""
     first, other = (building.host_params(model, seed) for seed in (0, 1 + version))
 
     def between(path, x, y):
@@ -26,7 +26,7 @@ def params_of(model, version):
 
 
 def generated(sampling, calls, after_call=lambda: None):
-    """Rows of as many calls of a ``building.Sampling``, each with the weights of its number; numpy."""
+    """Return rows of as many calls of a ``building.Sampling``, each with the weights of its number, in numpy."""
     sampler, layout = sampling.sampler, jax.tree.map(lambda x: x.sharding, sampling.params)
     rows, opened = [], 0
     for version in range(calls):

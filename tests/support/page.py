@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 
 
 class Page(HTMLParser):
-    """Tags, attributes and text of a page; a tag that is not closed in order is an error."""
+    """Tags, attributes and text of a page. A tag that is not closed in order is an error."""
 
     VOID = ("meta", "br")
 

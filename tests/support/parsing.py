@@ -11,7 +11,7 @@ from jaxrl_llm.runtime import cli
 
 
 def config_of(*words: str, monkeypatch) -> Config:
-    """What a command gets from ``--config=FILE --config.a.b=value ...``; it ends the process where they are refused."""
+    """Return the config from ``--config=FILE --config.a.b=value ...``. The process ends if they are refused."""
     known = flags.FlagValues()
     monkeypatch.setattr(flags, "FLAGS", known)
     monkeypatch.setattr(sys, "argv", ["command", *words])

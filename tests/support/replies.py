@@ -1,11 +1,11 @@
-"""What environments say to turns, as tests write it."""
+"""Replies of environments to turns, in the form that tests write."""
 
 
 def by(role, *texts):
-    """Messages of a role's, as a reply has them; None, which ends an episode, as it is."""
+    """Return the messages of a role as a reply has them. None, which ends an episode, stays None."""
     return None if texts == (None,) else [{"role": role, "content": text} for text in texts]
 
 
 def text(reply):
-    """Of a reply's messages; None where it ends the episode."""
+    """Return the text of a reply's messages; None if the reply ends the episode."""
     return None if reply.answer is None else "\n".join(message["content"] for message in reply.answer)

@@ -1,4 +1,4 @@
-"""Rows as the functions of credit see them, of one token each but where a test says otherwise."""
+"""Rows as the functions of credit receive them, with one token each by default."""
 
 import jax.numpy as jnp
 
@@ -6,7 +6,7 @@ from jaxrl_llm.algorithms.inputs import Rows
 
 
 def make_rows(groups, **given):
-    """``given`` are fields of ``Rows``; the others are empty, zero or one."""
+    """Return rows. ``given`` are fields of ``Rows``; the other fields are empty, zero or one."""
     num_rows = groups.index.shape[0]
     zeros, one = jnp.zeros(num_rows), jnp.ones((num_rows, 1))
     rows = Rows(

@@ -1,4 +1,4 @@
-"""A run's folder without the run."""
+"""The folder of a run that never ran."""
 
 import pathlib
 from typing import Any
@@ -10,7 +10,10 @@ from jaxrl_llm.runtime.checkpoint import Checkpointer
 def save_run(
     path: pathlib.Path, model: str, *params: Any, pass_rates: tuple[float, ...] = (), **settings: Any
 ) -> pathlib.Path:
-    """``path``, with a checkpoint of each of these parameters, from iteration 1 on, of a run with these settings."""
+    """Write the folder ``path`` of a run with these settings.
+
+    It has a checkpoint for each of these parameters, from iteration 1 on.
+    """
     checkpointer = Checkpointer(path, CheckpointConfig(keep_last=len(params)))
     config = freeze({"model": {"path": model}, **settings})
     rates = pass_rates or [None] * len(params)

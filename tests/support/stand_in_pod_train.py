@@ -1,7 +1,7 @@
-"""Stands in for train on several hosts, as far as a launcher sees it: exit statuses, one checkpoint, one workdir.
+"""A stand-in for train on several hosts, for tests of launchers: exit statuses, one checkpoint, one workdir.
 
-Counts iterations in a shared workdir and goes on from the last one. SIGTERM to any process: all save and end with
-status 143. A process that is gone: the others end with status 1 and name its host. A seed of -1 is bad input.
+It counts iterations in a shared workdir and continues from the last one. After SIGTERM to any process, all save and end
+with status 143. If a process dies, the others end with status 1 and name its host. A seed of -1 is bad input.
 """
 
 import os

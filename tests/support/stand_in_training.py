@@ -1,4 +1,4 @@
-"""Stands in for training in a sweep's processes: writes metrics and a report, or does what its settings ask for."""
+"""A stand-in for training in a sweep's processes: it writes metrics and a report, or follows its settings."""
 
 import json
 import os
@@ -14,7 +14,10 @@ REFUSE, RAISE, DIE, WAIT, EARLY, NO_END = 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
 
 
 def train(config, workdir):
-    """Pass rate 0.1 x iteration + seed. Goes on from the last iteration written; each turn is a line in turns.txt."""
+    """Write pass rates of 0.1 x iteration + seed.
+
+    Continue from the last written iteration; each call appends a line to turns.txt.
+    """
     print(f"training in {workdir.name}")
     (workdir / "config.json").write_text(to_json(config))
     with open(workdir / "turns.txt", "a") as turns:

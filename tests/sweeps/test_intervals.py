@@ -1,4 +1,4 @@
-"""Intervals and fits: against loops that draw one by one, by hand, and against curves whose parameters are known."""
+"""Intervals and fits compared with loops of single draws, with numbers by hand, and with curves of known parameters."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ def test_the_first_row_is_the_mean_of_all_runs_and_questions():
 
 
 def test_a_draw_is_a_mean_over_seeds_and_over_questions_of_each_drawn_with_replacement():
-    """Every draw is one of the means over 3 of 3 seeds and of each of these over 2 of its 2 questions; all come up."""
+    """Every draw is one of the means over 3 of 3 seeds, with 2 of 2 questions of each. All means occur."""
     passed = np.array([[[0.0, 1.0]], [[0.25, 0.5]], [[0.125, 0.75]]])  # 3 runs, 1 evaluation, 2 questions
     found = Resampling(3, 2, resamples=5000).curves(passed)[1:, 0]
     of_seed = [[np.mean([row[0][i], row[0][j]]) for i in range(2) for j in range(2)] for row in passed]
@@ -37,14 +37,17 @@ def test_a_draw_is_a_mean_over_seeds_and_over_questions_of_each_drawn_with_repla
 
 
 def test_seeds_and_their_questions_are_drawn_alike_for_all_experiments():
-    """A constant between two experiments with the same seeds and questions has no interval; their ends have one."""
+    """A constant difference between two experiments with the same seeds and questions has no interval.
+
+    Their ends have one.
+    """
     one, other = (Resampling(3, 6, resamples=200).curves(PASSED + more)[:, 0] for more in (0.0, 0.25))
     np.testing.assert_allclose(other - one, 0.25, rtol=1e-12)
     assert one.std() > 0.02
 
 
 def test_questions_of_one_seed_say_nothing_of_those_of_another():
-    """What the questions of two seeds add to a draw is not the same: with as many as 50 seeds it cancels."""
+    """The questions of two seeds add different values to a draw. With as many as 50 seeds the differences cancel."""
     questions = np.arange(6) / 6
     few, many = (
         Resampling(num, 6, resamples=400).curves(np.tile(questions, (num, 1, 1)))[1:, 0].std() for num in (1, 50)

@@ -1,4 +1,4 @@
-"""Points of a sweep: how they are made, what they are called, and that a wrong one is named before anything runs."""
+"""Points of a sweep: how they are made and named, and that a wrong point is named before anything runs."""
 
 import re
 
@@ -81,7 +81,7 @@ def test_points_become_configs_and_one_that_is_there_twice_is_one():
 
 
 def a_method():
-    """A get_config() that has chosen functions."""
+    """Return a get_config() with chosen functions."""
     config = defaults()
     config.algorithm.surrogate = use("cispo", high=4.0)
     config.algorithm.reward_terms = [use("length_reward", weight=0.3)]

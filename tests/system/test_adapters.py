@@ -1,4 +1,4 @@
-"""Training of adapters over a frozen base, whole: what stays, what is saved, and what changes nothing."""
+"""Whole trainings of adapters over a frozen base: what stays fixed, what is saved, what changes nothing."""
 
 import dataclasses
 import json
@@ -38,7 +38,10 @@ ADAPTERS = LoraConfig(rank=3, alpha=6.0)
 
 
 def gradient(update, rows, mesh=ONE):
-    """Gradient by the adapters and sums of the real update, numpy; as ``building.gradient`` has them."""
+    """Return the gradient with respect to the adapters, and the sums of the update.
+
+    Both are in numpy, as in ``building.gradient``.
+    """
     learned, base = lora.split(building.learner_params(update.model, mesh_of(mesh)))
     whole = sharding.replicated(mesh_of(mesh), 0)
     state = TrainState({"policy": learned}, jax.tree.map(np.zeros_like, {"policy": learned}), np.int32(0), {}, {})
@@ -54,7 +57,7 @@ def make_update(settings, lora=ADAPTERS, **how):
 
 
 def assert_same(actual, expected, most=1e-5):
-    """Sums to 1e-5, gradients to 1e-5 of the gradient's norm."""
+    """Assert that sums agree to 1e-5, and gradients to 1e-5 of the gradient's norm."""
     for name, value in expected[1].named().items():
         np.testing.assert_allclose(actual[1][name], value, rtol=1e-5, atol=1e-7, err_msg=name)
     flat = lambda tree: np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
@@ -65,8 +68,7 @@ def assert_same(actual, expected, most=1e-5):
     "config", [pytest.param(ADAPTERS, marks=pytest.mark.tier("slow")), dataclasses.replace(ADAPTERS, dora=True)]
 )
 def test_the_gradient_by_adapters_is_the_merged_matrix_s_times_the_other_factor(config):
-    """y = c (W + s B A) x, so dL/dB = s c G A^T and dL/dA = s B^T c G with G = dL/dW at the merged weights; c is 1, or
-    m / |W + s B A| whose norm stays: then dL/dm is of G the part along the merged row."""
+    """With y = c (W + s B A) and a constant norm, dL/dm is the component of G along the merged row."""
     settings, rows = building.LOSSES["token mean, k3"], building.random_experience()
     update = make_update(settings, config)
     found, sums = gradient(update, rows)
@@ -151,7 +153,7 @@ def config_of(base, **changes):
 
 
 def left_behind(workdir):
-    """Arrays and what the host kept of the last checkpoint, and all metrics that time has no part in."""
+    """Return the arrays and the host state of the last checkpoint, and all metrics that do not depend on time."""
     path = max((workdir / "checkpoints").iterdir(), key=lambda path: int(path.name))
     host, text = read_text(path)
     rows = read_metrics(workdir)
@@ -173,7 +175,7 @@ def few_devices():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A model's folder."""
+    """Return a model's folder."""
     folder = tmp_path_factory.mktemp("base") / "model"
     model = Model(PRESETS["debug"])
     hf.export(model.init(jax.random.key(5), mesh_of(ONE)), model, make_byte_tokenizer(), folder)
@@ -182,7 +184,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(base, tmp_path_factory):
-    """Workdir of a run, its learner as it was at the end, and its programs."""
+    """Return the workdir of a run, its learner at the end, and its programs."""
     workdir, learners, start, compiled = tmp_path_factory.mktemp("trained"), [], Learner.start, {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Learner, "start", lambda self, params: learners.append(self) or start(self, params))
@@ -242,7 +244,7 @@ def test_a_run_that_was_resumed_is_the_run_that_was_not(base, trained, tmp_path,
 
 @pytest.mark.tier("slow")  # plain: test_a_run_that_was_resumed_is_the_run_that_was_not
 def test_a_run_goes_on_with_a_teacher_of_merged_adapters_whose_bits_are_others(base, trained, tmp_path, monkeypatch):
-    """As on another mesh, where the same files are merged with other roundings."""
+    """On another mesh, the same files are merged with other rounding."""
     export.export(str(trained[0]), "", str(tmp_path / "adapters"))
     monkeypatch.setattr(train_module, "compile_all", building.compile_once({}))
     model = {"model.reference_path": str(tmp_path / "adapters"), "eval.num_prompts": 0}
@@ -352,7 +354,7 @@ def test_adapters_of_one_run_start_another_and_supervised_training_makes_some(ba
 
 @pytest.mark.slow
 def test_a_split_base_and_split_adapters_learn_alike(base, tmp_path):
-    """Of one update, of all that was sampled: Adam's first step is as long where a gradient is rounding alone."""
+    """One update on all sampled rows. Adam's first step has the same length even if a gradient is only rounding."""
     found = []
     for name, mesh in (("whole", {}), ("split", {"mesh.fsdp": 2, "mesh.tensor": 2})):
         one = {"num_iterations": 1, "update.updates_per_iteration": 1, "eval.num_prompts": 0}

@@ -1,4 +1,4 @@
-"""Bad input is one line on stderr that names it and what is allowed, exit status 2, and nothing was compiled."""
+"""Bad input gives one line on stderr with its name and the allowed values, exit status 2, and nothing was compiled."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 @pytest.fixture
 def refused(monkeypatch, capfd):
-    """Runs a command that must refuse its input; its one line on stderr."""
+    """Run a command that must refuse its input, and return its one line on stderr."""
 
     def compiles(*_):
         raise AssertionError("compiled before the input was checked")
@@ -135,7 +135,7 @@ def test_ten_bad_inputs(case, tmp_path, refused):
 
 
 def test_a_bad_input_in_a_process_of_its_own(tmp_path):
-    """The one that is found last, by what jax says of the devices."""
+    """The last check depends on jax's report of the devices."""
     overrides, named = mesh_of_other_devices(tmp_path)
     command = [sys.executable, "-m", "jaxrl_llm.train", *train_arguments(tmp_path, *overrides)]
     flags = f"--xla_force_host_platform_device_count={jax.device_count()}"
@@ -193,7 +193,7 @@ def test_a_system_prompt_of_bytes_that_are_no_text(tmp_path, refused):
 
 
 def debug_folder(path):
-    """A Hugging Face folder of the debug preset, whose weights are still to be written."""
+    """Return a Hugging Face folder of the debug preset without its weights."""
     from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 
     arch = PRESETS["debug"]
@@ -351,7 +351,7 @@ def test_a_workdir_that_is_a_file_or_in_one(tmp_path, refused):
 
 @pytest.fixture(params=["a folder", "the folder above"])
 def read_only(request, tmp_path):
-    """A workdir that nothing can be written into, or that cannot be made; for root a disk that is mounted so."""
+    """Return a workdir that cannot be written or created; for root, a disk that is mounted read-only."""
     folder = tmp_path / "disk"
     workdir = folder / "run"
     (workdir if request.param == "a folder" else folder).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Ten lines of JSON with tests train by a config alone, and a line that is wrong stops the run before it begins."""
+"""A config and ten lines of JSON with tests are enough to train. A wrong line stops the run before it begins."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""generate, score and evaluate: rows in their order, log-probs that agree with each other, estimators by hand."""
+"""generate, score and evaluate: rows in order, log-probs that agree, estimators by hand."""
 
 import dataclasses
 import errno
@@ -138,7 +138,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(tmp_path, m
 @pytest.mark.tier("slow")  # plain: test_generator.test_samples_do_not_depend_on_slots_...
 @pytest.mark.parametrize("slots", [3, 64])
 def test_how_many_are_decoded_side_by_side_changes_no_evaluation(slots):
-    """Fewer slots than a question has answers, and more than there are answers; as many as training's 32."""
+    """Fewer slots than a question has answers, more slots than answers, and as many as training's 32."""
 
     def evaluated(slots):
         settings = {"eval.num_prompts": 5, "eval.num_samples": 4, "eval.slots": slots}

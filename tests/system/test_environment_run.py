@@ -1,4 +1,4 @@
-"""A run whose completions have several turns, as the documentation shows one."""
+"""A run whose completions have several turns, as in the documentation."""
 
 import json
 import pathlib
@@ -148,7 +148,7 @@ def test_settings_that_do_not_go_together_are_refused_before_anything_is_compile
 
 @pytest.mark.slow
 def test_rows_that_an_agent_has_played_are_trained_on(run):
-    """Prompts of later iterations are open, so that requests wait across updates of the weights."""
+    """Prompts of later iterations are open, so requests wait across updates of the weights."""
     settings = {"environments.factory": f"{ENVIRONMENTS}:two_letters", "environments.max_answer_tokens": 40}
     settings |= {
         "prompts.max_tokens": 64,

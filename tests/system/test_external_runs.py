@@ -1,4 +1,4 @@
-"""Runs with answers of others: learning from demonstrations, resumed bitwise, and runs that share by files."""
+"""Runs with external rollouts: learning from demonstrations, bitwise resuming, runs that share files."""
 
 import json
 
@@ -28,7 +28,7 @@ SETTINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Questions whose only right answer is "ok" and an end, three of 260 tokens: nobody finds it by chance."""
+    """Return questions whose only right answer is "ok" and an end, three of 260 tokens. Chance never finds it."""
     folder = tmp_path_factory.mktemp("external")
     (folder / "questions.jsonl").write_text("".join(json.dumps({"prompt": f"q{i}?"}) + "\n" for i in range(7)))
     (folder / "scorer.py").write_text(
@@ -51,13 +51,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The programs of every run here."""
+    """Return the compiled programs of every run in this file."""
     return {}
 
 
 @pytest.fixture
 def train(folder, compiled, monkeypatch):
-    """Trains in a workdir on one device with answers from a path; its metrics."""
+    """Train in a workdir on one device with external answers from a path, and return the metrics."""
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
 
     monkeypatch.setattr(train_module.sharding, "make_mesh", lambda _: mesh)
@@ -97,7 +97,7 @@ def test_demonstrations_teach_what_is_not_found_by_chance_and_resuming_is_bitwis
 
 
 def left(workdir, *files):
-    """What a run has come to."""
+    """Return the final state of a run."""
     kept = ("rollout", "update", "replay", "external")
     rows = [{k: v for k, v in row.items() if k.split("/")[0] in kept} for row in read_metrics(workdir)]
     return rows, [(workdir / name).read_bytes() for name in files]

@@ -1,4 +1,4 @@
-"""A run whose updates stop being finite: it ends with its last batch in a file that shows why, and loses nothing."""
+"""A run whose updates stop being finite ends with its last batch in a file that shows the cause, and loses nothing."""
 
 import re
 

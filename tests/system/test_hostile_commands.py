@@ -1,4 +1,4 @@
-"""Command lines and config files of anybody: one line on standard error and exit status 2, or what was asked for."""
+"""Command lines and config files from anybody: one line on stderr and exit status 2, or the requested result."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ END = "--config.seed=-1"
 
 @pytest.fixture
 def refused(tmp_path, monkeypatch, capfd):
-    """The one line that a command is refused with; what it printed before is not asked."""
+    """Return the one line with which a command is refused. Earlier output is ignored."""
     monkeypatch.chdir(tmp_path)
 
     def run(name, *arguments):

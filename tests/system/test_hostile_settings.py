@@ -1,7 +1,7 @@
-"""Settings of anybody: each is carried out, or refused in one line that names it, before anything is compiled.
+"""Settings from anybody: each is carried out, or refused in one line by name, before anything is compiled.
 
 One setting of configs/debug.py is changed at a time, in the file and on the command line, to values that its type
-allows and to values that it does not. Accepted means all that ``train`` does before it compiles.
+allows and to others. Accepted means that ``train`` reaches its compilation.
 """
 
 import importlib.util
@@ -87,11 +87,11 @@ NAMED_BY = {"prompts.system_prompt": "prompts.max_tokens"}
 
 
 class CompilesError(Exception):
-    """All that comes before is done."""
+    """Raised when ``train`` has done everything before compilation."""
 
 
 class Pool:
-    """Looks the reward functions up as the real one does, and starts no process."""
+    """A pool that looks up the reward functions like the real one, and starts no process."""
 
     def __init__(self, config, *, task_scorer, examples, check):
         self.check = check
@@ -111,7 +111,7 @@ def compiles(*_):
 
 @pytest.fixture
 def up_to_compiling(monkeypatch):
-    """``train`` stops where it would compile, on a host of 16 GiB, and gets 8 more than are in use."""
+    """Make ``train`` stop at its compilation, on a host of 16 GiB with 8 GiB more than are in use."""
     for module in (programs, train_module):
         monkeypatch.setattr(module, "compile_all", compiles)
     for module in (rewards, train_module):
@@ -145,7 +145,7 @@ def changed(path, value):
 
 
 def line_of(settings, workdir):
-    """What a run of these settings is refused with; "" where it would compile."""
+    """Return the line with which a run of these settings is refused; "" if it would compile."""
     try:
         config = freeze(settings)
         workdir.mkdir(exist_ok=True)
@@ -158,13 +158,13 @@ def line_of(settings, workdir):
 
 
 def values_of(path):
-    """What to try for a setting: by its type."""
+    """Return the values to try for a setting, by its type."""
     is_place = isinstance(flatten(Config(), whole=True).get(path), Chosen)
     return FUNCTIONS if is_place else VALUES[type(flatten(Config())[path])]
 
 
 def is_sound(value):
-    """No number that the devices' types cannot hold is ever accepted."""
+    """Assert that no accepted number is outside the devices' types."""
     if isinstance(value, tuple):
         return all(map(is_sound, value))
     if isinstance(value, int):

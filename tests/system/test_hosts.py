@@ -54,7 +54,7 @@ TIMES = ("time/", "throughput/", "memory/", "compile/")
 
 
 class Job:
-    """Hosts that run one command, or a script, each of its own output, read line by line."""
+    """The hosts that run one command or script. Each has its own output, read line by line."""
 
     def __init__(self, count, folder, settings, *, devices=1, of_host=None, joined=False, **how):
         command, flags, config = (how.pop(*x) for x in (("command", "train"), ("flags", ()), ("config", CONFIG)))
@@ -100,13 +100,13 @@ class Job:
             self.heard.notify_all()
 
     def until(self, text, host=0):
-        """Wait until a host has said so."""
+        """Wait until a host has printed this."""
         found = lambda: any(text in line for line in self.outputs[host]) or self.hosts[host].poll() is not None
         with self.heard:
             assert self.heard.wait_for(found, DEADLINE_S), self.outputs
 
     def end(self):
-        """Statuses and outputs of all."""
+        """Return the statuses and outputs of all hosts."""
         try:
             for host in self.hosts:
                 host.wait(DEADLINE_S)
@@ -128,7 +128,7 @@ def run_to_end(count, folder, name, settings, *, flags=(), **how):
 
 
 def run_through_a_stop(folder, name, settings):
-    """A run of two hosts, of which one is told to stop; the same command again goes on where it was not at its end."""
+    """Run two hosts of which one is told to stop. The same command continues the run if it was not at its end."""
     job = Job(2, folder, settings, flags=(f"--workdir={folder / name}",))
     job.until("iteration 1/")
     job.hosts[1].send_signal(signal.SIGTERM)
@@ -161,7 +161,7 @@ def assert_nearly_same_run(one, other):
 
 @pytest.fixture(scope="module")
 def one_host(tmp_path_factory):
-    """A folder with the run of one host of two devices."""
+    """Return the folder of a run of one host with two devices."""
     folder = tmp_path_factory.mktemp("hosts")
     run_to_end(1, folder, "one", SETTINGS, devices=2)
     return folder
@@ -178,7 +178,7 @@ def assert_of_two(two, one):
 
 @pytest.mark.tier("hosts")  # plain: the file that one host alone reads, below; test_launch joins two processes
 def test_two_hosts_are_one(tmp_path):
-    """Through lookahead, stop strings, shared rollouts, and groups that move from a host to the other."""
+    """With lookahead, stop strings, shared rollouts, and groups that move between hosts."""
     rows = {"rollout.group_size": 2, "replay.capacity": 32, "update.batch_size": 16, "update.micro_batch_size": 8}
     uneven = {"rollout.chunk_steps": 1, "rollout.slots": 32, "sampling.stop_tokens": tuple(string.ascii_letters)}
     settings = PLAIN | rows | uneven | {"metrics.samples_per_iteration": 16}
@@ -191,7 +191,7 @@ def test_two_hosts_are_one(tmp_path):
 
 @pytest.mark.tier("hosts")
 def test_two_hosts_of_which_one_was_stopped_are_one(one_host):
-    """Through resampling and evaluation as well."""
+    """Also with resampling and evaluation."""
     run_through_a_stop(one_host, "two", SETTINGS)
     assert_of_two(one_host / "two", one_host / "one")
     assert (one_host / "two" / "eval_after.json").exists()
@@ -228,7 +228,10 @@ def test_any_number_of_hosts_of_four_devices_is_the_same_run_bit_by_bit(tmp_path
 
 @pytest.mark.tier("hosts")
 def test_gone_on_with_on_another_mesh_and_number_of_hosts_is_nearly_the_same_run(tmp_path):
-    """Of data 2 x fsdp 2 on two hosts, then of fsdp 2 on one, then of data 2 x tensor 2 on four; the ring in four."""
+    """From data 2 x fsdp 2 on two hosts to fsdp 2 on one, and to data 2 x tensor 2 on four.
+
+    The ring has four shards.
+    """
     settings = SETTINGS | {"replay.shards": 4, "eval.every_iterations": 1, "rollout.lookahead_prompts": 0}
     run_to_end(1, tmp_path, "one", settings, devices=1)
     moves = {"flags": ("--allow_config_changes",)}
@@ -313,13 +316,13 @@ def test_every_command_on_two_hosts_gives_what_it_gives_on_one(one_host, command
 
 
 def jsons_of(path):
-    """What a command has written: one object, or one a line."""
+    """Return the JSON that a command has written: one object, or one per line."""
     text = path.read_text()
     return [json.loads(line) for line in (text.splitlines() if text.startswith('{"') else [text])]
 
 
 def assert_nearly_equal(one, other):
-    """All alike, floats to 1e-5."""
+    """Assert that two values are equal, floats to 1e-5."""
     assert type(one) is type(other)
     if isinstance(one, dict):
         assert one.keys() == other.keys()
@@ -334,7 +337,7 @@ def assert_nearly_equal(one, other):
 @pytest.mark.tier("hosts")
 @pytest.mark.parametrize(("dead", "of_it"), [(2, r"has not been heard of for \d+ s"), (0, r"is gone \(.*\)")])
 def test_the_death_of_a_host_ends_the_others_with_its_name_and_what_it_was_doing(tmp_path, dead, of_it):
-    """Host 0 too, where what the hosts say to each other goes through."""
+    """Also host 0, through which all messages of the hosts go."""
     settings = SETTINGS | {"num_iterations": 300, "metrics.compare_hosts": False}
     job = Job(4, tmp_path, settings, flags=(f"--workdir={tmp_path / 'run'}",))
     job.until("iteration 2/")
@@ -413,7 +416,7 @@ cli.run(main)
 
 @pytest.mark.tier("hosts")  # plain: test_checkpoint.test_a_damaged_file_makes_the_checkpoint_before_it_be_taken_...
 def test_a_file_that_one_host_alone_reads_and_is_cut_short_makes_all_take_the_checkpoint_before(tmp_path):
-    """They went to other checkpoints, and met in a sum of both: none was whole to any of them."""
+    """Once, the hosts used different checkpoints and combined them: the result was no checkpoint."""
     (tmp_path / "damaged.py").write_text(DAMAGED)
     job = Job(2, tmp_path, {}, script=tmp_path / "damaged.py", config=None, flags=(tmp_path / "run",))
     statuses, outputs = job.end()
@@ -479,7 +482,7 @@ def test_a_server_and_a_sweep_run_on_one_host(command, given, monkeypatch, capfd
 
 
 def initialize(monkeypatch, join, **how):
-    """``hosts.initialize()`` where jax joins so, and nothing stays of it."""
+    """Return a function that calls ``hosts.initialize()`` with jax's own detection of a job, and undoes it."""
     monkeypatch.setattr(hosts, "_joined", threading.Event())
     monkeypatch.setattr(hosts.ctypes, "CDLL", mock.Mock())
     monkeypatch.setattr(ghosts.jax.config, "update", lambda *_: None)
@@ -489,7 +492,7 @@ def initialize(monkeypatch, join, **how):
 
 @pytest.mark.parametrize("address", [None, "a:1"])
 def test_what_another_job_left_makes_no_slices_of_this_one(monkeypatch, address):
-    """Where the launcher names the slices' coordinator they are this job's."""
+    """If the launcher names the slices' coordinator, the variables belong to this job."""
     for name, value in {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "1", "JAXRL_DISTRIBUTED": "1"}.items():
         monkeypatch.setenv(name, value)
     if address:
@@ -502,7 +505,7 @@ def test_what_another_job_left_makes_no_slices_of_this_one(monkeypatch, address)
 
 
 def test_a_host_without_a_sign_of_life_is_given_up_after_40_seconds(monkeypatch):
-    """Of jax's own 100 and 300 the others would wait through."""
+    """With jax's own 100 and 300 seconds, the other hosts would wait much longer."""
     for name, value in {"COORDINATOR_ADDRESS": "a:1", "NUM_PROCESSES": "3", "PROCESS_ID": "2"}.items():
         monkeypatch.setenv(f"JAX_{name}", value)
     joined = []
@@ -530,7 +533,7 @@ def test_a_job_that_cannot_be_joined_is_said(monkeypatch, error, raised, message
 
 
 def test_a_host_whose_job_does_not_come_ends_with_the_status_of_a_fault():
-    """Launchers start it again; after bad input, 2, they do not."""
+    """Launchers restart a run after this status, but not after bad input, 2."""
     script = "from jaxrl_llm.runtime import cli, hosts\nhosts.JOIN_S = 2\ncli.run(lambda: None)"
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
@@ -570,7 +573,7 @@ def test_processes_that_jax_finds_and_that_have_not_joined_are_told_how(monkeypa
 
 
 def test_a_process_that_has_joined_no_job_opens_no_devices(monkeypatch):
-    """A TPU is of one process: a sweep had it before its workers, a report beside its run."""
+    """A TPU belongs to one process. Once, a sweep opened it before its workers, and a report next to its run."""
     monkeypatch.setattr(hosts, "count", lambda: pytest.fail("jax was asked"))
     hosts.end_at_sigterm()
     with hosts.together(lambda _: 1), StopRequest() as stop:
@@ -604,7 +607,7 @@ def test_questions_that_differ_are_named_with_where(monkeypatch):
 
 
 def test_another_program_stops_all_hosts_before_any_is_compiled(monkeypatch):
-    """``decode`` multiplies by 2 here and by 3 on host 1, ``publish`` is the same on both."""
+    """``decode`` multiplies by 2 here and by 3 on host 1; ``publish`` is the same on both."""
     said = []
 
     def exchange(value):
@@ -622,7 +625,7 @@ def test_another_program_stops_all_hosts_before_any_is_compiled(monkeypatch):
 
 
 class Meeting:
-    """What ``exchange`` gives where the hosts say these things."""
+    """The result of ``exchange`` if the hosts pass these values."""
 
     def __init__(self, monkeypatch, *others):
         monkeypatch.setattr(hosts, "count", lambda: 1 + len(others))
@@ -656,7 +659,7 @@ def test_a_disk_that_shows_late_what_another_host_wrote_is_waited_for(tmp_path, 
 
 
 class Others:
-    """One more host, which has the same environment and sees the files of this one, or does not."""
+    """One more host with the same environment. It sees this host's files, or does not."""
 
     def __init__(self, monkeypatch, *, sees):
         self.seen = []
@@ -673,7 +676,7 @@ class Others:
 
 @pytest.fixture
 def cache(monkeypatch):
-    """``cache(folder, platform)``: where jax keeps programs after ``use_cache`` on such devices."""
+    """Return a function ``cache(folder, platform)``: the folder of jax's cache after ``use_cache`` on such devices."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     config = ghosts.jax.config
     before = config.jax_compilation_cache_dir, config.jax_persistent_cache_min_compile_time_secs
@@ -758,7 +761,7 @@ def test_a_run_of_one_host_asks_nobody(tmp_path, monkeypatch):
 @pytest.mark.tier("hosts")
 @pytest.mark.parametrize("mesh", [{}, {"mesh.tensor": 2}], ids=["rows of each", "rows of both"])
 def test_two_hosts_are_one_with_an_environment_and_go_on_with_episodes_in_flight(tmp_path, mesh):
-    """One of them asks for a row; what a checkpoint has of their turns is of both."""
+    """Only one host asks the environment for a row. A checkpoint has the turns of both hosts."""
     turns = {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}
     turns |= {"prompts.chat_template": False, "sampling.max_completion_tokens": 24, "sampling.stop_strings": "()"}
     turns |= {"sampling.stop_tokens": tuple("abcdefgh"), "rollout.chunk_steps": 3, "rollout.slots": 16}

@@ -1,4 +1,4 @@
-"""Padding, row order, micro-batches and devices change nothing in the loss and gradient of the real update."""
+"""Padding, row order, micro-batches and devices do not change the loss and gradient of the real update."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from jaxrl_llm.config import MeshConfig
 
 
 def garbage(rows, seed=0):
-    """The same rows with other values wherever lengths say that nothing is there."""
+    """Return the same rows with random values past every length."""
     rng = np.random.default_rng(seed)
     rollout = rows.rollout
     at = np.arange(rollout.tokens.shape[1])[None, :]
@@ -31,13 +31,13 @@ def garbage(rows, seed=0):
 
 
 def wider(rows, extra):
-    """The same rows with ``extra`` more positions of padding."""
+    """Return the same rows with ``extra`` more positions of padding."""
     pad = lambda x: np.pad(x, ((0, 0), (0, extra)) + ((0, 0),) * (x.ndim - 2)) if x.ndim > 1 else x
     return jax.tree.map(pad, rows)
 
 
 def assert_same(actual, expected):
-    """Sums to 1e-5, gradients to 1e-5 of the gradient's norm."""
+    """Assert that sums agree to 1e-5, and gradients to 1e-5 of the gradient's norm."""
     (gradient, sums), (gradient_expected, sums_expected) = actual, expected
     assert sums.named().keys() == sums_expected.named().keys()
     for name, value in sums_expected.named().items():

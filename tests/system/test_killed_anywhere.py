@@ -1,4 +1,4 @@
-"""SIGKILL where a run is not training: while it compiles, exports or writes its report; and to its worker processes."""
+"""SIGKILL while a run is not training: while it compiles, exports or writes its report; and SIGKILL to its workers."""
 
 import time
 

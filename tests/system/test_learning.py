@@ -1,6 +1,6 @@
-"""The whole loop learns: the debug config, as it is in configs/ and with a critic, on one device.
+"""The whole loop learns with the debug config, unchanged and with a critic, on one device.
 
-And its reward function may misbehave in one way after the other: all of it is counted, none of it stops the run.
+A reward function that misbehaves in many ways is counted and does not stop the run.
 """
 
 import importlib.util
@@ -35,7 +35,7 @@ def load(path):
 
 
 def settings():
-    """Those of the file, and no files that nobody reads."""
+    """Return the settings of the file, without output files that no test reads."""
     config = load(ROOT / "configs" / "debug.py").get_config()
     config.checkpoint.export = False
     config.metrics.tensorboard = False
@@ -50,7 +50,7 @@ def one_device(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """The programs of the run, by name: no seed is in them, so that every seed can use those of the first."""
+    """Return the run's programs by name. They contain no seed, so every seed can use the same programs."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""With the old policy "generation" every token carries the learner's log-prob of the weights that drew it."""
+"""With the old policy "generation", every token has the learner's log-prob under the weights that drew it."""
 
 import jax
 import numpy as np

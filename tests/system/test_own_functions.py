@@ -1,4 +1,7 @@
-"""A method of the user's own, in a file of theirs: it trains, its keywords are settings, and it is checked as ours."""
+"""A method in the user's own file:
+
+it trains, its keywords are settings, and it is checked like the package's functions.
+"""
 
 import json
 import shlex
@@ -99,7 +102,7 @@ def one_device(monkeypatch):
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Runs two iterations with settings; metrics.jsonl without times, or what a run that is refused says."""
+    """Run two iterations with these settings. Return metrics.jsonl without times, or the message of a refused run."""
 
     def call(workdir, *settings):
         done = run_command(
@@ -169,7 +172,7 @@ def from_tokens(x, *, scale: float = 1.0):
 
 @pytest.mark.tier("slow")  # plain: test_a_loss_gets_the_columns_of_rewards_that_it_needs
 def test_a_loss_reads_a_declared_column_of_the_rewards_without_any_other_change(run, tmp_path, monkeypatch):
-    """The declaration and the reward function are all that a new column costs."""
+    """A new column costs only its declaration and the reward function."""
     monkeypatch.setitem(COLUMNS, "row_copy", Column(False, True, "f32, the reward once more", ROW))
     monkeypatch.setitem(COLUMNS, "token_two", Column(True, True, "f32, 2.0 at tokens with text", TOKEN))
     (tmp_path / "scores.py").write_text(REWARDS)
@@ -194,7 +197,10 @@ def test_a_loss_reads_a_declared_column_of_the_rewards_without_any_other_change(
 @pytest.mark.tier("slow")  # plain: test_reward_terms_and_columns_of_own_functions
 @pytest.mark.parametrize("width", ["update.micro_batch_tokens=0", "update.micro_batch_tokens=192"])
 def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_group(run, methods, tmp_path, width):
-    """AsymRE's, whose delta_v then is a setting of the loss: changed in a later run, it changes old rollouts' too."""
+    """AsymRE's advantage.
+
+    Its delta_v is then a setting of the loss: changed in a later run, it also applies to old rollouts.
+    """
     shift = f"algorithm.surrogate={methods}:anew"
     stored = run(tmp_path / "stored", "algorithm.advantage=asymre", "algorithm.surrogate=reinforce", width)
     anew = run(tmp_path / "anew", shift, width)
@@ -207,7 +213,10 @@ def test_an_advantage_can_be_taken_anew_at_replay_from_the_stored_mean_of_the_gr
 
 
 def test_reward_terms_and_columns_of_own_functions(run, monkeypatch, tmp_path):
-    """Those of docs/how-to/write_a_method.md, by its command, and a term of ours beside them; traced, not trained."""
+    """The functions of docs/how-to/write_a_method.md, by its command, with a reward term of the package.
+
+    They are traced, not trained.
+    """
     ghosts.haunt(monkeypatch)
     methods = tmp_path / "penalties.py"
     methods.write_text(files()["penalties.py"])

@@ -1,4 +1,7 @@
-"""The job of an 8B model on pods, compiled for TPUs by name: it fits, is compiled in minutes, reads what it must."""
+"""The job of an 8B model on pods, compiled for TPUs by name:
+
+it fits, compiles in minutes, and reads only what it must.
+"""
 
 import functools
 import re
@@ -19,7 +22,7 @@ MOST_SECONDS = 180
 
 @functools.cache
 def compiled(topology, **mesh):
-    """The run, and by name of its programs what the compiler says and CPU seconds; none is compiled twice."""
+    """Return the run, and the compiler's report and CPU seconds of each program. No program is compiled twice."""
     run = pod.run_of(topology, mesh)
 
     @functools.cache
@@ -31,7 +34,7 @@ def compiled(topology, **mesh):
 
 
 def decode_of(**mesh):
-    """The run on v5p:2x2x4, and what its decode program is found to do."""
+    """Return the run on v5p:2x2x4, and the measured traffic of its decode program."""
     run, row = compiled("v5p:2x2x4", **mesh)
     return run, row("decode")[0]
 
@@ -75,7 +78,10 @@ def test_a_decode_step_reads_weights_and_filled_blocks_of_caches_once(mesh):
 
 
 def test_a_decode_step_sends_no_weights():
-    """Layers whole: ids and sums of rows. Split over 4: in each layer two sums of 256 rows of activations."""
+    """Whole layers send ids and sums of rows.
+
+    Layers split over 4 chips send two sums of 256 rows of activations each.
+    """
     run, decode = decode_of(fsdp=16)
     assert sum(pod_decode.step_of(run, decode).sent.values()) < 1024
     run, decode = decode_of(fsdp=4, tensor=4)

@@ -1,4 +1,4 @@
-"""Laws of the sampler's programs on a pod, compiled for TPUs by name: what moves between chips, what is there twice."""
+"""Properties of the sampler's programs on a pod, compiled for TPUs by name: traffic between chips, and duplicates."""
 
 import dataclasses
 import functools
@@ -66,8 +66,10 @@ def test_a_decode_step_moves_no_logits_and_gathers_no_parameter(name, settings):
 
 @needs_libtpu
 def test_a_decode_step_sends_what_layers_in_two_parts_need_and_a_hundredth_more():
-    """By hand: activations of a data shard's rows in bfloat16, summed over two devices, of which each sends 2 x 1/2 of
-    their bytes: twice a layer, and once for the embedding, whose vocabulary is split. The rest is sums of rows.
+    """Computed by hand: activations of a data shard's rows in bfloat16 are summed over two devices.
+
+    Each device sends 2 x 1/2 of their bytes, twice per layer and once for the embedding, whose vocabulary is split. The
+    rest is sums of rows.
     """
     steps = run_of(fsdp=2, tensor=2).config.rollout.chunk_steps
     sent = counting.count(compiled("decode", fsdp=2, tensor=2).as_text()).by_collective()
@@ -113,7 +115,7 @@ def test_publish_between_equal_layouts_sends_nothing_and_holds_nothing_but_what_
 
 @functools.cache
 def rollouts_of(**mesh):
-    """Published weights, rollouts and the run, on eight devices of a CPU."""
+    """Return published weights, rollouts and the run, on eight CPU devices."""
     settings = {
         "prompts": {"max_tokens": building.PROMPT_TOKENS},
         "sampling": {"max_completion_tokens": building.COMPLETION_TOKENS},

@@ -1,4 +1,4 @@
-"""Laws of the compiled programs of a run: memory, collectives, donation, publishing, recompiles, host transfers."""
+"""Properties of a run's compiled programs: memory, collectives, donation, publishing, recompiles, host transfers."""
 
 import dataclasses
 import functools
@@ -52,7 +52,7 @@ def make_run(mesh=EIGHT, *, arch=TINY, compute_dtype="float32", logp_chunk_token
 
 
 class GuardedCounter(programs.CompileCounter):
-    """``train`` makes its counter as the last thing before the loop: from there on only explicit transfers pass."""
+    """``train`` creates its counter last before the loop. From then on only explicit transfers are allowed."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """Four guarded iterations of ``train`` on eight devices, with every program in use."""
+    """Return four guarded iterations of ``train`` on eight devices, with every program in use."""
     tmp_path = tmp_path_factory.mktemp("loop")
     questions = tmp_path / "questions.jsonl"
     rows = [{"prompt": "abcdefghij"[: 1 + i % 6], "period": 2 + i % 3} for i in range(24)]
@@ -120,7 +120,7 @@ def bytes_per_device(tree):
 
 
 def sizes(shapes):
-    """Elements of every array type in a text: f32[2,3] of HLO or tensor<2x3xf32> of StableHLO."""
+    """Return the numbers of elements of every array type in a text: f32[2,3] of HLO or tensor<2x3xf32> of StableHLO."""
     found = re.findall(r"[a-z]+\d+\[([\d,]+)\]", shapes) + re.findall(r"tensor<((?:\d+x)+)[a-z]", shapes)
     return [math.prod(map(int, re.findall(r"\d+", dims))) for dims in found]
 
@@ -153,7 +153,7 @@ def test_checksums_gather_no_array(finished):
 
 
 def test_devices_of_a_cpu_add_up_gradients_of_bfloat16():
-    """The compiler of jaxlib 0.10 ends the process over it, but for an option (``Program.lower``)."""
+    """Without an option (``Program.lower``), the compiler of jaxlib 0.10 crashes on this sum."""
     # It dies where some of the mesh's axes are told apart, as in the update of a bfloat16 model.
     mesh, rows, whole = mesh_of(CUBE), PartitionSpec("data"), PartitionSpec()
     each = lambda x, w: sharding.by_device(jnp.multiply, x, w, axes=(rows, whole), shared=2, over=("data",))
@@ -190,7 +190,7 @@ def test_a_decode_step_writes_the_cache_in_place(eos_ids):
 
 
 def results_of_branches(jaxpr):
-    """Shapes, those of the programs in it included."""
+    """Return the shapes of the results of branches, also in nested programs."""
     found = set()
     for equation in jaxpr.eqns:
         if equation.primitive.name == "cond":
@@ -201,7 +201,7 @@ def results_of_branches(jaxpr):
 
 
 def test_no_branch_results_in_caches_or_weights():
-    """A GPU's program would copy them, in the branch and after it."""
+    """A GPU's program would copy them in the branch and after it."""
     run = make_run(ONE)
     sampler, params = run.sampler.abstract_state(), run.learner.abstract_state.params["policy"]
     owned = {x.shape for x in jax.tree.leaves((sampler.cache_k, sampler.tokens, params["blocks"]))}
@@ -223,7 +223,7 @@ def test_no_branch_results_in_caches_or_weights():
     ],
 )
 def test_a_tpus_decode_program_copies_no_cache(head_size, completion):
-    """Neither for a layer's read nor for a write: the kernel takes them as they lie."""
+    """Neither a layer's read nor its write copies: the kernel accepts the caches in their memory layout."""
     arch = Architecture(260, width=256, num_layers=2, num_heads=4, num_kv_heads=2, head_size=head_size, ffn=256)
     mesh = sharding.make_mesh(MeshConfig(data=4), chips.devices_of("v5e:2x2")[0])
     settings = SETTINGS | {"model": {"compute_dtype": "bfloat16"}, "sampling": {"max_completion_tokens": completion}}
@@ -303,7 +303,7 @@ def test_a_reference_that_is_reset_is_the_policy_and_the_ring_is_empty():
 
 
 def test_adapters_that_start_from_others_have_the_base_alone_as_their_first_reference():
-    """As where it is never reset: the base's arrays are it there."""
+    """As in a run without a reset: the reference is the base's arrays."""
     algorithm = {"divergence": {"name": "reference", "coefficient": 0.1}, "reference_reset_iterations": (1000,)}
     adapters = {"rank": 4, "dora": True, "rank_stabilised": True, "modules": 2, "targets": ("q", "down")}
     of = lambda **path: freeze(SETTINGS | {"algorithm": algorithm, "model": {"lora": adapters | path}})

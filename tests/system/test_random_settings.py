@@ -1,4 +1,4 @@
-"""Runs of a few settings drawn at random, together: each is refused by name, or trains without a NaN."""
+"""Runs with a few random settings combined: each is refused by name, or trains without a NaN."""
 
 import pathlib
 import random

@@ -1,4 +1,4 @@
-"""The config.json of a run is a config: a run of it is the same run, and what cannot be repeated is refused by name."""
+"""The config.json of a run is a config. A run of it equals the recorded run, or is refused by name."""
 
 import json
 import re
@@ -31,7 +31,7 @@ SETTINGS = (
 
 @pytest.fixture
 def train(tmp_path, monkeypatch, capfd):
-    """Run ``train`` in a folder with two files of functions that paths are relative to."""
+    """Run ``train`` in a folder with two files of functions, to which paths are relative."""
     mesh = mesh_of(ONE)
     monkeypatch.setattr(sharding, "make_mesh", lambda *_: mesh)
     monkeypatch.chdir(tmp_path)

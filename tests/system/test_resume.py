@@ -1,9 +1,9 @@
-"""A run that was killed and resumed is bitwise the run that was never killed.
+"""A run that was killed and resumed is bitwise equal to a run that was never killed.
 
-Real processes of the train command, real signals. The programs are compiled once: the processes share JAX's
-compilation cache. What is compared is everything a run leaves: each array of its last checkpoint (weights, optimizer
-moments, ring, sampler slots in flight), the prompt stream, each metric but times and sizes of the process, each row
-of samples.jsonl.
+The tests use real processes of the train command and real signals. The processes share JAX's compilation cache, so
+programs are compiled once. Compared is everything that a run leaves: each array of its last checkpoint (weights,
+moments, ring, sampler slots), the prompt stream, each metric except times and process sizes, and each row of
+samples.jsonl.
 """
 
 import datetime
@@ -63,7 +63,7 @@ DEADLINE_S = 300
 
 
 class Process:
-    """One process of the train command, its standard output read line by line."""
+    """A process of the train command. Its standard output is read line by line."""
 
     def __init__(self, workdir, cache, settings, *, devices=1, largest_file=None):
         environment = {
@@ -85,7 +85,7 @@ class Process:
         self.lines = []
 
     def until(self, start_of_line):
-        """Read until a line starts so; whether one did before the process ended."""
+        """Read until a line starts with this text. Return whether such a line came before the process ended."""
         for line in self.process.stdout:
             self.lines.append(line)
             if line.startswith(start_of_line):
@@ -93,7 +93,7 @@ class Process:
         return False
 
     def stop(self, number):
-        """Send a signal; the exit status and everything it printed."""
+        """Send a signal. Return the exit status and the whole output."""
         self.process.send_signal(number)
         return self.finish()
 
@@ -102,7 +102,7 @@ class Process:
         return self.process.returncode, "".join(self.lines) + out, err
 
     def kill_during_checkpoint_write(self):
-        """SIGKILL while a checkpoint is half-written; the directory that is left."""
+        """Send SIGKILL while a checkpoint is half-written. Return the directory that is left."""
         deadline = time.monotonic() + DEADLINE_S
         while self.process.poll() is None and time.monotonic() < deadline:
             if unfinished(self.workdir):
@@ -123,7 +123,7 @@ def unfinished(workdir):
 
 
 def left_behind(workdir):
-    """Everything of a run that must not depend on its interruptions."""
+    """Return everything of a run that must not depend on its interruptions."""
     steps = sorted(int(path.name) for path in (workdir / "checkpoints").iterdir())
     last = workdir / "checkpoints" / str(steps[-1])
     handler = ocp.PyTreeCheckpointHandler()
@@ -163,7 +163,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, cache):
-    """Workdir of the run that nobody disturbs."""
+    """Return the workdir of a run without interruptions."""
     workdir = tmp_path_factory.mktemp("undisturbed")
     status, _, err = Process(workdir, cache, SETTINGS).finish()
     assert status == 0, err
@@ -171,7 +171,7 @@ def undisturbed(tmp_path_factory, cache):
 
 
 def interrupt(workdir, cache):
-    """Ctrl-C after the first iteration from where it goes on: saved where it is."""
+    """Send Ctrl-C after the first iteration of this process. The run saves there."""
     process = Process(workdir, cache, SETTINGS)
     assert process.until("resumed at iteration ") and process.until("iteration ")
     iteration = int(process.lines[-1].split()[1].split("/")[0])
@@ -204,7 +204,7 @@ def test_killed_and_interrupted_is_the_run_that_never_was(tmp_path, cache, undis
 
 @pytest.mark.tier("kills")
 def test_so_it_is_with_an_environment_whose_episodes_are_in_flight(tmp_path, cache):
-    """Stopped inside a generation again and again."""
+    """The run is stopped inside a generation several times."""
     settings = SETTINGS | {"sampling.max_completion_tokens": 24, "replay.capacity_tokens": 0}
     settings |= {"sampling.stop_tokens": tuple("abcdefgh")}  # which end turns: many do
     settings |= {"environments.factory": f"{ENVIRONMENTS}:brief", "environments.max_answer_tokens": 2}
@@ -251,7 +251,7 @@ def test_after_a_damaged_checkpoint_and_a_full_disk_it_is_the_run_that_never_was
 
 @pytest.fixture(scope="module")
 def ghost_run(tmp_path_factory):
-    """Workdir of a finished run whose programs compute nothing: its files are those of any run."""
+    """Return the workdir of a finished run whose programs compute nothing. Its files are those of any run."""
     workdir = tmp_path_factory.mktemp("ghosts")
     config = freeze(building.settings_of(CONFIG, SETTINGS))
     with pytest.MonkeyPatch.context() as patch:
@@ -262,7 +262,7 @@ def ghost_run(tmp_path_factory):
 
 @pytest.fixture
 def finished_copy(tmp_path, ghost_run, monkeypatch):
-    """A copy of the finished run, and its config as the test process reads it, with as many devices as the run's."""
+    """Return a copy of the finished run, and its config with as many devices as the run's."""
     return copy_of(ghost_run, tmp_path, monkeypatch)
 
 
@@ -341,7 +341,7 @@ def test_another_answer_or_another_held_out_question_is_refused_unless_allowed(t
 
 @pytest.mark.parametrize("prints", mostly_in("slow", [True, False]))
 def test_a_run_whose_chat_template_prints_the_date_goes_on_on_another_day(prints, tmp_path, monkeypatch, capfd):
-    """Its questions were others after midnight, and it was refused."""
+    """Once, its questions differed after midnight, and the run was refused."""
 
     class Date(datetime.date):
         @classmethod
@@ -427,7 +427,7 @@ def test_seconds_of_an_iteration_are_of_all_of_it_where_it_was_stopped_in_its_ev
 
 
 def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, monkeypatch, capfd):
-    """Else it had no answers of its own, or those of the end that it had before it was made longer. It is then done."""
+    """Otherwise it would have no evaluation, or only that of its earlier end. Afterwards the run is complete."""
     numbers, write = iter(range(1, 9)), MetricsWriter.write
     evaluate = lambda *_, **__: EVALUATED | {"number": next(numbers)}
 
@@ -457,7 +457,7 @@ def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, 
 
 @pytest.mark.parametrize("num_prompts", mostly_in("slow", [0, 2]))
 def test_a_run_that_has_ended_on_another_machine_ends_here_too(num_prompts, tmp_path, monkeypatch, capfd):
-    """A job that is started again after its last checkpoint in a bucket, on a disk that has nothing of it."""
+    """A job restarts after its last checkpoint in a bucket, on an empty disk."""
     ghosts.haunt(monkeypatch)
     monkeypatch.setattr(evaluation, "evaluate", lambda *_, **__: EVALUATED)
     settings = SETTINGS | {"eval.num_prompts": num_prompts, "num_iterations": 2}
@@ -511,7 +511,7 @@ def test_a_run_that_has_ended_on_another_machine_ends_here_too(num_prompts, tmp_
     ids=["lookahead", "experts", "hybrid", "resampling, evaluations", "agents"],
 )
 def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_path, monkeypatch, chance, changes):
-    """At checks drawn at random a signal has come: inside generations, rounds, evaluations, agents' episodes."""
+    """Signals come at random checks: inside generations, rounds, evaluations and agents' episodes."""
     settings = SETTINGS | {"num_iterations": 3} | changes
     mapping = building.settings_of(CONFIG, settings)
     assert train_module.train(freeze(mapping), tmp_path / "whole") == 0
@@ -573,7 +573,7 @@ def test_a_run_stopped_inside_generations_goes_on_on_other_numbers_of_devices(tm
 
 
 class CompiledError(Exception):
-    """The run got as far as compiling."""
+    """Raised when the run reaches its compilation."""
 
 
 def refuse_to_compile(*_):

@@ -1,6 +1,7 @@
-"""An unlucky operator: full disks, folders in use, damaged files, odd names. One line says so, and nothing is lost.
+"""Operator errors: full disks, folders in use, damaged files, odd names.
 
-The loop is real, its programs are ghosts; bitwise resuming after such events is in test_resume.
+One line names the cause, and nothing is lost. The loop is real, and its programs are ghosts. test_resume tests bitwise
+resuming after such events.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ def train(monkeypatch):
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """As on a disk that is full, for any user: what would make a file longer fails."""
+    """Simulate a full disk for any user: every write that makes a file longer fails."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -68,7 +69,7 @@ def files_of_at_most(size):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 3 MB, and what makes it larger."""
+    """Return a disk of 3 MB, and a function that enlarges it."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)]
@@ -238,14 +239,14 @@ def holding(*arguments):
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds ``tmp_path``."""
+    """Return a process that holds ``tmp_path``."""
     with holding(tmp_path) as process:
         yield process
 
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """One that does so, and is on another machine, as far as it knows."""
+    """Return a process that holds ``tmp_path`` and believes that it is on another machine."""
     with holding(tmp_path, "another machine") as process:
         yield process
 
@@ -267,7 +268,7 @@ def test_a_second_run_is_refused_until_the_first_is_gone_however_it_went(train, 
 
 
 def test_the_end_of_a_run_of_another_machine_is_waited_for(elsewhere, tmp_path, capfd):
-    """One that is being stopped, or a machine that is lost: a server of NFS keeps its lock for a minute and a half."""
+    """The other run is being stopped, or its machine is lost. An NFS server keeps its lock for a minute and a half."""
     killed = threading.Timer(1.0, elsewhere.kill)
     killed.start()
     with claim(tmp_path):
@@ -299,7 +300,7 @@ def test_a_lock_that_a_server_keeps_for_a_machine_that_is_gone_is_taken_over(tmp
 
 
 def test_a_run_whose_folder_was_taken_over_ends(elsewhere, tmp_path):
-    """It was silent for so long that it was taken for dead."""
+    """The run sent no heartbeat for so long that another run treated it as dead."""
     (tmp_path / "new").write_text("process 2 on yet another\nthat")
     (tmp_path / "new").rename(tmp_path / "lock")
     assert elsewhere.wait(60) == 1
