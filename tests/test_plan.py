@@ -37,9 +37,10 @@ def no_cache():
 
 
 def small_config(num_chips):
-    """Per chip: one prompt of two samples, two slots, two rows a micro-batch, four ring slots.
+    """Return a small config in which every kind of program exists.
 
-    Weights split over pairs of chips and a reference model: every kind of program that a run may have.
+    Per chip it has one prompt of two samples, two slots, two rows per micro-batch and four ring slots. Weights are
+    split over pairs of chips, and there is a reference model.
     """
     return freeze(
         {
@@ -128,7 +129,10 @@ def test_the_tpu_compiler_moves_moments_and_ring_to_the_hosts(eight_chips, eight
 @pytest.mark.slow
 @needs_libtpu
 def test_a_ring_on_the_hosts_goes_through_tiles_of_a_chip(eight_chips_with_hosts):
-    """Some of them more, 5.0 MB here where a ring on the device has 4.1, but not a ring."""
+    """The chips hold some more tiles, but not the whole ring.
+
+    Here it is 5.0 MB instead of 4.1 MB with a ring on the device.
+    """
     moved, run = {"update": eight_chips_with_hosts["update"][1]}, run_with_hosts(times=1024)
     large = memory(run.programs()["update"].lower(run.mesh).compile())
     growth = large.on_host - moved["update"].on_host

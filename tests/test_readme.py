@@ -150,7 +150,10 @@ def shortened(command):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """An empty folder with the repository's configs and scripts, the README's files, and this Python as ``python``."""
+    """Return an empty folder for the commands of the pages.
+
+    It has the repository's configs and scripts, the README's files, and this Python as ``python``.
+    """
     folder = tmp_path_factory.mktemp("readme")
     for name in ("configs", "launch", "docs"):
         (folder / name).symlink_to(REPOSITORY / name)

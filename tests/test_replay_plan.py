@@ -172,7 +172,10 @@ def test_a_run_that_measured_no_cost_and_a_file_of_no_run_are_refused(tmp_path):
 
 
 def write_ages(folder, alpha, buckets=5, batch=64, fresh=1.1):
-    """Two runs of two iterations whose rings' noise, the mean of 1 / ess over ages below x, is fresh x^(2 alpha)."""
+    """Write two runs of two iterations with a known noise of the ring.
+
+    The noise, the mean of 1 / ess over ages below x, is fresh x^(2 alpha).
+    """
     bounds, labels = (0, 1, 2, 4, 8, 16), ("0", "1", "2-3", "4-7", "8-15")
     total = [fresh * x ** (1 + 2 * alpha) for x in bounds]
     of_bucket = [(total[i + 1] - total[i]) / (bounds[i + 1] - bounds[i]) for i in range(buckets)]

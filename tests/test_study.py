@@ -99,7 +99,10 @@ def test_the_marginal_mu_is_that_of_a_straight_line():
 
 
 def test_noise_is_found_from_what_arms_cost():
-    """Seven times J of rho = 10^-1.5 and alpha = 0.1 at mu = 4; then one arm at twice that, which others do not see."""
+    """The costs are seven times J with rho = 10^-1.5 and alpha = 0.1 at mu = 4.
+
+    One more arm has twice that, which does not affect the others.
+    """
     j = lambda x, y: x**0.2 * (1 + y / 4) * (1 / y + 1 / x + 10**-1.5)
     measured = {(y, n): 7 * j(n * y, y) for y in (1, 2, 4, 8) for n in (1, 3, 16)}
     found = costs.Noise.of(4.0, measured)

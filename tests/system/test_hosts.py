@@ -140,7 +140,10 @@ def run_through_a_stop(folder, name, settings):
 
 
 def assert_nearly_same_run(one, other):
-    """Tokens, rewards and counts equal; floats that sums over devices go into nearly: of arrays 9e-6 was found."""
+    """Assert equal tokens, rewards and counts, and nearly equal floats.
+
+    Floats depend on the order of sums over devices (9e-6 was measured).
+    """
     (_, arrays, host, metrics, samples), expected = left_behind(one), left_behind(other)
     assert samples == expected[4] and host == expected[2]
     if (other / "shared_rollouts.jsonl").exists():

@@ -270,7 +270,10 @@ def make_rows(config, rollout, reward=None, *, seed=0):
 
 
 def make_columns(config, rollout, rng):
-    """Log-probs under the reference, and the learner's of generation time, as it may round other than the sampler."""
+    """Return log-probs under the reference, and the learner's at generation.
+
+    The latter may be rounded unlike the sampler's.
+    """
 
     def near(spread):
         noise = spread * rng.normal(size=rollout.behaviour_logp.shape)
@@ -486,7 +489,10 @@ def test_the_first_loss_of_a_whole_iteration_is_that_of_the_papers_equation(reci
 # Those that look at policies beside the current one.
 @most_in_tier("remix", recipes=["decoupled_ppo", "kimi_k15", "ppo_ewma", "remix", "rr", "t1"])
 def test_a_later_loss_is_that_of_the_papers_equation(recipe):
-    """The same with weights before the iteration, before the one before and on average that are others than these."""
+    """As above, but several policies differ.
+
+    They are the weights before the iteration, two iterations before, and on average.
+    """
     config, iterations = config_of(recipe), 65
     run = assemble(config, BARE, (5,), mesh_of(ONE))
     rows = make_rows(config, rollout_of(config, arch=BARE))

@@ -116,7 +116,7 @@ class Process:
 
 
 def unfinished(workdir):
-    """Directories of checkpoints that are being written, but the first: then there is one to resume from."""
+    """Return the directories of unfinished checkpoints, except the first. So a checkpoint exists to resume from."""
     folder = workdir / "checkpoints"
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return [folder / name for name in names if not name.isdigit()] if any(map(str.isdigit, names)) else []
@@ -544,7 +544,10 @@ def test_a_run_that_is_stopped_wherever_it_can_be_is_the_run_that_is_not(tmp_pat
 
 @pytest.mark.tier("kills")  # its parts in tests/actor/test_redistribution.py
 def test_a_run_stopped_inside_generations_goes_on_on_other_numbers_of_devices(tmp_path, monkeypatch, capfd):
-    """The ring and the samples are those of four devices, whoever had the rollouts in flight: floats nearly."""
+    """The ring and the samples equal those of four devices, floats nearly.
+
+    It does not matter which devices held the unfinished rollouts.
+    """
     changes = {"rollout.lookahead_prompts": 0, "rollout.max_resample_rounds": 2, "replay.capacity_tokens": 0}
     settings = SETTINGS | changes | {"num_iterations": 3, "replay.shards": 4, "replay.min_ess": 0.0}
     config, make_mesh = freeze(building.settings_of(CONFIG, settings)), train_module.sharding.make_mesh

@@ -45,7 +45,10 @@ SETTINGS = {
 
 @pytest.fixture
 def train(monkeypatch):
-    """Trains until an iteration: ``train(workdir, 3, metrics={...})``; the exit status."""
+    """Return a function that trains until an iteration and returns the exit status.
+
+    It is called as ``train(workdir, 3, metrics={...})``.
+    """
     ghosts.haunt(monkeypatch)
 
     def run(workdir, num_iterations, *, allow_config_changes=False, **changes):
