@@ -1,9 +1,9 @@
-"""Configuration: what freeze accepts and refuses, round trips, and that every setting changes something.
+"""Configuration: what freeze accepts and refuses, round trips, and that every setting has an effect.
 
-Each setting has a row in ``ALIVE``, and each of a function of a method one in ``OF_FUNCTIONS``: another value, where
-to look, and what else must be set for it to matter. Where to look is always a product of the code (the text of a
-program, the questions loaded, the files of a run), never the config itself; a new setting without a row fails, and so
-does one that nothing reads.
+Each setting has a row in ``ALIVE``, and each setting of a method's function one in ``OF_FUNCTIONS``. A row has another
+value, a probe, and other settings that are needed. A probe always reads a product of the code (the text of a program,
+the loaded questions, the files of a run), never the config itself. A new setting without a row fails, and so does a
+setting that nothing reads.
 """
 
 import contextlib
@@ -478,7 +478,10 @@ def test_functions_survive_json_and_what_differs_is_named(own):
 
 
 def test_rates_and_averages_are_scaled_from_the_batch_size_that_they_are_meant_for(tmp_path):
-    """Four times the rollouts in a step: rates doubled, averages over a quarter of the steps: of as many rollouts."""
+    """Four times the rollouts per step:
+
+    rates are doubled, and averages are over a quarter of the steps, the same number of rollouts.
+    """
     method = {
         "old_policy": use("ewma", decay=0.9),
         "divergence": use("ewma", decay=0.9),
@@ -503,7 +506,7 @@ def test_rates_and_averages_are_scaled_from_the_batch_size_that_they_are_meant_f
 
 
 def test_a_smaller_batch_at_a_scaled_rate_goes_as_far_on_as_many_rollouts():
-    """Adam where noise dominates: batches of 64 and 16 of the same gradients, of mean 0.02 and standard deviation 1."""
+    """Adam with dominant noise: batches of 64 and 16 of the same gradients, with mean 0.02 and standard deviation 1."""
 
     def distance(batch_size, rate):
         optimizer, steps = optax.adam(rate), 65536 // batch_size
@@ -547,14 +550,17 @@ SETTINGS = {
 
 
 def text_of(traced):
-    """Of what its results need alone: a setting that is read and then left aside changes nothing. No addresses."""
+    """Return the text of a program without parts that its results do not need, and without addresses.
+
+    A setting that is read and then not used changes nothing.
+    """
     needed, _ = partial_eval.dce_jaxpr(traced, [True] * len(traced.outvars), instantiate=True)
     return re.sub(r"0x[0-9a-f]+", "", str(needed))
 
 
 @functools.cache
 def program_text(config_text, name, arch=TINY):
-    """As it is traced, which takes half the time of lowering it."""
+    """Return the text of a traced program, which takes half the time of a lowered one."""
     run = assemble(from_json(config_text), arch, (257,), mesh_of(ONE))
     program = run.programs()[name]
     with jax.sharding.use_abstract_mesh(run.mesh.abstract_mesh):
@@ -566,7 +572,7 @@ NO_LAYERS = dataclasses.replace(TINY, num_layers=0)  # traced in half the time
 
 
 def program(name, arch=NO_LAYERS):
-    """Look at the text of one program of the run on one device."""
+    """Return a probe of the text of one program of the run on one device."""
 
     def look(config, folder, monkeypatch):
         return program_text(to_json(config), name, arch)
@@ -576,7 +582,7 @@ def program(name, arch=NO_LAYERS):
 
 
 def drawn(config, folder, monkeypatch):
-    """The text of the program of the updates, but with no step where one has drawn its batch."""
+    """Return the text of the updates' program, with the optimizer step after the draw removed."""
 
     def step(self, state, ring, iteration, key, draw, base):
         ring, batch, sums = draw(ring, key)
@@ -587,19 +593,19 @@ def drawn(config, folder, monkeypatch):
 
 
 def optimizer(config, folder, monkeypatch):
-    """The text of the run's optimizer, of a single matrix."""
+    """Return the text of the run's optimizer for a single matrix."""
     made, matrix = assemble(config, TINY, (257,), mesh_of(ONE)).learner.update.optimizer, jnp.zeros((2, 3))
     traced = jax.make_jaxpr(lambda gradient: made.update(gradient, made.init(matrix), matrix))(matrix)
     return text_of(traced.jaxpr)
 
 
 def program_of_experts(name):
-    """The same of a model that has some."""
+    """Return the same probe for a model with experts."""
     return program(name, dataclasses.replace(TINY, num_experts=6, experts_per_token=2))
 
 
 def shapes(config, folder, monkeypatch):
-    """Every array a run keeps on the device."""
+    """Return the shapes of all arrays that a run keeps on the device."""
     run = assemble(config, TINY, (257,), mesh_of(ONE))
     kept = (
         run.learner.abstract_ring,
@@ -618,7 +624,7 @@ def sampler_mesh(config, folder, monkeypatch):
 
 
 def layout(config, folder, monkeypatch):
-    """How the learner's weights lie on a mesh of two devices."""
+    """Return the layout of the learner's weights on a mesh of two devices."""
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:2])
     return [x.sharding.spec for x in jax.tree.leaves(assemble(config, TINY, (257,), mesh).learner.params)]
 
@@ -628,7 +634,7 @@ def model(config, folder, monkeypatch):
 
 
 def begun(config, folder, monkeypatch):
-    """One of the adapters as training finds them; in the folder "adapters" are others."""
+    """Return one of the adapters at the start of training. The folder "adapters" has others."""
     monkeypatch.chdir(folder)
     mesh, lora = mesh_of(ONE), dataclasses.replace(config.model.lora, path="")
     made = Model(TINY, lora=lora)
@@ -638,7 +644,7 @@ def begun(config, folder, monkeypatch):
 
 
 def loaded_models(config, folder, monkeypatch):
-    """Shapes of the models whose weights a run loads."""
+    """Return the shapes of the models whose weights a run loads."""
     shapes, random = [], pretrained._random
 
     def noted(path, setting):
@@ -653,7 +659,7 @@ def loaded_models(config, folder, monkeypatch):
 
 
 def compares(config, folder, monkeypatch):
-    """How often hosts are asked whether they have the same."""
+    """Return how often hosts compare their values."""
     asked = []
     with monkeypatch.context() as patch:
         patch.setattr(hosts, "agree_on_copies", lambda *_, **__: asked.append(1))
@@ -668,26 +674,26 @@ def kernel_of_a_tpu(config, folder, monkeypatch):
 
 
 def loaded(config, folder, monkeypatch):
-    """Token ids of the questions, held out and in the stream's order, and what was skipped."""
+    """Return the token ids of the questions, held out and in the stream's order, and the skipped rows."""
     train, held_out, skipped = questions(config, make_byte_tokenizer())
     order = PromptStream(train, config.prompts, Ledger(), seed=config.seed).next_batch(8)
     return [[row.tokens.tolist() for row in rows] for rows in (train, held_out)], skipped, order.tokens.tolist()
 
 
 def spelled(config, folder, monkeypatch):
-    """Token ids of the questions by a tokenizer that has special tokens in its vocabulary."""
+    """Return the token ids of the questions by a tokenizer that has special tokens in its vocabulary."""
     return [row.tokens.tolist() for row in questions(config, make_byte_tokenizer())[0]]
 
 
 def rendered(config, folder, monkeypatch):
-    """Token ids of the questions by a chat template with a switch."""
+    """Return the token ids of the questions by a chat template with a switch."""
     tokenizer = make_byte_tokenizer()
     tokenizer._fast.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking %}?{% endif %}"
     return [row.tokens.tolist() for row in questions(config, tokenizer)[0]]
 
 
 def ends(config, folder, monkeypatch):
-    """Which ids end a completion of a run."""
+    """Return the ids that end a completion of a run."""
     found, whole = [], train_module.assemble
 
     def noted(config, arch, eos_ids, *others):
@@ -701,7 +707,7 @@ def ends(config, folder, monkeypatch):
 
 
 def scores(config, folder, monkeypatch):
-    """What the reward pool makes of two completions, one of them slow, and with how many processes."""
+    """Return the reward pool's scores of two completions, one of them slow, and the number of processes."""
     with RewardPool(config.rewards, task_scorer=tasks.scorer(config.prompts)) as pool:
         processes = len(psutil.Process().children())
         columns = {"allowed": "slow", "answer": "a"}
@@ -710,7 +716,7 @@ def scores(config, folder, monkeypatch):
 
 
 def answered(config, folder, monkeypatch):
-    """What becomes of a row after its second turn, and how many processes answer."""
+    """Return the state of a row after its second turn, and the number of processes that answer."""
     with Environment(config) as environment:
         processes = len(psutil.Process().children())
         reply = environment.ask(0, Example("p", {}), ["a", "b"], ["b"])
@@ -720,7 +726,7 @@ def answered(config, folder, monkeypatch):
 
 
 def stops(config, folder, monkeypatch):
-    """What a stop string does to a row that a chunk of decoding has left at "a;b"."""
+    """Return the effect of a stop string on a row that a chunk of decoding has left at "a;b"."""
     sampler = assemble(config, TINY, (257,), mesh_of(ONE)).sampler
     state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(sampler._empty))
     state.tokens[0, 0, 0, 1:4] = list(b"a;b")
@@ -735,7 +741,7 @@ def stops(config, folder, monkeypatch):
 
 
 def taken_from(config, folder, monkeypatch):
-    """Where a run would take compiled programs from."""
+    """Return the folder from which a run would load compiled programs."""
     asked = []
     monkeypatch.setattr(train_module, "load_all", lambda programs, mesh, folder: asked.append(folder))
     ghost_run(config, folder, monkeypatch)
@@ -743,7 +749,7 @@ def taken_from(config, folder, monkeypatch):
 
 
 def cache(config, folder, monkeypatch):
-    """Where a run would keep its compiled programs."""
+    """Return the folder in which a run would keep its compiled programs."""
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     before = jax.config.jax_compilation_cache_dir
     try:
@@ -754,13 +760,13 @@ def cache(config, folder, monkeypatch):
 
 
 def external(config, folder, monkeypatch):
-    """Token ids of others that an iteration would begin with."""
+    """Return the token ids of external rollouts at the start of an iteration."""
     source = building.external_of(assemble(config, TINY, (257,), mesh_of(ONE)))
     return np.asarray(source.next_groups(0, lambda group: None).rows.tokens).tolist()
 
 
 def remembered(config, folder, monkeypatch):
-    """What is known of a question that was answered right twice, while the policy moved."""
+    """Return the memory of a question that was answered right twice while the policy moved."""
     rewards = Rewards(np.ones(1, np.float32), {}, np.zeros(1, np.int8))
     memory = Memory(config.algorithm.of_credit, (), Sizes(4, 8), Ledger())
     sums = {name: np.ones(shape) for name, shape in memory.whole.items()}
@@ -771,25 +777,25 @@ def remembered(config, folder, monkeypatch):
 
 
 def retires(config, folder, monkeypatch):
-    """What is asked after one question has been answered right."""
+    """Return the questions that are asked after one question was answered right."""
     stream = PromptStream(questions(config, make_byte_tokenizer())[0], config.prompts, Ledger(), seed=config.seed)
     stream.ledger.observe([stream.question_id(0)], np.ones(1, bool), np.ones(1, bool))
     return stream.next_batch(4).group_id.tolist()
 
 
 def failures(config, folder, monkeypatch):
-    """Whether a run stops when half its rewards failed."""
+    """Return whether a run stops when half of its rewards failed."""
     outcome = np.array([OUTCOME_SCORE, OUTCOME_ERROR], np.int8)
     return actor.too_many_failures(config, Rewards(np.array([1.0, np.nan]), {}, outcome))
 
 
 def gap(config, folder, monkeypatch):
-    """What is said where sampler and learner differ by 0.01 nats."""
+    """Return the message if sampler and learner differ by 0.01 nats."""
     return faults.gap_message(config, {"own_token_count": 1, "gap_max": 0.01, "gap_sum": 0.01, "gap_high_count": 0})
 
 
 def broken(config, folder, monkeypatch):
-    """What a run says after two updates in a row that were not finite; its ring, like what it drew, is nothing."""
+    """Return the message after two non-finite updates in a row. The ring and the drawn rows are empty."""
     monkeypatch.setattr(faults, "compile_all", lambda *_: {"last_drawn": lambda ring: ring})
     found = faults.Faults(config, sharding.make_mesh(config.mesh))
     found.observe({"nonfinite_run": 2.0, "own_token_count": 0.0}, 2, None)
@@ -797,14 +803,14 @@ def broken(config, folder, monkeypatch):
 
 
 def time_to_write(config, folder, monkeypatch):
-    """What is said of a checkpoint that took ten seconds to write."""
+    """Return the message about a checkpoint that took ten seconds to write."""
     monkeypatch.setattr(Checkpointer, "_last_write_s", lambda self: 10.0)
     with contextlib.closing(Checkpointer(folder, config.checkpoint)) as checkpointer:
         return checkpointer.last_write()
 
 
 def checkpoints_in(config, folder, monkeypatch):
-    """The folder that checkpoints are written into, of a bucket or of the workdir."""
+    """Return the folder of checkpoints, in a bucket or in the workdir."""
     monkeypatch.setattr(bucket, "place", lambda where, field: folder / str(where).removeprefix(bucket.PREFIX))
     with contextlib.closing(Checkpointer(folder, config.checkpoint)) as checkpointer:
         return checkpointer.directory
@@ -822,7 +828,7 @@ def costs(config, folder, monkeypatch):
 
 
 def ghost_run(config, folder, monkeypatch):
-    """What a run leaves behind whose programs return zeros."""
+    """Return the files of a run whose programs return zeros."""
     ghosts.haunt(monkeypatch)
     workdir = folder / f"run{time.monotonic_ns()}"
     workdir.mkdir()
@@ -834,7 +840,7 @@ def ghost_run(config, folder, monkeypatch):
 
 
 def opened(config, folder, monkeypatch):
-    """How many questions a ghost takes from the stream in each iteration."""
+    """Return the number of questions that a ghost run takes from the stream in each iteration."""
     taken, take = [], PromptStream.next_batch
     with monkeypatch.context() as patch:
         patch.setattr(PromptStream, "next_batch", lambda self, n: taken.append(n) or take(self, n))
@@ -843,7 +849,7 @@ def opened(config, folder, monkeypatch):
 
 
 def asked(config, folder, monkeypatch):
-    """How many rollouts each iteration samples of a ghost, whose answers are all alike."""
+    """Return the number of rollouts per iteration of a ghost run in which all answers are equal."""
     ghost_run(config, folder, monkeypatch)
     lines = (max(folder.glob("run*")) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["rollout/generated_rows"] for line in lines]
@@ -1210,20 +1216,20 @@ def test_defaults_of_functions_are_those_of_the_papers_where_these_say_one():
 
 
 def places():
-    """Every place for a function: dotted path -> its slot."""
+    """Return every place for a function: dotted path -> its slot."""
     groups = {"algorithm": Config().algorithm, "replay": Config().replay}
     fields = ((f"{name}.{field.name}", field) for name, group in groups.items() for field in dataclasses.fields(group))
     return {path: field.metadata["slot"] for path, field in fields if "slot" in field.metadata}
 
 
 def settings_of_functions():
-    """``(place, function, setting)`` of every function that comes with the package."""
+    """Return ``(place, function, setting)`` of every function in the package."""
     tables = ((path, slot, name, function) for path, slot in places().items() for name, function in slot.table.items())
     return [(path, name, key) for path, slot, name, f in tables for key in {**slot.settings, **keywords(f)}]
 
 
 def carried_out(look, settings, folder, monkeypatch):
-    """What there is to see under these settings."""
+    """Return the result of the probe under these settings."""
     settings = dict(settings)
     for name in ("prompts.name", "eval.name"):
         if settings.get(name) in FILES:
@@ -1236,7 +1242,7 @@ def carried_out(look, settings, folder, monkeypatch):
 
 
 def seen(look, settings, folder, monkeypatch):
-    """Likewise; a refusal is something to see too."""
+    """Return the result of the probe. The message of a refusal counts as a result too."""
     try:
         return carried_out(look, settings, folder, monkeypatch)
     except ConfigError as error:
@@ -1276,7 +1282,7 @@ def test_every_setting_changes_something(path, tmp_path, monkeypatch):
 
 
 def most_are_slow(rows):
-    """The first of each place stays among the quick ones."""
+    """Mark all except the first of each place as slow."""
     places, params = set(), []
     for path, name, key in rows:
         marks = () if path not in places else pytest.mark.slow

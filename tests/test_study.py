@@ -1,4 +1,4 @@
-"""The replay study: its bandit; costs, tables and choices by hand; and that its page is what studies/data gives."""
+"""The replay study: its bandit; costs, tables and choices by hand; and that its page matches studies/data."""
 
 import dataclasses
 import json
@@ -93,7 +93,7 @@ def test_seconds_grow_with_what_was_resampled():
 
 
 def test_the_marginal_mu_is_that_of_a_straight_line():
-    """2 s + 0.1 s R at B = 20: 0.1 * 20 / 2."""
+    """2 s + 0.1 s R at B = 20 gives mu = 0.1 * 20 / 2."""
     times = [costs.Times(0.0, 0.0, 2 + 0.1 * r, r, 20.0) for r in (5.0, 10.0, 20.0)]
     assert costs.line(times).mu == pytest.approx(1.0)
 
@@ -131,7 +131,10 @@ CONFIG = "configs/sweeps/e2_replay_ratio.py"
 
 
 def record(arm, seed, rate, passed, **more):
-    """A run of ``arm``: as many iterations as evaluations, the answers of 4 that passed of two questions at each."""
+    """Return a run of ``arm`` with one iteration per evaluation.
+
+    Each of two questions has 4 answers, of which some pass.
+    """
     point = {"seed": seed, **arm, "optimizer.learning_rate": rate}
     ratio = 16 // arm["rollout.prompts_per_iteration"]
     columns = {"iteration": list(range(1, len(passed) + 1))} | {name: [0.5] * len(passed) for name in raw.METRICS}
@@ -204,7 +207,7 @@ def test_the_answers_that_passed_are_counted_by_question_and_failed_rewards_refu
 
 
 def finished(folder, sweep, only):
-    """Make folders of runs of some arms, each of one row and two answered questions, as ``then`` and ``raw`` want."""
+    """Make the folders of runs of some arms, each with one row and two answered questions, for ``then`` and ``raw``."""
     base = runpy.run_path(CONFIG)["get_config"]()
     arm_of = lambda point: sweep.name_of({field: value for field, value in point.items() if field != "seed"})
     points = [point for point in sweep.points if arm_of(point).startswith(f"{only}, rate")]
@@ -260,7 +263,7 @@ def test_between_evaluations_counts_are_added_and_the_rest_is_averaged():
 
 
 def test_what_lies_beyond_the_budget_is_left_out_and_the_last_evaluation_counts_once(tmp_path):
-    """A step of on-policy training costs 128 * 6.28, the budget 200 of them."""
+    """A step of on-policy training costs 128 * 6.28; the budget is 200 steps."""
     every = [*range(40, 201, 40)]
     evaluated = [None if i not in every else 0.5 for i in range(1, 241)]
     long = {"iteration": [*range(1, 241)], "eval/pass_rate": evaluated} | {
@@ -283,7 +286,7 @@ def test_what_lies_beyond_the_budget_is_left_out_and_the_last_evaluation_counts_
 
 
 def test_the_table_of_arms_by_hand(tmp_path):
-    """Two seeds that are alike: only the two questions move the figures."""
+    """Two equal seeds: only the two questions change the figures."""
     runs = [record(ON_POLICY, s, 4e-4, SLOW) for s in (0, 1)] + [record(REUSED, s, 2e-4, FAST) for s in (0, 1)]
     base, fast = arms.arms_of(written(tmp_path, runs))
     # Shares [0, .25, .375, .5, .5], smoothed .125, .2083, .375, .4583, .5: 0.4 lies 0.3 of the way from 3 to 4.
@@ -347,7 +350,7 @@ def test_arms_that_do_the_same_work_share_what_was_measured_of_them():
 
 
 def test_t_intervals_and_holm_by_hand():
-    """Of 1, 2, 3, 4: s = sqrt(5/3), t(0.975, 3) = 3.18245; p by the closed form of three degrees of freedom."""
+    """Values 1, 2, 3, 4: s = sqrt(5/3), t(0.975, 3) = 3.18245; p by the closed form for three degrees of freedom."""
     found = seeds.paired([1.0, 2.0, 3.0, 4.0])
     reach = 3.18245 * math.sqrt(5 / 3) / 2
     assert (found.mean, found.low, found.high) == pytest.approx((2.5, 2.5 - reach, 2.5 + reach), rel=1e-5)
@@ -361,13 +364,13 @@ def test_t_intervals_and_holm_by_hand():
 
 
 def test_ranks_of_costs_by_hand():
-    """Four draws after the figures themselves, which do not count."""
+    """Four draws follow the figures themselves, which do not count."""
     first, second, third = seeds.ranks(np.array([[9, 1, 1, 3, 1], [1, 2, 2, 2, 2], [1, 3, 3, 1, np.inf]], float))
     assert (first, second, third) == ((0.75, 1, 3), (0.0, 2, 2), (0.25, 1, 3))
 
 
 def test_what_a_run_does_beyond_the_budget_chooses_no_rate():
-    """1e-3 would win by its last evaluation, which the budget does not pay for."""
+    """1e-3 would win by its last evaluation, which is beyond the budget."""
     sweep = design.sweep_of([{"x": 1, design.EVERY: 10}], str, (1e-4, 1e-3), choosing=[{"seed": 100}], budget=30.0)
     assert [point[design.SAMPLES] for point in sweep.points] == [16, 16]
 
@@ -382,7 +385,7 @@ def test_what_a_run_does_beyond_the_budget_chooses_no_rate():
 
 
 def test_compute_at_an_arms_own_mu_is_seconds_over_those_of_the_base(tmp_path):
-    """0.2 s of update and 0.3 of generation an iteration, where the base trains on a batch of 128 in 0.1 s: 5 each."""
+    """An iteration has 0.2 s of update and 0.3 s of generation. The base trains on a batch of 128 in 0.1 s: 5 each."""
     runs = [record(REUSED, s, 2e-4, FAST) for s in (0, 1)]
     (arm,) = arms.arms_of(written(tmp_path, runs))
     arm = dataclasses.replace(arm, times=costs.Times(0.3, 0.2, 0.6, generated=32.0, trained=128.0))
@@ -433,7 +436,7 @@ def test_a_table_takes_what_came_after_the_runs(tmp_path):
 # Plain: the tables by hand, above; test_every_table_of_arms_has_a_mark.
 @pytest.mark.tier("slow")
 def test_every_table_and_figure_of_the_page_is_what_the_raw_metrics_give(tmp_path):
-    """``python -m studies.all`` makes them; whoever changes raw metrics or a table runs it."""
+    """``python -m studies.all`` makes them. Run it after a change of raw metrics or of a table."""
     assert everything.differing(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""Wordle: marks by hand, letters that come twice among them."""
+"""Wordle: marks computed by hand, also for letters that occur twice."""
 
 import pytest
 from support.refusal import refused

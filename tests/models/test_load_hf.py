@@ -1,4 +1,4 @@
-"""Hugging Face folders: against logits that transformers computed, and against transformers itself where torch is."""
+"""Hugging Face folders compared with logits from transformers, and with transformers itself if torch exists."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def logits_of(model, params, tokens):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A copy of the fixture to break."""
+    """Return a copy of the fixture that a test may damage."""
     return pathlib.Path(shutil.copytree(TINY, tmp_path / "tiny"))
 
 
@@ -229,9 +229,9 @@ print(peak() - before, sum(shard.data.nbytes for x in jax.tree.leaves(params) fo
 
 @pytest.mark.slow
 def test_2_gb_in_several_files_load_within_their_weights_and_one_file(tmp_path, monkeypatch):
-    """Of a process that loads them, the most memory at a time; 8 GB of it and 4 GB of disk must be free.
+    """The peak memory of a process that loads them; 8 GB of memory and 4 GB of disk must be free.
 
-    Over one device, and over four: with fsdp and tensor each has a part, with data there are two copies.
+    On one device and on four: with fsdp and tensor each device has a part, with data there are two copies.
     """
     monkeypatch.setattr(hf, "MAX_FILE_BYTES", 500 * 10**6)
     arch = Architecture(
@@ -260,7 +260,7 @@ def test_2_gb_in_several_files_load_within_their_weights_and_one_file(tmp_path, 
 
 @pytest.mark.slow
 def test_smollm2_is_read_and_written_in_under_ten_seconds_each(tmp_path):
-    """Of processors' time, which others on the machine lengthen less. Measured: 1.3, 0.5 and 0.6 s."""
+    """Processor time, which other processes on the machine lengthen less. Measured: 1.3, 0.5 and 0.6 s."""
     source = pretrained.resolve(pretrained.SMOLLM2)
     model, mesh = Model(source.architecture()), make_mesh()
     params = timed(lambda: source.load_params(model, mesh, seed=0))
@@ -291,7 +291,7 @@ def test_export_command_writes_the_folder_of_a_checkpoint(tmp_path, monkeypatch,
 
 
 def mixed(tiny):
-    """The fixture with a tokenizer, norms in float32 and the rest in two halves' dtypes."""
+    """Return the fixture with a tokenizer, norms in float32, and the other tensors in two 16-bit dtypes."""
     load_dtype = lambda key: np.float32 if "norm" in key else np.float16 if "layers.1" in key else ml_dtypes.bfloat16
     edit_weights(tiny, lambda tensors: {key: x.astype(load_dtype(key)) for key, x in tensors.items()})
     how = {"pre_tokenizer": "gpt-2", "chat_template": None, "bos": "<s>", "eos": "</s>", "pad": None}
@@ -328,7 +328,10 @@ def test_an_export_has_each_tensor_in_its_own_dtype_and_the_texts_byte_for_byte(
 
 @pytest.mark.parametrize(("stated", "ends"), [({"eos_token_id": 7}, [7, 1, 2, 3]), ({}, [1, 2, 3])])
 def test_transformers_stops_an_export_where_the_run_stopped(tmp_path, tiny, stated, ends):
-    """``generate`` reads generation_config.json alone, whose ends were the base's own."""
+    """``generate`` of transformers reads only generation_config.json.
+
+    Once, this file had only the base's end tokens.
+    """
     from transformers import GenerationConfig
 
     mixed(tiny)
@@ -396,7 +399,7 @@ def test_what_cannot_be_exported_is_named(flags, words):
 
 
 def test_an_export_over_a_model_removes_files_of_it_alone(tmp_path, tiny):
-    """It removed all that began so, whoever had written it."""
+    """Once, an export removed every file whose name began like a weight file."""
     mixed(tiny)
     for name in ("tokenizer.model", "tokenizer.model.v3", "vocab.json", "vocab.txt", "merges.txt"):
         (tiny / name).write_text("kept")
@@ -424,7 +427,10 @@ def test_a_folder_with_files_of_no_model_takes_none(tmp_path, name):
 
 
 def test_hosts_gather_one_layer_at_a_time(monkeypatch):
-    """Each device holds what is gathered: of all layers, a run ended for want of memory where it had trained."""
+    """Each device holds the gathered arrays.
+
+    Once, all layers were gathered, and a run that had trained ran out of memory.
+    """
     model = Model(PRESETS["debug_experts"])  # 2 layers of 9 parameters and 3 of experts, and 3 without layers
     params, sizes, gather = host_params(model), [], multihost_utils.process_allgather
     tensors = lambda params: layout.stored_tensors(params, families.names_of(model.arch))

@@ -1,4 +1,4 @@
-"""What ``model.path`` may be."""
+"""The allowed values of ``model.path``."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""Tokenizers: prompts through chat templates, which ids end a turn, what stays text, exact round trips."""
+"""Tokenizers: prompts through chat templates, which ids end a turn, which text stays plain, exact round trips."""
 
 import importlib.util
 import inspect
@@ -41,12 +41,12 @@ def make(chat_template=TEMPLATE, **settings):
 
 
 def ids_of(text):
-    """Ids of text without merges."""
+    """Return the ids of a text, without merges."""
     return [4 + ord(c) - 33 if c not in " \n" else {" ": 98, "\n": 99}[c] for c in text]
 
 
 def special_in(tokenizer, ids):
-    """Names of the special tokens among the ids, in order."""
+    """Return the names of the special tokens among the ids, in order."""
     names = {i: token.content for i, token in tokenizer._fast.added_tokens_decoder.items() if token.special}
     return [names[i] for i in ids if i in names]
 
@@ -58,7 +58,7 @@ HARMONY = (
 
 
 def test_a_message_of_gpt_oss_is_not_a_turn():
-    """Its answer has several, each of which <|end|> ends; the turn ends with <|return|>."""
+    """One of its answers has several messages, each of which ends with <|end|>; the answer ends with <|return|>."""
     special = ["<|return|>", "<|start|>", "<|message|>", "<|end|>"]
     tokens = [*special, *PRINTABLE, "Ġ", "Ċ", "12", "Ġh", "Ġhi"]
     tokenizer = make(HARMONY, tokens=tokens, special=special, bos=None, eos="<|return|>")
@@ -89,7 +89,7 @@ def test_text_becomes_a_user_message_and_messages_stay():
 
 
 def test_a_system_prompt_stands_before_messages_that_have_none_of_their_own():
-    """It was dropped without a word where a row has messages."""
+    """Once, the system prompt was dropped without a warning if a row had messages."""
     encode = lambda *messages: make().encode_prompt(list(messages), chat_template=True, system_prompt="be")
     turn = lambda role, text: [2, *ids_of(f"{role}\n{text}"), 3, 99]
     user, own, assistant = {"role": "user", "content": "yo"}, {"content": "hi"}, [2, *ids_of("assistant\n")]
@@ -141,13 +141,13 @@ HEADER_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", 
 
 
 def make_headers(more=""):
-    """Ids of letters are one more than those of ``make``."""
+    """Return a tokenizer whose ids of letters are one more than those of ``make``."""
     given = {"bos": HEADER_TOKENS[0], "eos": HEADER_TOKENS[1], "special": HEADER_TOKENS, "merges": []}
     return make(HEADERS + more, tokens=[*HEADER_TOKENS, *PRINTABLE, "Ġ", "Ċ"], **given)
 
 
 def test_an_answer_ends_as_its_template_ends_a_turn():
-    """Not by the tokenizer's own EOS, where that is another; every one of them ends a completion."""
+    """The end is not the tokenizer's own EOS, if that is another token. Each of these tokens ends a completion."""
     for tokenizer, end, all_ends in (
         (make_headers(), 4, (1, 4)),
         (make(), 3, (1, 3)),
@@ -169,7 +169,7 @@ def test_ends_are_those_of_either_file(tmp_path, key):
 
 @pytest.mark.parametrize("text", ["12", "a\nb", "<|im_end|> is no end"])
 def test_turns_and_answers_one_after_the_other_are_the_conversation_in_the_template(smollm2, text):
-    """Token by token: what was sampled is not encoded anew, and what comes between two turns begins after its end."""
+    """Sampled tokens are not encoded again. The text between two turns begins after the end of the first turn."""
     first, last = [{"role": "user", "content": "Hi"}], {"role": "user", "content": text}
     said = [{"role": "assistant", "content": "Well."}]
     how = {"chat_template": True, "system_prompt": ""}
@@ -191,7 +191,7 @@ def test_turns_and_answers_one_after_the_other_are_the_conversation_in_the_templ
 
 
 def test_a_turn_that_ends_otherwise_is_then_ended_as_the_template_has_it():
-    """There was no end of it in the row, where `sampling.stop_tokens` or another EOS had ended it."""
+    """Once, the row had no end of the turn if `sampling.stop_tokens` or another EOS ended it."""
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
     said = [{"role": "user", "content": "ok"}]
     next_turn = "\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n"
@@ -232,7 +232,7 @@ NINE = (
 
 
 def test_what_a_tool_returns_has_an_id_of_nine_characters():
-    """Mistral's templates refused it, so that no environment with tools began."""
+    """Mistral's templates refuse other ids. Once, no environment with tools could begin."""
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}}
     tokenizer, told = make(NINE), [{"role": "tool", "content": "12"}]
     answer = "[TOOL_RESULTS] 12, call00000[/TOOL_RESULTS]"
@@ -283,7 +283,7 @@ def test_calls_beside_a_text_are_written_as_the_template_writes_them():
 
 
 def test_calls_have_ids_that_their_answers_have_in_any_order():
-    """All of a message had one."""
+    """Once, all calls of a message had the same id."""
     how = {"chat_template": True, "special_tokens": False, "chat_template_kwargs": {}, "system_prompt": ""}
     template = "{% for m in messages %}{{ m.content if m.role == 'assistant' }}"
     template += "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.id }};{% endfor %}"
@@ -411,7 +411,10 @@ def random_text(random, pieces):
 
 
 def check_random_texts(tokenizer, pieces, num):
-    """Any mixture of special tokens and their parts: the template's own stay, and the text is what was written."""
+    """Check random mixtures of special tokens and their parts.
+
+    Only the template's tokens are special, and the text is unchanged.
+    """
     random, fast = np.random.default_rng(0), tokenizer._fast
     own = special_in(tokenizer, tokenizer.encode_prompt("x", chat_template=True, system_prompt="y"))
     for _ in range(num):
@@ -489,7 +492,10 @@ def test_newer_transformers_finds_the_same_special_tokens(smollm2):
 
 
 def sentencepiece(model=None, *, end_is_special=True):
-    """A tokenizer as those of SentencePiece are: spaces belong to the word after them, and one stands at the start."""
+    """Return a tokenizer like SentencePiece's:
+
+    a space belongs to the next word, and one space is added at the start.
+    """
     from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
     from tokenizers import Tokenizer as Core
 
@@ -586,7 +592,7 @@ def test_every_id_that_ends_a_turn_is_known(tmp_path):
 
 
 def test_a_plain_stop_token_is_text_in_the_run_and_in_its_export(tmp_path):
-    """There, as an end of the generation config, it was hidden, and spelled out in prompts."""
+    """Once, as an end in the generation config, it was hidden in completions and spelled out in prompts."""
     plain = ["<tool_call>", "</tool_call>"]
     template = "{# </tool_call> #}" + TEMPLATE
     tokens = [*SPECIAL, *PRINTABLE, "Ġ", "Ċ", *plain]

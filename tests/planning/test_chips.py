@@ -1,4 +1,4 @@
-"""Chips: Cloud's names stand for the shapes that its pages list."""
+"""Chips: Cloud's names mean the shapes on Google's pages."""
 
 import pytest
 from support.building import needs_libtpu
@@ -34,7 +34,7 @@ def test_a_slice_that_cloud_has_not_is_refused_with_those_it_has(name, words):
 
 
 def test_a_bound_of_links_is_that_of_all_that_a_chip_has():
-    """Gbit/s as on Cloud's pages: a collective over several dimensions of a torus sends by all of them at once."""
+    """Gbit/s as on Cloud's pages. A collective over several dimensions of a torus uses all of their links at once."""
     published = {"v4": 2400, "v5e": 1600, "v5p": 4800, "v6e": 3200}
     assert {name: 8 * chip.link_gb for name, chip in chips.CHIPS.items()} == published
     assert chips.CHIPS["v6e"].hbm_gb == 1638

@@ -1,4 +1,4 @@
-"""Verdict: what fills the memory, and settings that divide."""
+"""The verdict: the contents of the memory, and settings with values that divide."""
 
 import dataclasses
 
@@ -69,7 +69,7 @@ def test_the_setting_that_lowers_the_largest_kind_comes_first(name, mesh, buffer
 
 
 def test_what_is_there_while_a_program_runs_counts_too():
-    """Weights in float32 and two moments; the ring; published weights and slots where the sampler runs."""
+    """Weights in float32 and two moments; the ring; published weights, and slots while the sampler runs."""
     run = run_of({})
     kept = verdict.kept(run, sampling=True)
     weights = 4 * PRESETS["debug"].num_params
@@ -85,7 +85,10 @@ REFERENCE = {"divergence": {"name": "reference", "coefficient": 0.1}}
 @pytest.mark.parametrize("rank", [0, 2])
 @pytest.mark.parametrize(("teacher", "resets"), [("", ()), ("random:debug_experts", ()), ("", (3,))])
 def test_frozen_weights_are_those_that_loading_leaves_beside_the_state(teacher, rank, resets):
-    """A second copy, or the base of adapters itself; with a teacher both. One that is reset is a part of the state."""
+    """A second copy, or the base of adapters itself; with a teacher both.
+
+    A reference that is reset is part of the state.
+    """
     model = {"path": "random:debug", "reference_path": teacher, "lora": {"rank": rank}}
     run = run_of({}, teacher=teacher, model=model, algorithm=REFERENCE | {"reference_reset_iterations": resets})
     source = pretrained.resolve("random:debug")
@@ -125,7 +128,7 @@ def test_the_ring_that_fits_fills_what_is_spare_in_whole_draws():
 
 
 def test_slots_that_the_samplers_own_mesh_does_not_divide_are_not_advised():
-    """Half of 8 slots would do for the learner's two devices with rows of their own, not for the sampler's eight."""
+    """Half of 8 slots would fit the learner's two devices with their own rows, but not the sampler's eight."""
     rollout = {"prompts_per_iteration": 8, "group_size": 2, "slots": 8}
     run = run_of({"data": 2, "context": 4}, rollout=rollout)
     assert not any(

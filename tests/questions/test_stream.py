@@ -1,4 +1,4 @@
-"""Laws of the prompt stream and of the tasks behind it."""
+"""Properties of the prompt stream and of its tasks."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ from jaxrl_llm.types import Example
 
 
 class ByteTokenizer:
-    """UTF-8 bytes; a template puts "<system>" before and ">" after."""
+    """Tokenizer of UTF-8 bytes. Its template puts "<system>" before a text and ">" after it."""
 
     def encode_prompts(self, prompts, *, chat_template, system_prompt, special_tokens, chat_template_kwargs):
         texts = [p if isinstance(p, str) else "|".join(m["content"] for m in p) for p in prompts]
@@ -182,7 +182,7 @@ def test_conversations_are_the_same_question_when_their_messages_are():
 
 
 def test_words_that_an_environment_hides_are_questions_of_their_own(tmp_path):
-    """All prompts are the same text; a copy of a row is one question still."""
+    """All prompts are the same text. A copy of a row is still one question."""
     words = ["crane", "slate", "crane", "pound"]
     lines = [json.dumps({"prompt": "Guess.", "word": word}) for word in words]
     (tmp_path / "words.jsonl").write_text("\n".join(lines))
@@ -297,7 +297,7 @@ def retiring(num, rate=0.75, **settings):
 
 
 def observe(questions, outcomes):
-    """``outcomes``: question -> passes of its answers, None where the reward failed."""
+    """Count answers. ``outcomes`` maps a question to the passes of its answers, None if the reward failed."""
     flat = [passed for group in outcomes.values() for passed in group]
     passed, scored = np.array([p is True for p in flat]), np.array([p is not None for p in flat])
     questions.ledger.observe(list(outcomes), passed, scored)
@@ -320,7 +320,10 @@ def test_solved_questions_are_not_asked_again_and_ids_stay_positions():
 
 
 def test_of_a_ladder_each_question_waits_until_the_easier_one_has_passed():
-    """Two ladders of three and one question without: what is asked moves to the last, which is not retired."""
+    """Two ladders of three questions and one question without a ladder.
+
+    Questions move to the last one, which is never retired.
+    """
     examples = [dataclasses.replace(one, ladder=x) for one, x in zip(numbered(7), "aaabbb", strict=False)]
     rows = encode_examples([*examples, numbered(7)[6]], ByteTokenizer(), PromptsConfig(max_tokens=6))[0]
     config = PromptsConfig(max_tokens=6, retire_pass_rate=0.75, shuffle=False)
@@ -483,7 +486,7 @@ def test_columns_of_any_name_reach_the_reward_function(tmp_path):
 
 
 def test_columns_get_the_names_that_tasks_look_for(tmp_path):
-    """GSM8K's and MATH's rows as they are, and how their answers are compared."""
+    """GSM8K's and MATH's unchanged rows, and how their answers are compared."""
     config = pathlib.Path(__file__).parents[2] / "configs" / "gsm8k_smollm2_135m.py"
     spec = importlib.util.spec_from_file_location("gsm8k", config)
     module = importlib.util.module_from_spec(spec)
@@ -524,7 +527,7 @@ def test_size_limits_the_questions_read_and_zero_reads_all(tmp_path):
 
 
 def test_rows_that_size_leaves_out_are_said_and_cut_no_file_of_held_out_questions(tmp_path):
-    """A file of more than 1,024 rows was cut without a word, and eval.name's with it."""
+    """Once, a file of more than 1,024 rows was cut without a message, and so was the file of eval.name."""
     path, text = tmp_path / "q.jsonl", "".join(f'{{"prompt": "{i}"}}\n' for i in range(5))
     assert load_jsonl(path, text, size=3).bad_rows == (f"the rows after {path}:3 (prompts.size=3; 0 reads all)",)
     assert load_jsonl(path, text, size=5).bad_rows == load_jsonl(path, text, size=0).bad_rows == ()
@@ -665,7 +668,7 @@ def load_table(tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     def load(columns, **settings):
-        """Of ``{name: (values, type)}``, or of a table."""
+        """Read a table, or ``{name: (values, type)}``, as questions."""
         if isinstance(columns, dict):
             columns = pyarrow.table({name: pyarrow.array(*given) for name, given in columns.items()})
         parquet.write_table(columns, tmp_path / "q.parquet")
@@ -783,7 +786,10 @@ def gym_config(name="chain_sum", size=40, **arguments):
 
 
 def test_neighbouring_seeds_share_all_questions_but_one_of_each_level_and_far_ones_few(gym):
-    """The page run_a_sweep says so: a dataset's i-th question is of seed + i, and 30 of 3 levels are ten of each."""
+    """The page run_a_sweep states this:
+
+    a dataset's i-th question is drawn from seed + i, and 30 of 3 levels are ten of each.
+    """
     of = lambda seed: {row.prompt for row in tasks.load(gym_config(size=30, levels=3), seed=seed).examples}
     assert len(of(0) & of(1)) == 27 and len(of(0) & of(10_000)) < 3
 
@@ -961,7 +967,7 @@ RIGHT = lambda entry: entry["answer"]
     ],
 )
 def test_answers_are_no_programs_and_those_that_a_scorer_raises_at_are_wrong(gym, name, said, expected, monkeypatch):
-    """Scorers of reasoning-gym evaluate some answers as Python, the right one within reach."""
+    """Some scorers of reasoning-gym evaluate answers as Python code that can reach the right answer."""
     monkeypatch.setenv("PYTHONHASHSEED", "0")  # which one of them asks for
     (example,) = tasks.load(gym_config(name, size=1), seed=3).examples
     given = {key: [value] * 2 for key, value in json.loads(json.dumps(example.columns)).items()}
@@ -997,7 +1003,7 @@ def test_a_scorer_that_raises_at_the_right_answer_too_has_failed(gym):
 
 @pytest.mark.parametrize(("name", "levels"), [("chain_sum", 3), ("chain_sum", 9), ("leg_counting", 3)])
 def test_no_question_of_a_level_comes_again_at_the_next(gym, name, levels):
-    """A dataset's i-th question is of its seed + i."""
+    """A dataset's i-th question is drawn from its seed + i."""
     config = PromptsConfig(source="reasoning_gym", name=name, arguments={"levels": levels}, size=18)
     examples = tasks.load(config, seed=0).examples
     assert len({example.prompt for example in examples}) == len(examples) == 18

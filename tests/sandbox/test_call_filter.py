@@ -1,6 +1,6 @@
 """Programs that try to reach a process, a socket or a shared object outside their sandbox.
 
-What a program tries to reach was made by the test itself.
+The test itself creates the objects that a program tries to reach.
 """
 
 import ctypes
@@ -69,7 +69,7 @@ pair = socket.socketpair()
 
 
 def results(sandbox, lines):
-    """Run the lines, expressions over the prelude; return the value of each."""
+    """Run the lines, expressions over the prelude, and return the value of each."""
     done = sandbox.run(PRELUDE + "[" + ", ".join(lines) + "]")
     assert done.finished, done
     return dict(zip(lines, eval(done.value), strict=True))
@@ -181,7 +181,7 @@ def test_no_process_outside_is_signalled_traced_or_scheduled(sandbox, victim):
 
 
 def test_no_shared_object_outside_is_opened_or_removed(sandbox):
-    """A segment or a queue can be used by its number, without the call that opens it by a key."""
+    """A program could use a segment or a queue by its number, without the call that opens it by a key."""
     segment, queue, semaphore = LIBC.shmget(0, 4096, 0o1600), LIBC.msgget(0, 0o1600), LIBC.semget(0, 1, 0o1600)
     assert min(segment, queue, semaphore) >= 0
     calls = {

@@ -1,7 +1,6 @@
-"""The sandbox against programs that try to get out, stay, or take all there is.
+"""The sandbox against programs that try to escape, survive or take all resources.
 
-What is tried is bounded, in case that a wall does not hold: no program forks more than 128 processes, takes more than
-2 GiB or lives longer than a minute.
+All attempts are bounded, in case a protection fails: at most 128 processes, 2 GiB and a minute.
 """
 
 import contextlib
@@ -267,7 +266,7 @@ print(sandbox_worker._end(pid, "rlimits"), [name for process, name in sent if pr
 
 
 def test_a_program_s_group_is_ended_in_one_call_and_who_left_it_is_stopped_first():
-    """Processes that fork without end outran a look at each, and outlived their program."""
+    """Once, forks without end were faster than a search for each process, and outlived their program."""
     done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, timeout=60)
     assert done.stdout == "-9\n-9 ['SIGSTOP', 'SIGKILL']\n", done.stderr
 
@@ -447,7 +446,7 @@ def test_all_ends_when_the_parent_is_killed(sandbox):
 
 
 def test_its_processes_have_the_mark_of_who_started_them(monkeypatch):
-    """By which a reward's process that ends takes along what outlived a worker of the sandbox."""
+    """When a reward's process ends, it finds by this mark the processes that outlived a sandbox worker."""
     monkeypatch.setenv(worker_processes.MARK, "1.2")
     with Sandbox(SHORT, isolation="rlimits") as pool:
         assert pool.run(f"import os\nos.environ[{worker_processes.MARK!r}]").value == "'1.2'"
@@ -479,7 +478,7 @@ def test_where_there_are_no_namespaces_it_is_said_or_refused(monkeypatch):
 
 
 def test_the_warning_of_a_sandbox_has_a_category_of_its_own_that_fails_no_test():
-    """Where namespaces are not permitted, every test that opens a sandbox gets this warning."""
+    """If namespaces are not permitted, every test that opens a sandbox gets this warning."""
     with Sandbox(LIMITS, isolation="rlimits") as pool:
         left = pool.processes()
     wait_until_gone(left)

@@ -1,4 +1,4 @@
-"""Rewards by a judge: a server that is a script here, with real sockets."""
+"""Rewards by a judge. The judge is a script here, behind real sockets."""
 
 import http.server
 import json
@@ -15,7 +15,10 @@ from jaxrl_llm.scoring import judges
 
 @pytest.fixture
 def judge(monkeypatch):
-    """Says "Score: N" for answers "N", and "flawed" of solutions with "guess"; gives what it was asked."""
+    """A judge that says "Score: N" for answers "N", and "flawed" for solutions with "guess".
+
+    It returns the received texts.
+    """
     bodies = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -62,7 +65,11 @@ def test_grades_are_tenths_in_the_order_of_the_completions(judge, monkeypatch):
 
 
 def test_a_flawed_way_to_a_right_answer_costs_one_and_wrong_ones_are_not_asked_about(judge):
-    """FAPO's eq. 4 and 8: 1, 1 - 1 where flawed, -1; who says neither word ("odd") has found no flaw."""
+    """FAPO's eq.
+
+    4 and 8: 1 for a right answer, 1 - 1 if it is flawed, -1 for a wrong one. A reply with neither word ("odd") is no
+    flaw.
+    """
     texts = ["by steps\n4", "a guess\n4", "a guess\n5", "odd\n4"]
     scores = judges.fapo(["2+2"] * 4, texts, ["4"] * 4)
     assert scores == [1.0, 0.0, -1.0, 1.0]
@@ -181,7 +188,7 @@ def test_a_verdict_that_is_denied_is_the_other_one(said, score, monkeypatch):
 
 
 def test_what_a_judge_thinks_is_no_verdict(monkeypatch):
-    """A thinking judge weighs grades before it gives one, and may be cut off while it thinks."""
+    """A judge that reasons mentions grades before it gives one, and its reasoning may be cut off."""
     replies = [
         "<think>Score: 3</think>Score: 8",
         "Score: 3</think>Score: 8",

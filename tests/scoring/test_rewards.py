@@ -1,4 +1,4 @@
-"""Laws of the reward pool: every way a function can fail is counted as what it is, and the run goes on."""
+"""Properties of the reward pool: every kind of failure of a function is counted as that kind, and the run continues."""
 
 import functools
 import os
@@ -122,7 +122,7 @@ def test_outcome_is_the_worst_of_the_functions_and_the_other_part_is_kept():
 
 
 def test_scorers_of_tasks_do_not_import_jax():
-    """A worker would start in a second instead of a twentieth of one, and take 130 MB more."""
+    """With jax a worker would start in a second instead of a twentieth of a second, and take 130 MB more."""
     sources = typing.get_args(typing.get_type_hints(PromptsConfig)["source"])
     names = {tasks.MODULES.get(source, f"{tasks.__name__}.{source}") for source in sources}
     modules = [MATH_SCORER.partition(":")[0], *sorted(names - {tasks.MODULES["reasoning_gym"]})]
@@ -472,7 +472,7 @@ def test_arguments_that_a_function_spoils_or_keeps_are_whole_for_the_next():
 
 
 def test_completions_of_a_call_share_no_prompt_and_no_column():
-    """A judge that appends a completion to its prompt saw those before it too."""
+    """Once, a judge that appended a completion to its prompt also saw the earlier completions."""
     example = Example([{"role": "user", "content": "2+2="}], {"answer": ["4", "four"]})
     with pool(user("uses_up")) as rewards:
         got = rewards.collect([rewards.submit(example, ["4", "5", "6"])])
@@ -498,7 +498,7 @@ def test_what_a_decorator_passes_on_is_given():
         return passes_on, keeps_to_itself
 
     def reward(prompts, completions, messages, **columns):
-        """What they pass on to."""
+        """Return rewards with the given arguments of the pool."""
 
     more = ("messages", "environments")
     assert [named(function, more) for function in (reward, *decorator(reward), len)] == [more[:1], more[:1], (), ()]
@@ -742,7 +742,7 @@ def test_messages_and_turns_of_completions_that_are_scored_one_by_one():
 
 @pytest.mark.tier("slow")  # plain: test_of_a_function_that_scores_one_by_one_a_completion_fails_alone
 def test_of_math_one_formula_fails_alone():
-    """A polynomial of three unknowns is within the bounds of a formula, and takes minutes to expand."""
+    """A polynomial in three unknowns is within the bounds of a formula, but takes minutes to expand."""
     pytest.importorskip("math_verify")
     with pool("math", timeout_s=8.0) as rewards:
         texts = [r"\boxed{5}", r"\boxed{(x+y+z)^{90}}", r"\boxed{4}", r"\boxed{9^{9^{9}}}"]
@@ -819,7 +819,10 @@ def there(reward, outcome=OUTCOME_SCORE, seconds=0.0):
 
 
 def played(*rows, worth=None):
-    """Of rows of turns, "7 x" = the policy says 7, the environment x; what an episode was worth after each turn."""
+    """Return rows of turns. "7 x" means that the policy says 7 and the environment x.
+
+    Values are the episode's reward after each turn.
+    """
     messages = []
     for row in rows:
         roles = (("assistant", "user")[i % 2] for i in range(len(row.split())))

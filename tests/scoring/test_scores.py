@@ -1,4 +1,4 @@
-"""Rewards that suit many tasks, by hand."""
+"""Rewards that suit many tasks, computed by hand."""
 
 import pytest
 from support.refusal import refused
@@ -72,7 +72,7 @@ def test_exact_and_partial_credit():
 
 
 def test_an_answer_of_one_article_is_an_answer():
-    """The first of several choices is A, and saying nothing is not choosing it."""
+    """The first of several choices is A, so an article can be an answer. Saying nothing is not a choice."""
     texts = ["A", "a.", "", "B", "the"]
     assert scores.exact([], texts, ["A"] * 5) == [1, 1, 0, 0, 0] == scores.f1([], texts, ["A"] * 5)
     assert scores.exact([], ["?", ""], ["?"] * 2) == [1, 0]
@@ -143,7 +143,7 @@ def test_the_majority_is_the_label_and_no_label_is_read():
 
 
 def test_fewer_steps_score_more_for_right_answers_and_wrong_ones_score_nothing():
-    """Steps are paragraphs: (1 + 20 / (20 + k)) / 2."""
+    """Steps are paragraphs. The score is (1 + 20 / (20 + k)) / 2."""
     texts = ["a\n\nb\nc\n \n\nit is 4", "first\nso\n4", "3", "x\n\n" * 1000 + "4", "\r\n\r\n4\r\n", "a\r\n\r\n4"]
     expected = [(1 + 20 / 23) / 2, (1 + 20 / 21) / 2, 0, (1 + 20 / 1021) / 2, (1 + 20 / 21) / 2, (1 + 20 / 22) / 2]
     assert scores.short_steps([], texts, ["4"] * 6) == pytest.approx(expected)
@@ -151,7 +151,7 @@ def test_fewer_steps_score_more_for_right_answers_and_wrong_ones_score_nothing()
 
 
 def test_a_long_paragraph_is_as_many_steps_as_its_length_allows():
-    """Without blank lines 1,001 lines were one step: 0.976, more than three short paragraphs."""
+    """Once, 1,001 lines without blank lines were one step: 0.976, more than three short paragraphs."""
     lines = "x is 1\n" * 1000 + "4"
     paragraphs = "First, x.\n\nThen y.\n\nSo 4"
     words = "so " * 3000 + "4"

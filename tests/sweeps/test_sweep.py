@@ -1,4 +1,4 @@
-"""Sweeps: the figures by hand, and which points run, are skipped, go on, fail or are stopped."""
+"""Sweeps: figures by hand, and which points run, are skipped, continue, fail or are stopped."""
 
 import csv
 import dataclasses
@@ -48,7 +48,7 @@ M = "eval/pass_rate"
 
 
 def rows(*values, cost=10):
-    """Iterations 1, 2, ... with a pass rate (None: not measured) and a cost that grows."""
+    """Return rows of iterations 1, 2, ... with a pass rate (None: not measured) and an increasing cost."""
     return [{"iteration": i, M: v, "tokens/trained": cost * i} for i, v in enumerate(values, 1)]
 
 
@@ -189,7 +189,7 @@ def test_no_sigmoid_is_fitted_where_no_file_says_what_runs_began_with(tmp_path):
 
 
 def test_seeds_whose_points_lie_apart_are_no_longer_curve_than_each(tmp_path):
-    """Between their points lie straight lines: the union of 3 seeds' 4 points is 12, and was fitted."""
+    """Curves are straight between their points. Once, the union of 3 seeds' 4 points, 12 in number, was fitted."""
 
     def cells(num_points, field="tokens/trained"):
         runs = []
@@ -347,7 +347,7 @@ def test_a_point_that_wrote_its_last_row_and_no_report_is_not_finished(tmp_path)
 
 
 def test_what_was_tuned_on_some_seeds_is_run_on_others(tmp_path):
-    """The stand-in's pass rate grows with the seed alone, so of equal rates the first is taken."""
+    """The stand-in's pass rate depends only on the seed, so the first of equal rates is taken."""
     rate = "optimizer.learning_rate"
     seen = []
 
@@ -409,7 +409,10 @@ def test_what_comes_after_a_point_is_in_the_table_and_is_tried_again_where_it_fa
 
 @pytest.mark.tier("slow")  # plain: test_what_comes_after_a_point_is_in_the_table_...
 def test_what_came_after_a_point_is_gone_once_its_run_goes_on_and_not_before(tmp_path, monkeypatch):
-    """A longer run that was refused lost it, and ended no more; one that was launched kept that of its earlier end."""
+    """A longer run that was refused once lost the result and never ended.
+
+    A launched run kept the result of its earlier end.
+    """
     ghosts.haunt(monkeypatch)
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # the worker is this process
     (tmp_path / "mine.py").write_text("def end(config, workdir):\n    return {'end': config.num_iterations}\n")
@@ -597,7 +600,7 @@ def sweep_file(tmp_path):
 
 
 def launched(file, base, point, folder):
-    """Config of a point, and the words of the command that runs it."""
+    """Return the config of a point, and the words of the command that runs it."""
     ((_, config),) = freeze_points(base, [point]).values()
     return config, shlex.split(sweep_module.train_command(str(file), freeze(base), config, folder))
 
@@ -774,7 +777,7 @@ def test_bad_input_is_one_line_and_nothing_runs(sweep_file, tmp_path, monkeypatc
 
 
 def test_a_worker_trains_and_says_why_it_cannot(tmp_path):
-    """The real worker, as far as a run gets whose model is not there."""
+    """The real worker, as far as a run gets whose model does not exist."""
     points = make_points([{"model.path": "/nowhere"}])
     given = Sweep([point for point, _ in points.values()])
     failed, _ = sweep_module.run_sweep(tmp_path, points, given, num_workers=1)
@@ -782,7 +785,10 @@ def test_a_worker_trains_and_says_why_it_cannot(tmp_path):
 
 
 def test_what_each_setting_does_is_found_with_bounds_that_hold_it():
-    """600 runs at random: the rate adds 0.3 from its lowest third to its highest, the clip 0.1, the third nothing."""
+    """600 random runs:
+
+    the rate adds 0.3 from its lowest to its highest third, the clip 0.1, the third setting nothing.
+    """
     rng = np.random.default_rng(0)
     runs = []
     for i in range(600):

@@ -1,8 +1,8 @@
-"""The laws of the spine hold for every recipe: whatever it combines, from rewards through the ring to the gradient.
+"""The properties of a whole step hold for every recipe, from rewards through the ring to the gradient.
 
-Each recipe keeps its method and is cut down in its sizes; rollouts are made by hand. One compiled iteration (credit,
-ring, draw, every update) serves all laws that need no other shapes: what differs is what is put in. The batch is the
-whole first iteration, so that any draw is all of it.
+Each recipe keeps its method at smaller sizes, and rollouts are made by hand. One compiled iteration (credit, ring,
+draw, every update) serves all properties that need no other shapes; only the inputs differ. The batch is the whole
+first iteration, so every draw contains all rows.
 """
 
 import dataclasses
@@ -84,9 +84,9 @@ RECORDER = optax.GradientTransformation(
 
 @functools.cache
 def config_of(recipe, micro_batch_size=NUM_ROWS, updates=0):
-    """The recipe's settings on 32 rollouts an iteration, a ring of as many iterations as its own has.
+    """Return the recipe's settings on 32 rollouts per iteration, with a ring of as many iterations.
 
-    ``updates`` in an iteration; 0 = its own.
+    ``updates`` is the number of updates in an iteration; 0 = the recipe's own.
     """
     spec = importlib.util.spec_from_file_location(recipe, FOLDER / f"{recipe}.py")
     module = importlib.util.module_from_spec(spec)
@@ -150,7 +150,7 @@ class Iteration:
         return jax.device_put(head, sharding.replicated(self._run.mesh, head))
 
     def __call__(self, state, ring, rows, iteration=0):
-        """State, ring, sums of the inserted rows and of the updates."""
+        """Return state, ring, and the sums of the inserted rows and of the updates."""
         run, (rollout, scores, columns) = self._run, rows
         layout = jax.tree.map(lambda x: x.sharding, (run.learner.abstract_rollout, run.learner.abstract_scores))
         rows = (
@@ -161,12 +161,12 @@ class Iteration:
             return self._jitted(state, ring, rows, self._whole(np.int32(iteration)), self._whole(jax.random.key(0)))
 
     def gradient(self, rows):
-        """Sum of the gradients of a first iteration, flat float32, and the sums for the metrics."""
+        """Return the sum of the gradients of a first iteration, flat float32, and the sums for the metrics."""
         state, _, _, used = self(*self.start(), rows)
         return np.concatenate([np.ravel(g) for g in jax.tree.leaves(state.opt_state)]), jax.device_get(used)
 
     def memory(self, ledger):
-        """What the method remembers of earlier rewards: nothing yet."""
+        """Return the method's empty memory of earlier rewards."""
         return self._run.learner.memory(ledger)
 
     def _whole(self, x):
@@ -178,10 +178,10 @@ class Iteration:
 
 @functools.cache
 def make_rollout(group_size, *, lengths="ragged", seed=0, has_turns=False, arch=SMALL):
-    """Every other row exactly the model's own, the others as another policy would have drawn them.
+    """Return rollouts of which every other row has the model's own log-probs, and the others those of another policy.
 
-    ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all cut off). With turns an
-    environment answered, one of two tokens, where the completion goes on after its third and its sixth.
+    ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all truncated). With turns, an
+    environment answers after the third and the sixth token, with one or two tokens.
     """
     rng = np.random.default_rng(seed)
     group = np.arange(NUM_ROWS) // group_size
@@ -223,14 +223,17 @@ def rollout_of(config, **how):
 
 
 def turn_numbers(rollout):
-    """Of each token the policy drew [B,S], from 0; -1 elsewhere."""
+    """Return the turn of each token that the policy drew, [B,S], from 0; -1 elsewhere."""
     drawn = rollout.policy_version >= 0
     begins = drawn & ~np.pad(drawn, ((0, 0), (1, 0)))[:, :-1]
     return np.where(drawn, np.cumsum(begins, axis=1) - 1, -1)
 
 
 def by_turn(config, rollout, reward, rng=None):
-    """What each turn was given, [B, max_turns] f32, which adds up to the reward; without ``rng`` the last has all."""
+    """Return the rewards of turns, [B, max_turns] f32, which add up to the reward.
+
+    Without ``rng`` the last turn has all.
+    """
     last = turn_numbers(rollout).max(axis=1)
     given = np.zeros((NUM_ROWS, config.environments.max_turns))
     if rng is not None:
@@ -240,7 +243,7 @@ def by_turn(config, rollout, reward, rng=None):
 
 
 def make_rows(config, rollout, reward=None, *, seed=0):
-    """(rollout, scores, columns: log-probs) as the iteration takes them; numpy."""
+    """Return (rollout, scores, columns of log-probs) as arguments of an iteration, in numpy."""
     rng = np.random.default_rng(seed)
     is_given = reward is not None
     reward = reward if is_given else rng.choice([0.0, 0.25, 1.0], NUM_ROWS)
@@ -285,7 +288,7 @@ def make_columns(config, rollout, rng):
 
 
 def poisoned(rows, seed=1):
-    """The same rows with other values wherever nothing is, and in all that a row whose reward failed says."""
+    """Return the same rows with random values in all padding and in rows whose reward failed."""
     (rollout, scores, columns), rng = rows, np.random.default_rng(seed)
     at = np.arange(ROW_TOKENS)[None, :]
     past, prompt = at >= rollout.length[:, None], at < rollout.prompt_length[:, None]
@@ -304,7 +307,7 @@ def poisoned(rows, seed=1):
 
 
 def reordered(rows, order):
-    """The same rows in another order; what is no row's stays."""
+    """Return the same rows in another order. Values that do not belong to a row stay."""
     rollout, whole, columns = rows
     rows = rollout, whole.replace(memory={}), columns
     rollout, scores, columns = jax.tree.map(lambda x: x[order], rows)
@@ -315,7 +318,7 @@ def reordered(rows, order):
 
 
 def assert_same(actual, expected):
-    """Gradients to 1e-5 of the norm, sums to 1e-5."""
+    """Assert that gradients agree to 1e-5 of the norm, and sums to 1e-5."""
     (gradient, sums), (gradient_expected, sums_expected) = actual, expected
     assert np.linalg.norm(gradient - gradient_expected) <= 1e-5 * np.linalg.norm(gradient_expected)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -324,7 +327,7 @@ def assert_same(actual, expected):
 
 @functools.cache
 def first(recipe):
-    """Config, compiled iteration, rows, and the gradient and sums of their first iteration."""
+    """Return config, compiled iteration, rows, and the gradient and sums of the first iteration."""
     config = config_of(recipe)
     iteration = Iteration(config, ONE)
     rows = make_rows(config, rollout_of(config))
@@ -374,9 +377,9 @@ def critic_head(abstract):
 
 
 def batch_of(config, rows, critic, others=None, arch=SMALL):
-    """Rows with a reward as tests/reference/recipes.py has them, by a float64 model.
+    """Return the rows with a reward in the form of tests/reference/recipes.py, computed by a float64 model.
 
-    ``others``: the weights of other policies by name; those that are not named are the current one.
+    ``others`` has the weights of other policies by name; the others equal the current policy.
     """
     rollout, scores, columns = rows
     params, batch = host_params(Model(arch)), []
@@ -390,7 +393,7 @@ def batch_of(config, rows, critic, others=None, arch=SMALL):
             return None if x is None else x[i, first:end][drawn].astype(float).tolist()
 
         def taken(temperature, logits=logits, tokens=tokens, end=end):
-            """Log-probabilities [T - 1, V] and those of the tokens that follow."""
+            """Return log-probabilities [T - 1, V], and the log-probabilities of the next tokens."""
             logp = np.log([sampling_oracle.softmax(x / temperature) for x in logits])
             return logp, logp[np.arange(end - 1), tokens[1:end]]
 
@@ -429,7 +432,10 @@ def batch_of(config, rows, critic, others=None, arch=SMALL):
 
 
 def turns_of(rollout, scores, i):
-    """What of a row the oracle of turns looks at: what each was given and answers, and each drawn token's turn."""
+    """Return the parts of a row that the turns' oracle reads:
+
+    rewards and states of turns, and each drawn token's turn.
+    """
     number, first = turn_numbers(rollout)[i], int(rollout.prompt_length[i])
     states, histories, ends = [], [], 0
     for k in range(number.max() + 1):
@@ -528,7 +534,7 @@ def test_every_recipe_has_its_equation():
 
 
 def test_every_recipe_says_how_its_tokens_are_added_up():
-    """Recipes were wrong that left it to the default."""
+    """Once, recipes that left this setting at the default were wrong."""
     says = "config.algorithm.aggregation = use("
     assert not [recipe for recipe in RECIPES if says not in (FOLDER / f"{recipe}.py").read_text()]
 
