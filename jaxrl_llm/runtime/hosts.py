@@ -148,7 +148,7 @@ def _number_of(name: str, address: str) -> int:
 
 
 def _remove_megascale_variables() -> None:
-    """Remove variables that another job has left in the environment. From them jax would read slices."""
+    """Remove variables that another job has left in the environment. jax would read TPU slices from these variables."""
     names = [name for name in os.environ if name.startswith("MEGASCALE_")]
     for name in names:
         del os.environ[name]
