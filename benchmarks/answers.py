@@ -1,11 +1,11 @@
-"""Generation of completions of several turns: what the tokens that an environment says cost.
+"""Measure the cost of an environment's answers in the generation of completions with several turns.
 
     python -m benchmarks.answers                  # 13 M parameters, answers of 8, 32 and 96 tokens
-    python -m benchmarks.answers --size tiny      # seconds
+    python -m benchmarks.answers --size tiny      # takes seconds
 
-A turn of the policy's ends with one token in 16, and is answered until the completion is full; the
-environment takes no time. Printed: medians over rounds of the seconds and CPU seconds of a generation, and chunks that
-the sampler was asked for. Answers of each length take their turns in each round.
+One token in 16 ends a turn of the policy. The environment answers each turn without delay until the completion is full.
+The command prints medians over the rounds: the seconds and CPU seconds of a generation, and the number of chunks of
+decode steps. In each round, the lengths of answers take turns.
 """
 
 from __future__ import annotations
@@ -35,26 +35,29 @@ from jaxrl_llm.runtime import rng
 from jaxrl_llm.runtime.programs import compile_all
 from jaxrl_llm.types import Example, PromptBatch
 
-ANSWERS = (8, 32, 96)  # tokens
-TURN = 16  # tokens of the policy's, on average
-TURNS = 4  # for which a completion has room
-SLOTS, CHUNK = {"medium": 16, "tiny": 4}, 8
+ANSWERS = (8, 32, 96)  # tokens of an answer
+TURN = 16  # mean tokens of a turn of the policy
+TURNS = 4  # turns that fit into a completion
+SLOTS = {"medium": 16, "tiny": 4}
+CHUNK = 8  # decode steps
 
 
 class Parrot:
-    """An environment in this process that says as many tokens as it is asked to."""
+    """An environment in this process whose answers have a fixed number of tokens."""
 
-    role, has_reward, is_shown = "user", False, False
+    role = "user"
+    has_reward = False
+    is_shown = False
 
-    def __init__(self, tokens: int):
-        self._said = [1 + i % 7 for i in range(tokens)]
+    def __init__(self, num_tokens: int):
+        self._answer = [1 + i % 7 for i in range(num_tokens)]
 
     def begin(self) -> int:
         return 0
 
     def ask(self, *_) -> Future[Reply]:
         reply: Future[Reply] = Future()
-        reply.set_result(Reply(self._said))
+        reply.set_result(Reply(self._answer))
         return reply
 
     def forget(self, episode: int) -> None:
@@ -62,20 +65,17 @@ class Parrot:
 
 
 class Contender:
-    """Generation with answers of so many tokens; ``round`` gives its seconds, CPU seconds and chunks."""
+    """Generation with answers of ``answer`` tokens."""
 
     def __init__(self, size_name: str, answer: int):
-        size, mesh, width = (
-            families.SIZES[size_name],
-            one_device(),
-            TURNS * (TURN + answer),
-        )
+        size = families.SIZES[size_name]
+        mesh = one_device()
         arch = families.family("llama", size)
         ends = tuple(range(0, arch.vocab_size, TURN))
         self._sampler = Sampler(
             Model(arch),
             mesh,
-            SamplingConfig(max_completion_tokens=width),
+            SamplingConfig(max_completion_tokens=TURNS * (TURN + answer)),
             eos_ids=ends,
             num_prompts=2 * size.prompts,
             group_size=size.group,
@@ -92,7 +92,8 @@ class Contender:
         limits = EnvironmentsConfig(factory="here", max_turns=1000, max_answer_tokens=answer)
         config = dataclasses.replace(Config(), environments=limits, sampling=self._sampler.sampling)
         tokenizer = types.SimpleNamespace(decode=lambda ids: "", vocab_size=arch.vocab_size)
-        self._talk, self._chunks = Conversations(Parrot(answer), tokenizer, config), 0
+        self._conversations = Conversations(Parrot(answer), tokenizer, config)
+        self._num_chunks = 0
         ids = np.random.default_rng(0).integers(0, arch.vocab_size, (2 * size.prompts, size.prompt), dtype=np.int32)
         numbers = np.arange(len(ids), dtype=np.int32)
         self._prompts = PromptBatch(
@@ -104,17 +105,20 @@ class Contender:
         self.round()
 
     def _decode(self, *args):
-        self._chunks += 1
+        self._num_chunks += 1
         return self._run["decode"](*args)
 
     def round(self) -> tuple[float, float, int]:
+        """Generate once. Return the seconds, the CPU seconds and the number of chunks."""
         generator = Generator(
             self._sampler,
             dict(self._run, decode=self._decode),
             lambda ids: "",
-            conversations=self._talk,
+            conversations=self._conversations,
         )
-        self._chunks, cpu, start = 0, time.process_time(), time.perf_counter()
+        self._num_chunks = 0
+        cpu_start = time.process_time()
+        start = time.perf_counter()
         generator.generate(
             self._params,
             self._prompts,
@@ -122,19 +126,26 @@ class Contender:
             key=rng.stream(0, "sample"),
         )
         rows = jax.block_until_ready(generator.take())
-        self.drawn = float((rows.policy_version >= 0).sum() / (rows.length - rows.prompt_length).sum())
-        return time.perf_counter() - start, time.process_time() - cpu, self._chunks
+        num_drawn = (rows.policy_version >= 0).sum()
+        num_tokens = (rows.length - rows.prompt_length).sum()
+        self.share_drawn = float(num_drawn / num_tokens)
+        return time.perf_counter() - start, time.process_time() - cpu_start, self._num_chunks
 
 
 def measure(size: str, answers: list[int], rounds: int) -> list[Figure]:
+    """Return the median figures of each length of answers."""
     contenders = {answer: Contender(size, answer) for answer in answers}
-    seconds = [[one.round() for one in contenders.values()] for _ in range(rounds)]
+    measured: dict[int, list[tuple[float, float, int]]] = {answer: [] for answer in contenders}
+    for _ in range(rounds):
+        for answer, contender in contenders.items():
+            measured[answer].append(contender.round())
     figures = []
-    for i, answer in enumerate(contenders):
-        medians = (statistics.median(values) for values in zip(*(x[i] for x in seconds), strict=True))
-        for (name, unit), value in zip((("s", "s"), ("cpu_s", "s"), ("chunks", "")), medians, strict=True):
-            figures.append(Figure(f"{answer}/{name}", value, unit, "less"))
-        figures.append(Figure(f"{answer}/share_drawn", contenders[answer].drawn, ""))
+    for answer, contender in contenders.items():
+        seconds, cpu_seconds, chunks = zip(*measured[answer], strict=True)
+        figures.append(Figure(f"{answer}/s", statistics.median(seconds), "s", "less"))
+        figures.append(Figure(f"{answer}/cpu_s", statistics.median(cpu_seconds), "s", "less"))
+        figures.append(Figure(f"{answer}/chunks", statistics.median(chunks), "", "less"))
+        figures.append(Figure(f"{answer}/share_drawn", contender.share_drawn, ""))
     return figures
 
 
@@ -147,7 +158,7 @@ def main(arguments: list[str]) -> int:
         nargs="+",
         type=results.at_least(1),
         default=ANSWERS,
-        help="tokens of each",
+        help="tokens of an answer",
     )
     options = parser.parse_args(arguments)
     for figure in measure(options.size, options.answers, options.rounds):

@@ -1,7 +1,7 @@
 """Rates that this machine reaches through XLA: float32 matmul rate and memory read bandwidth.
 
-A measurement takes about a second, so it can be repeated between steps. Both are sustained rates of the best of
-a few bursts: what disturbs a burst is not the machine's limit.
+A measurement takes about a second, so it can be repeated between steps. Both are sustained rates of the best of a few
+bursts, because other work only slows a burst down.
 
 Owns: these two measurements. Does not know: floors.
 """
@@ -22,11 +22,12 @@ READ_BYTES = 2**28  # far above the caches
 
 
 class Probe:
-    """A program that is compiled when the object is made, so that ``measure`` only runs it.
+    """Programs that are compiled when the object is made, so that ``measure`` only runs them.
 
     Args:
-        decode_rows, batch_rows: of the matmuls, which have the shape of the model's FFN.
-        dtype: of matmuls and memory.
+        decode_rows: rows of the matmul that stands for a decode step. It has the shape of the model's FFN.
+        batch_rows: rows of the matmul that stands for prefill and update.
+        dtype: dtype of the matmuls and of the memory.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class Probe:
         self._read = _read(dtype)
 
     def measure(self) -> Ceilings:
+        """Return the rates that the machine reaches now."""
         return Ceilings(_best_rate(self._decode), _best_rate(self._batch), _best_rate(self._read))
 
 
 def _matmul(arch: Architecture, rows: int, dtype: str) -> tuple[Callable[[], jax.Array], float]:
     """Return a chain of products through the FFN's two shapes, and the number of its operations."""
-    D, F = arch.width, arch.ffn
+    D = arch.width
+    F = arch.ffn
     pair_flops = 2 * 2 * rows * D * F
     count = max(1, round(2e10 / pair_flops))  # long enough to hide the dispatch
     up = jax.random.normal(jax.random.key(0), (D, F)).astype(dtype) / D**0.5
@@ -71,6 +74,7 @@ def _read(dtype: str) -> tuple[Callable[[], jax.Array], float]:
 
 
 def _best_rate(work: tuple[Callable[[], jax.Array], float]) -> float:
+    """Return the amount of work per second in the fastest burst."""
     call, amount = work
     call().block_until_ready()
     times = []

@@ -14,31 +14,38 @@ Owns: the update's algebra. Does not know: how a program's text is read (plannin
 from __future__ import annotations
 
 import argparse
-import collections
+import dataclasses
 import re
 
 from benchmarks import pod
 from jaxrl_llm.planning import compiled
 from jaxrl_llm.run import Run
 
+MOST_PLACES = 40  # places that are printed
+
 
 def needed(run: Run) -> dict[str, float]:
     """Return the bytes that a chip must send in an update with weights split over fsdp and tensor, by kind of array.
 
-    In each micro-batch every matrix of a layer is gathered for the forward and for the backward pass, in bfloat16, and
-    the head once; their gradients are scattered, a layer's in bfloat16 and the head's in float32. Tokens' rows of the
-    embedding are exchanged, and their gradients. What a chip sends between those it splits layers with: in each layer
-    two sums of the activations forward, and two backward.
+    In each micro-batch:
+
+    - every matrix of a layer is gathered in bfloat16, once for the forward and once for the backward pass;
+    - the head is gathered once, in bfloat16;
+    - gradients are scattered, those of layers in bfloat16 and that of the head in float32;
+    - the rows of the embedding for the tokens, and their gradients, are exchanged;
+    - with ``tensor``, each layer has two sums of activations in the forward pass and two in the backward pass.
     """
-    config, arch, mesh = run.config, run.model.arch, run.mesh.shape
-    fsdp, tensor, shards = mesh["fsdp"], mesh["tensor"], mesh["fsdp"] * mesh["data"]
+    config = run.config
+    arch = run.model.arch
+    fsdp = run.mesh.shape["fsdp"]
+    tensor = run.mesh.shape["tensor"]
+    shards = fsdp * run.mesh.shape["data"]
     micro_batches = compiled.micro_batches(run)
-    of_layer = arch.width * arch.head_size * 2 * (arch.num_heads + arch.num_kv_heads) + 3 * arch.width * arch.ffn
-    layers, head = (
-        arch.num_layers * of_layer / tensor,
-        arch.vocab_size * arch.width / tensor,
-    )
-    others = (fsdp - 1) / fsdp
+    attention = arch.width * arch.head_size * 2 * (arch.num_heads + arch.num_kv_heads)
+    mlp = 3 * arch.width * arch.ffn
+    layers = arch.num_layers * (attention + mlp) / tensor
+    head = arch.vocab_size * arch.width / tensor
+    others = (fsdp - 1) / fsdp  # share of an array that other chips hold
     tokens = config.update.micro_batch_size / shards * config.row_tokens
     activations = 2 * (tensor - 1) / tensor * tokens * arch.width * 2
     return {
@@ -48,6 +55,30 @@ def needed(run: Run) -> dict[str, float]:
         "embedding's rows exchanged": micro_batches * others * 2 * 2 * tokens * arch.width,
         "activations summed": micro_batches * arch.num_layers * 4 * activations,
     }
+
+
+@dataclasses.dataclass
+class Place:
+    """A place of a program that sends: the collective, its operation name, how often it runs and how much it sends."""
+
+    kind: str
+    shape: str
+    chips: int
+    where: str
+    times: float = 0.0
+    mib: float = 0.0
+
+
+def sent_by_place(row: compiled.Row) -> list[Place]:
+    """Return the places of a program that send, the largest first."""
+    places: dict[tuple[str, str, int, str], Place] = {}
+    for times, one in row.counts.sent:
+        where = re.sub(r"closed_call/|while/body/|body/|jit\(_update\)/", "", one.op_name)
+        key = (one.kind, one.shape, one.chips, where)
+        place = places.setdefault(key, Place(*key))
+        place.times += times
+        place.mib += times * one.num_bytes / 2**20
+    return sorted(places.values(), key=lambda place: -place.mib)
 
 
 def main() -> None:
@@ -71,20 +102,19 @@ def main() -> None:
     (row,) = compiled.compile_rows(run, [given.program])
     if row.memory is None:
         raise SystemExit(f"error: {row.name}: {row.refused}")
-    places = collections.defaultdict(lambda: [0.0, 0.0])
-    for times, one in row.counts.sent:
-        where = re.sub(r"closed_call/|while/body/|body/|jit\(_update\)/", "", one.op_name)
-        place = places[one.kind, one.shape, one.chips, where]
-        place[0] += times
-        place[1] += times * one.num_bytes / 2**20
-    size = row.memory
-    print(f"arguments {size.arguments / 2**20:.0f} MiB a chip, temporary {size.temporary / 2**20:.0f} MiB")
-    print(f"sent {sum(mib for _, mib in places.values()):.1f} MiB a chip")
+    places = sent_by_place(row)
+    memory = row.memory
+    print(f"arguments {memory.arguments / 2**20:.0f} MiB a chip, temporary {memory.temporary / 2**20:.0f} MiB")
+    print(f"sent {sum(place.mib for place in places):.1f} MiB a chip")
     if given.program == "update":
         algebra = {name: size / 2**20 for name, size in needed(run).items() if size}
-        print(f"needs {sum(algebra.values()):.1f} MiB: " + ", ".join(f"{name} {n:.1f}" for name, n in algebra.items()))
-    for (kind, shape, chips, where), (times, mib) in sorted(places.items(), key=lambda x: -x[1][1])[:40]:
-        print(f"{mib:12.1f} MiB {times:7.0f} x {kind:<18} {shape:<26} {chips:4} chips  {where[-90:]}")
+        parts = ", ".join(f"{name} {mib:.1f}" for name, mib in algebra.items())
+        print(f"needs {sum(algebra.values()):.1f} MiB: {parts}")
+    for place in places[:MOST_PLACES]:
+        print(
+            f"{place.mib:12.1f} MiB {place.times:7.0f} x {place.kind:<18} {place.shape:<26} {place.chips:4} chips  "
+            f"{place.where[-90:]}"
+        )
 
 
 if __name__ == "__main__":

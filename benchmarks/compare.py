@@ -3,7 +3,7 @@
 The command prints the old value, the new value and their ratio for each figure. The exit status is 1 if a figure got
 worse by more than the tolerance or is gone, and 2 if the files cannot be compared.
 
-Owns: what counts as worse. Does not know: how a figure was measured.
+Owns: the rule for a worse figure. Does not know: the measurements.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ def main(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        (old_record, old), (new_record, new) = (
-            results.read(options.old),
-            results.read(options.new),
-        )
+        old_record, old = results.read(options.old)
+        new_record, new = results.read(options.new)
     except ValueError as error:
         parser.error(str(error))
     if old_record["benchmark"] != new_record["benchmark"]:
-        parser.error(f"{options.old} is of {old_record['benchmark']}, {options.new} of {new_record['benchmark']}")
+        parser.error(
+            f"{options.old} has figures of {old_record['benchmark']}, {options.new} of {new_record['benchmark']}: "
+            "compare files of the same benchmark"
+        )
 
     table = Table("figure", "unit")
     for column in ("old", "new", "ratio", ""):

@@ -27,7 +27,7 @@ DEBUG_RUN = ["--config=configs/debug.py", "--config.num_iterations=2", "--config
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function of the package: where it begins, decorators included, and how long it is."""
+    """A function of the package, with its first line (that of its first decorator) and its number of lines."""
 
     path: str
     first_line: int

@@ -1,13 +1,13 @@
-"""Step time and memory by family: models of equal size with each family's own layers, by turns on one device.
+"""Measure step time and memory of each model family, with models of equal size, by turns on one device.
 
     python -m benchmarks.families                        # 13 M parameters, 200 s on 2 cores
-    python -m benchmarks.families --size tiny            # seconds
+    python -m benchmarks.families --size tiny            # takes seconds
     python -m benchmarks.families --only gemma3 --json FILE
 
-All have the same width, depth, heads, vocabulary and feed-forward of a token, random weights, float32 and rows of one
-length. A round is generation and one optimizer step of a family, and the same of Llama. Printed: medians over the
-rounds, medians of the ratios to Llama's seconds of the same round, and the update's bytes as the compiler counts them,
-arguments too.
+All models have the same width, depth, heads, vocabulary and feed-forward width per token. They have random weights in
+float32 and rows of one length. A round is a generation and one optimizer step of a family, and the same of Llama. The
+command prints medians over the rounds, medians of the ratios to Llama's seconds of the same round, and the bytes of the
+update by the compiler's count, arguments included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from jaxrl_llm.runtime.programs import memory
 @dataclasses.dataclass(frozen=True)
 class Size:
     width: int
-    num_layers: int  # a multiple of 6: Gemma 3 and SmolLM3 have kinds of layers that come again
+    num_layers: int  # a multiple of 6, because Gemma 3 repeats a pattern of 6 layers
     ffn: int
     vocab_size: int
     window: int
@@ -62,11 +62,13 @@ NORMS = dict(post_norm=True, qk_norm="head", norm_offset=1.0)
 
 
 def family(name: str, size: Size) -> Architecture:
-    """The shape of a family at a size, as its published models have their layers."""
-    n, window, no_rope = size.num_layers, Layer(window=size.window), Layer(rope=-1)
+    """Return the shape of a family at a size. The kinds of layers are those of the published models."""
+    n = size.num_layers
+    window = Layer(window=size.window)
+    no_rope = Layer(rope=-1)
     heads = size.width // 32 if size.width > 32 else 4
     head_size = size.width // heads
-    # A token's two experts are together as wide as the other families' MLP.
+    # The two experts of a token are together as wide as the MLP of the other families.
     experts = dict(num_experts=8, experts_per_token=2, norm_topk=True, ffn=size.ffn // 2)
     of = {
         "llama": {},
@@ -119,16 +121,18 @@ def config_of(size: Size) -> Config:
 
 
 class Contender:
-    """One family's run; ``round`` gives its seconds of generation and of an optimizer step."""
+    """The run of one family."""
 
     def __init__(self, name: str, size: Size):
-        self.arch, config = family(name, size), config_of(size)
+        self.arch = family(name, size)
+        config = config_of(size)
         self._iteration = Iteration(config, self.arch, random_params, random_prompts(config, self.arch))
         self.update_bytes = memory(self._iteration.programs["update"]).peak
         self._rewards = np.arange(config.rollouts_per_iteration) % 2
         self.round()
 
     def round(self) -> tuple[float, float]:
+        """Return the seconds of a generation and of an optimizer step."""
         start = time.perf_counter()
         rollout, _ = self._iteration.generate()
         middle = time.perf_counter()
@@ -137,11 +141,9 @@ class Contender:
 
 
 def measure(names: list[str], size: Size, rounds: int) -> Iterator[list[Figure]]:
-    """Figures of one family after the other; those of Llama, the first name, come without ratios."""
-    llama, tokens = (
-        Contender(names[0], size),
-        size.prompts * size.group * size.completion,
-    )
+    """Yield the figures of one family after the other. The first name is Llama, whose figures have no ratios."""
+    llama = Contender(names[0], size)
+    tokens = size.prompts * size.group * size.completion
     for name in names:
         contender = llama if name == names[0] else Contender(name, size)
         others = [] if contender is llama else [llama]
@@ -164,17 +166,18 @@ COLUMNS = "{:15} {:>10} {:>9} {:>8} {:>9} {:>8} {:>11}"
 
 
 def row(figures: list[Figure]) -> str:
-    """A family's line of the table."""
+    """Return the table's line of a family."""
     name = figures[0].name.partition("/")[0]
     of = {figure.name.partition("/")[2]: figure.value for figure in figures}
-    ratio = lambda what: f"{of.get(f'{what}_over_llama', 1.0):.2f}"
-    generation = f"{of['generate_tokens_per_s']:.0f}", ratio("generate")
-    update = (
+    return COLUMNS.format(
+        name,
+        f"{of['parameters'] / 1e6:.2f} M",
+        f"{of['generate_tokens_per_s']:.0f}",
+        f"{of.get('generate_over_llama', 1.0):.2f}",
         f"{of['update_s']:.3f}",
-        ratio("update"),
+        f"{of.get('update_over_llama', 1.0):.2f}",
         f"{of['update_bytes'] / 2**20:.1f}",
     )
-    return COLUMNS.format(name, f"{of['parameters'] / 1e6:.2f} M", *generation, *update)
 
 
 def main(arguments: list[str]) -> int:
@@ -185,7 +188,7 @@ def main(arguments: list[str]) -> int:
         nargs="+",
         choices=FAMILIES[1:],
         default=FAMILIES[1:],
-        help="beside Llama",
+        help="families to compare with Llama",
     )
     parser.add_argument("--rounds", type=results.at_least(1), default=5)
     parser.add_argument("--json", type=Path, help="file for the result")

@@ -1,10 +1,16 @@
-"""The least a step can take: floating-point operations and bytes from the model's shapes, at measured ceilings.
+"""The least time of a step: floating-point operations and bytes from the model's shapes, at measured ceilings.
 
-Counted: weight matrices once per token that passes them (2 operations forward, 6 with the backward pass), attention
-by its causal pairs, the output head where a token is predicted, and for a decode step the bytes of the weights and of
-the cached keys and values. Not counted: norms, softmax, activations, sampling, the optimizer.
+The floor counts:
 
-Unshared: every row computes its own prompt. Shared: prompts once per group, in the sampler and in the learner.
+- weight matrices once per token that passes them, 2 operations forward and 6 with the backward pass;
+- attention by its causal pairs;
+- the output head at positions that predict a token;
+- for a decode step, the bytes of the weights and of the cached keys and values.
+
+It does not count norms, softmax, activations, sampling and the optimizer.
+
+Unshared: a prompt is computed once per row. Shared: a prompt is computed once per group, in the sampler and in the
+learner.
 Letters: P prompts of L_p tokens, G samples of each, C completion tokens.
 """
 
@@ -15,7 +21,7 @@ from collections.abc import Sequence
 
 from jaxrl_llm.models.architecture import Architecture
 
-BACKWARD = 3  # operations of forward and backward over those of the forward pass
+BACKWARD = 3  # operations of forward and backward pass, divided by the operations of the forward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Floor:
 
 
 def matrix_params(arch: Architecture) -> int:
-    """Parameters of the blocks' weight matrices: what every token passes, the head apart."""
+    """Return the number of parameters of the blocks' weight matrices, without the head."""
     attention = arch.width * arch.head_size * 2 * (arch.num_heads + arch.num_kv_heads)
     return arch.num_layers * (attention + 3 * arch.width * arch.ffn)
 
@@ -99,7 +105,7 @@ def decode_step(
 
     Args:
         context: mean number of keys a row attends to.
-        read: keys read from memory for all rows together; default: each row its own.
+        read: keys read from memory for all rows together. By default, each row reads ``context`` keys.
     """
     flops = forward_flops(arch, tokens=rows, pairs=rows * context, predicted=rows)
     weights = matrix_params(arch) + arch.vocab_size * arch.width
@@ -117,7 +123,7 @@ def update_flops(
 ) -> float:
     """Return the operations of the forward and backward pass over P*G rows."""
     rows = len(lengths) * group
-    times = 1 if shared else group  # a prompt is computed
+    times = 1 if shared else group  # how often a prompt is computed
     tokens = times * sum(lengths) + rows * completion
     own = completion * (completion + 1) / 2
     pairs = sum(times * n * (n + 1) / 2 + group * (n * completion + own) for n in lengths)
@@ -135,7 +141,8 @@ def floor(
     itemsize: int = 4,
 ) -> Floor:
     """Return the least seconds of one step: P*G completions of C tokens, and one update on them."""
-    rows, batch = len(lengths) * group, ceilings.batch_flops
+    rows = len(lengths) * group
+    batch = ceilings.batch_flops
     prompts = lengths if shared else [n for n in lengths for _ in range(group)]
     seconds = prefill(arch, prompts, itemsize=itemsize).seconds(batch, ceilings.read_bytes)
     for step in range(1, completion + 1):

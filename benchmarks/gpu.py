@@ -1,14 +1,19 @@
-"""One accelerator against its data sheet: decode tokens per second and model FLOP utilisation of the update, bfloat16.
+"""Compare one accelerator with its data sheet in bfloat16: decode tokens per second, and the update's FLOP utilisation.
 
     python -m benchmarks.gpu [--shape NAME ...] [--json FILE]
-    bash launch/bench.sh gpu [--shape NAME ...] [--json FILE]      after setup.sh gpu: transformers and TRL beside ours
+    bash launch/bench.sh gpu [--shape NAME ...] [--json FILE]      also transformers and TRL; run setup.sh gpu before
 
-For each shape, with random weights: completions of 128 tokens after prompts of 64 at batch 64 and 256, in groups of 8,
-and optimizer steps on 64 rows of 256 + 256 tokens in micro-batches of 16 (--preset tiny: everything small, for tests).
-Decode is held against the larger of its FLOPs and its bytes: weights, and cached keys with prompts once per group.
-The update's utilisation counts 6 operations per parameter and token and the attention, with every row computing its
-own prompt, and no recomputation. Peaks are the data sheet's; on a CPU they are measured. The peers have the same
-shapes, sizes and accelerator: transformers' generate in bfloat16, and TRL's optimizer step in its mixed precision.
+Each shape has random weights. The benchmark decodes completions of 128 tokens after prompts of 64 at batch 64 and 256,
+in groups of 8. It takes optimizer steps on 64 rows of 256 + 256 tokens in micro-batches of 16. With ``--preset tiny``,
+all sizes are small, for tests.
+
+- Decode is compared with the larger time of its FLOPs and its bytes: the weights, and the cached keys with each prompt
+  once per group.
+- The update's utilisation counts 6 operations per parameter and token, and attention. A prompt counts once per row, and
+  recomputation does not count.
+- Peaks are those of the data sheet; on a CPU they are measured.
+- The peers have the same shapes, sizes and accelerator: transformers' generate in bfloat16, and TRL's optimizer step in
+  its mixed precision.
 
 Owns: sizes and peaks. Does not know: how programs are built (iteration), how a peer makes its step (workers).
 """
@@ -87,7 +92,7 @@ def peaks(device: jax.Device, arch: Architecture) -> Ceilings:
     """Return the rates of the data sheet, or on a CPU the measured rates.
 
     Raises:
-        ValueError: a device whose peaks are not known here.
+        ValueError: the peaks of the device are unknown.
     """
     if device.platform == "cpu":
         return Probe(arch, dtype="bfloat16").measure()
@@ -125,13 +130,12 @@ def decode_config(rows: int, sizes: Sizes) -> Config:
 
 
 def update_config(sizes: Sizes) -> Config:
-    rows, prompt, completion = (sizes.update_rows, sizes.update_prompt, sizes.update_completion)
     return config_of(
-        rows,
+        sizes.update_rows,
         sizes.group,
-        prompt,
-        completion,
-        chunk=completion,
+        sizes.update_prompt,
+        sizes.update_completion,
+        chunk=sizes.update_completion,
         micro_batch=sizes.micro_batch,
     )
 
@@ -160,29 +164,27 @@ def decode(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
         prompts = random_prompts(config, arch)
         iteration = Iteration(config, arch, random_params, prompts, wrap=watch.wrap, learner=False)
         iteration.generate()
-        seconds, whole = [], []
+        seconds = []
+        whole = []
         for _ in range(repeats):
             watch.seconds.clear()
             start = time.perf_counter()
             iteration.generate()
             whole.append(time.perf_counter() - start)
             seconds.append(watch.total("decode"))
-        taken, tokens = statistics.median(seconds), rows * sizes.completion
+        taken = statistics.median(seconds)
+        tokens = rows * sizes.completion
         least = least_decode_s(arch, rows, sizes, ceilings)
         per_s = tokens / statistics.median(whole)
         yield Figure(f"{name}/generate_tokens_per_s/batch={rows}", per_s, "tokens/s", "more")
-        yield Figure(
-            f"{name}/decode_tokens_per_s/batch={rows}",
-            tokens / taken,
-            "tokens/s",
-            "more",
-        )
+        yield Figure(f"{name}/decode_tokens_per_s/batch={rows}", tokens / taken, "tokens/s", "more")
         yield Figure(f"{name}/decode_share_of_floor/batch={rows}", least / taken, "", "more")
 
 
 def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repeats: int) -> Iterator[Figure]:
     """Measure the model FLOP utilisation of the update program, including its draw and optimizer step."""
-    rows, watch = sizes.update_rows, Stopwatch()
+    rows = sizes.update_rows
+    watch = Stopwatch()
     iteration = Iteration(update_config(sizes), arch, random_params, [], wrap=watch.wrap, sampler=False)
     rollout = iteration.random_rollout()
     for _ in range(repeats + 1):
@@ -190,19 +192,15 @@ def update(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, repe
     taken = statistics.median(watch.seconds["update"][1:])
     tokens = rows * (sizes.update_prompt + sizes.update_completion)
     yield Figure(f"{name}/update_tokens_per_s", tokens / taken, "tokens/s", "more")
-    yield Figure(
-        f"{name}/update_mfu",
-        update_flops(arch, sizes) / taken / ceilings.batch_flops,
-        "",
-        "more",
-    )
+    utilisation = update_flops(arch, sizes) / taken / ceilings.batch_flops
+    yield Figure(f"{name}/update_mfu", utilisation, "", "more")
 
 
 def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator[Figure]:
     """Measure tokens per second of transformers' generate, and of TRL's step without its generation.
 
     Raises:
-        WorkerError: one did not get ready, or ended.
+        WorkerError: a worker did not become ready, or ended.
     """
     config = families.config_of(arch)
     for rows in sizes.batches:
@@ -216,7 +214,7 @@ def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator
         yield Figure(f"{name}/hf/generate_tokens_per_s/batch={rows}", per_s, "tokens/s", "more")
     job = {
         "config": config,
-        "model": str(workload.exported(run.WEIGHTS).resolve()),  # its tokenizer
+        "model": str(workload.exported(run.WEIGHTS).resolve()),  # for its tokenizer
         "num_questions": sizes.update_rows // sizes.group,
         "prompt_tokens": sizes.update_prompt,
         "samples_per_question": sizes.group,
@@ -232,36 +230,28 @@ def peers(name: str, arch: Architecture, sizes: Sizes, repeats: int) -> Iterator
 
 
 def _median(worker: str, job: dict[str, Any], part: str, repeats: int) -> float:
-    """Return the seconds of a part of a peer's step, after one call that does not count."""
+    """Return the median seconds of a part of a peer's step. The first call does not count."""
     python = run.command("trl")[0]
     log = run.FOLDER / f"gpu_{worker}.log"
     command = [python, "-m", f"benchmarks.workers.{worker}"]
-    with contextlib.closing(
-        Worker(
-            worker,
-            command,
-            job,
-            environment=dict(os.environ),
-            log=log,
-            timeout_s=PEER_TIMEOUT_S,
-        )
-    ) as peer:
-        return statistics.median([peer.step()[0][part] for _ in range(repeats + 1)][1:])
+    peer = Worker(worker, command, job, environment=dict(os.environ), log=log, timeout_s=PEER_TIMEOUT_S)
+    seconds = []
+    with contextlib.closing(peer):
+        for _ in range(repeats + 1):
+            figures, _ = peer.step()
+            seconds.append(figures[part])
+    return statistics.median(seconds[1:])
 
 
 def compared(figures: list[Figure]) -> Iterator[Figure]:
-    """Return our rate over the peer's rate."""
+    """Yield our rates divided by the peers' rates."""
     value = {figure.name: figure.value for figure in figures}
     for name in value:
         shape, _, rest = name.partition("/")
         peer, _, ours = rest.partition("/")
-        if mine := value.get(f"{shape}/{ours}"):
-            yield Figure(
-                f"{shape}/times_faster_than_{peer}/{ours}",
-                mine / value[name],
-                "x",
-                "more",
-            )
+        our_rate = value.get(f"{shape}/{ours}")
+        if our_rate:
+            yield Figure(f"{shape}/times_faster_than_{peer}/{ours}", our_rate / value[name], "x", "more")
 
 
 def main(arguments: list[str]) -> int:
@@ -271,22 +261,23 @@ def main(arguments: list[str]) -> int:
         nargs="+",
         choices=SHAPES,
         default=["smollm2-135m", "qwen2-1.5b"],
-        help="of the models",
+        help="shapes of the models",
     )
     parser.add_argument("--preset", choices=SIZES, default="full", help="sizes of the measurement")
     parser.add_argument("--repeats", type=results.at_least(1), default=3)
     parser.add_argument(
         "--peers",
         action="store_true",
-        help="measure transformers and TRL too, of .venv-trl",
+        help="measure transformers and TRL too, in .venv-trl",
     )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
     if options.peers and not Path(run.command("trl")[0]).exists():
         parser.error("--peers needs .venv-trl: run bash launch/bench.sh gpu")
-    if options.peers:  # they share the memory
+    if options.peers:  # JAX and the peers share the memory of the device.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    sizes, device = SIZES[options.preset], jax.devices()[0]
+    sizes = SIZES[options.preset]
+    device = jax.devices()[0]
     table = Table(
         "figure",
         "value",

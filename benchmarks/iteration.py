@@ -25,9 +25,14 @@ from jaxrl_llm.runtime.executables import keep_what_fits
 from jaxrl_llm.runtime.programs import compile_all, memory_limit, release_freed
 from jaxrl_llm.types import Example, Rewards, Rollout, ScoredRollouts
 
-# (name, compiled program) -> something that is called in its place
+# (name, compiled program) -> the callable that replaces the program
 Wrap = Callable[[str, Any], Any]
-NO_POLICY = 2**30  # version of random rollouts: a learner asks whether those of its own are as likely as they say
+# Policy version of random rollouts. The learner compares log-probs of rollouts with its own versions, and skips these.
+NO_POLICY = 2**30
+
+
+def _unwrapped(name: str, program: Any) -> Any:
+    return program
 
 
 def one_device() -> jax.sharding.Mesh:
@@ -51,13 +56,14 @@ def random_prompts(config: Config, arch: Architecture) -> list[EncodedExample]:
 class Iteration:
     """A compiled run with weights.
 
-    It uses one device. No token ends a completion, so every one is ``sampling.max_completion_tokens`` long.
+    The run uses one device. No token ends a completion, so each has ``sampling.max_completion_tokens`` tokens.
 
     Args:
         load_params: (model, mesh) -> float32 parameters.
-        encoded: the questions of every iteration, ``rollout.prompts_per_iteration`` of them.
-        wrap: put around each compiled program, for instance to time it.
-        sampler, learner: without one of them there is no ``generate``, or no ``update``, and it is not compiled.
+        encoded: the questions of every iteration, ``rollout.prompts_per_iteration`` in number.
+        wrap: wraps each compiled program, for instance to time it.
+        sampler: whether to compile the sampler, which ``generate`` needs.
+        learner: whether to compile the learner, which ``update`` needs.
     """
 
     def __init__(
@@ -67,21 +73,15 @@ class Iteration:
         load_params: Callable[[Model, jax.sharding.Mesh], Any],
         encoded: Sequence[EncodedExample],
         *,
-        wrap: Wrap = lambda name, program: program,
+        wrap: Wrap = _unwrapped,
         sampler: bool = True,
         learner: bool = True,
     ):
-        self.config, self.encoded = config, encoded
+        self.config = config
+        self.encoded = encoded
         self.mesh = one_device()
         self.run: Run = assemble(config, arch, (), self.mesh)
-        of_learner = self.run.learner.programs()
-        programs = of_learner if learner else {"publish": of_learner["publish"]}
-        if sampler:
-            programs = programs | self.run.sampler.programs(self.run.sampler_params)
-        compiled = compile_all(programs, self.mesh)
-        if learner:
-            compiled = keep_what_fits(self.run, compiled, memory_limit(self.mesh))
-        self.programs: Mapping[str, Any] = {name: wrap(name, program) for name, program in compiled.items()}
+        self.programs: Mapping[str, Any] = self._compiled(wrap, sampler, learner)
         self.sample_key = self.put(rng.stream(0, "sample"))
         self.generator = Generator(self.run.sampler, self.programs, lambda ids: "") if sampler else None
         params = load_params(self.run.model, self.mesh)
@@ -93,6 +93,18 @@ class Iteration:
         else:
             self.sampler_params = self.programs["publish"](params)
 
+    def _compiled(self, wrap: Wrap, sampler: bool, learner: bool) -> dict[str, Any]:
+        """Return the wrapped compiled programs of the parts of the run that are used."""
+        programs = self.run.learner.programs()
+        if not learner:
+            programs = {"publish": programs["publish"]}
+        if sampler:
+            programs = programs | self.run.sampler.programs(self.run.sampler_params)
+        compiled = compile_all(programs, self.mesh)
+        if learner:
+            compiled = keep_what_fits(self.run, compiled, memory_limit(self.mesh))
+        return {name: wrap(name, program) for name, program in compiled.items()}
+
     def put(self, tree: Any) -> Any:
         """Put arrays on every device of the mesh."""
         return jax.device_put(tree, sharding.replicated(self.mesh, tree))
@@ -100,9 +112,11 @@ class Iteration:
     def generate(self) -> tuple[Rollout, list[FinishedGroup]]:
         """Return the completions of every question, on the device, and their groups. Wait for the last token."""
         if hasattr(self, "learner"):
-            params, version = self.learner.publish(), self.learner.version
+            params = self.learner.publish()
+            version = self.learner.version
         else:
-            params, version = self.sampler_params, self.put(np.int32(0))
+            params = self.sampler_params
+            version = self.put(np.int32(0))
         wanted = self.generator.prompts_wanted()
         prompts = batch_of(self.encoded[:wanted], range(self.index * wanted, (self.index + 1) * wanted))
         groups = self.generator.generate(params, prompts, version=version, key=self.sample_key)
@@ -111,7 +125,11 @@ class Iteration:
         return self.generator.take(), groups
 
     def random_rollout(self, *, ragged: bool = False) -> Rollout:
-        """Return rows like those of ``generate`` with random tokens, of full length or of random lengths (4 to all)."""
+        """Return rows with random tokens, in the form of ``generate``.
+
+        Args:
+            ragged: whether lengths are random, with at least 4 tokens. By default, all rows have full length.
+        """
         shapes = self.run.learner.abstract_rollout
         rows = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         draw = np.random.default_rng(0)
@@ -122,7 +140,8 @@ class Iteration:
             length=rows.length + self.config.row_tokens,
         )
         if ragged:
-            longest, group = (self.config.prompts.max_tokens, self.config.rollout.group_size)
+            longest = self.config.prompts.max_tokens
+            group = self.config.rollout.group_size
             prompt = draw.integers(longest // 2, longest + 1, len(rows.length) // group, dtype=np.int32)
             own = draw.integers(
                 4,
@@ -135,7 +154,10 @@ class Iteration:
         return jax.device_put(rows, jax.tree.map(lambda x: x.sharding, shapes))
 
     def update(self, rollout: Rollout, rewards: np.ndarray) -> dict[str, Any]:
-        """Insert rows and take ``updates_per_iteration`` optimizer steps. Wait for them and return the sums of both."""
+        """Insert rows, take ``updates_per_iteration`` optimizer steps, and return the sums of both.
+
+        The method returns when the steps have ended.
+        """
         scored = Rewards(rewards.astype(np.float32), {}, np.zeros(len(rewards), np.int8))
         questions = list(range(len(rewards) // self.config.rollout.group_size))
         sums, _ = self.learner.learn(ScoredRollouts(rollout, scored, questions), self.index)

@@ -1,6 +1,6 @@
-"""The machine a figure is of: its hardware, its packages, and the CPU time that other processes take.
+"""The machine of a measurement: its hardware, its packages, and the CPU time that other processes take.
 
-Owns: what is asked of the operating system. Does not know: what is measured.
+Owns: the questions to the operating system. Does not know: the measurements.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def hardware() -> dict[str, Any]:
     """Return the CPU model, usable cores, memory in bytes, and accelerator ("none" without one)."""
-    import jax  # here: reading JAX_PLATFORMS when imported, it must not come before it is set
+    import jax  # Imported here, because JAX reads JAX_PLATFORMS at its import, and callers set this variable first.
 
     device = jax.devices()[0]
     return {
@@ -38,13 +38,16 @@ def short_cpu(model: str) -> str:
 
 
 def use_cores(number: int) -> None:
-    """Keep this process and those it starts to so many cores: XLA takes a thread for each. Before JAX is used."""
+    """Restrict this process and its child processes to ``number`` cores.
+
+    XLA starts one thread per core, so call this function before JAX is used.
+    """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:number])
 
 
 def commit() -> str:
-    """The checkout's commit, ``-dirty`` where files differ from it; "" outside a checkout."""
+    """Return the commit of the checkout, with ``-dirty`` if files have changed. "" outside of a checkout."""
 
     def git(*arguments: str) -> str:
         command = ["git", "--no-optional-locks", *arguments]
@@ -52,7 +55,9 @@ def commit() -> str:
         return done.stdout.strip() if done.returncode == 0 else ""
 
     head = git("rev-parse", "HEAD")
-    return head + ("-dirty" if head and git("status", "--porcelain") else "")
+    if head and git("status", "--porcelain"):
+        return f"{head}-dirty"
+    return head
 
 
 def versions(*packages: str) -> dict[str, str]:
@@ -60,10 +65,12 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 class CpuMeter:
-    """CPU taken by others while one process tree works; made at the start of that work.
+    """Meter of the CPU time that other processes take while one process tree works.
+
+    Create the meter when the work starts.
 
     Args:
-        pid: root of the tree.
+        pid: root of the process tree.
     """
 
     def __init__(self, pid: int):
@@ -71,14 +78,14 @@ class CpuMeter:
         self._start = (time.monotonic(), machine_busy_s(), tree_cpu_s(pid))
 
     def share_of_others(self) -> float:
-        """Return the share of others since this meter was made, see the function ``share_of_others``."""
+        """Return the share of other processes since the start (see the function ``share_of_others``)."""
         now = (time.monotonic(), machine_busy_s(), tree_cpu_s(self._pid))
         elapsed, busy, own = (b - a for a, b in zip(self._start, now, strict=True))
         return share_of_others(busy_s=busy, own_s=own, elapsed_s=elapsed, num_cpus=psutil.cpu_count() or 1)
 
 
 def share_of_others(*, busy_s: float, own_s: float, elapsed_s: float, num_cpus: int) -> float:
-    """Share in [0, 1] of the machine's CPU time that went to others than the measured processes.
+    """Return the share in [0, 1] of the machine's CPU time that processes took which are not measured.
 
     Args:
         busy_s: CPU seconds in which any core was busy, or taken away by a hypervisor.
@@ -89,7 +96,7 @@ def share_of_others(*, busy_s: float, own_s: float, elapsed_s: float, num_cpus: 
 
 
 def machine_busy_s() -> float:
-    """CPU seconds since boot in which a core did not idle; a guest's seconds are in user time already."""
+    """Return the CPU seconds since boot in which a core was not idle. User time includes the seconds of guests."""
     times = psutil.cpu_times()._asdict()
     return sum(v for name, v in times.items() if name not in ("idle", "iowait", "guest", "guest_nice"))
 
@@ -101,7 +108,7 @@ def tree_cpu_s(pid: int) -> float:
     for process in [root, *root.children(recursive=True)]:
         try:
             times = process.cpu_times()
-        except psutil.NoSuchProcess:  # it has just ended
+        except psutil.NoSuchProcess:  # The process has just ended.
             continue
         total += times.user + times.system + times.children_user + times.children_system
     return total

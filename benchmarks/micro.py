@@ -1,4 +1,4 @@
-"""Micro-benchmarks: each part of an iteration by itself, through the project's own programs, beside its floor.
+"""Micro-benchmarks: each part of an iteration alone, with the project's own programs, compared with its floor.
 
     python -m benchmarks.micro [--only NAME ...] [--json FILE]
 
@@ -6,25 +6,24 @@
     decode         one decode step by number of slots, and by context length
     learner        16 rows of 52 + 64 tokens: log-prob (reference program), forward (prefill of prompts as long as the
                    rows), update, and backward = update - log-prob - optimizer; prompts shared by groups of 8
-    logp           log-probs of 512 tokens and their gradient, by turns: the learner's, and what autodiff makes of the
-                   definition, in one piece or in chunks that it computes twice; and the memory of each beside its
-                   arguments and results
+    logp           log-probs of 512 tokens and their gradient, by turns: the learner's code, and autodiff of the
+                   definition, in one piece or in chunks that are computed twice. Also the temporary memory of each
     packing        an update of 32 ragged rows in padded micro-batches of 16 and in packed ones, by turns: in whole
-                   groups, then row by row (replay.unit); the floor is that of the tokens there are
+                   groups, then row by row (replay.unit). The floor counts real tokens only
     optimizer      the optimizer alone on a gradient of ones
-    ring           insert and draw of 40 short rows by the ring's capacity: should be flat
+    ring           insert and draw of 40 short rows by the ring's capacity, which should be flat
     publish        copy of the float32 weights, and cast to bfloat16, split by layer
-    questions      100,000 questions of 87 tokens: read from JSONL, 128 held out, tokenised by SmolLM2's tokenizer (as
-                   a run does, and one by one), their order made, 16 drawn; and the memory that they then take
-    host_gap       share of an iteration of the main job in which the device has nothing to do, measured in ``train``
-                   itself: a thread sees when each program ends (stopwatch.DeviceClock), so that nothing is
-                   serialised; from there until the next program is dispatched is the gap
+    questions      100,000 questions of 87 tokens: reading JSONL, holding out 128, tokenising with SmolLM2's tokenizer
+                   (as a run does, and one by one), making the order, drawing 16. Also the memory of the questions
+    host_gap       share of an iteration of the main job in which the device has nothing to do. It is measured in
+                   ``train`` itself: a thread records when each program ends (stopwatch.DeviceClock), so nothing is
+                   serialised. The gap lasts until the next program is dispatched
 
-It runs on the CPU, or where JAX_PLATFORMS says. Weights are random, of SmolLM2-135M's shape. A floor is the larger of
-operations and bytes from the shapes, at the better of the ceilings measured before and after. Seconds are medians
-after warm-up.
+The benchmarks run on the CPU, or on the platform of JAX_PLATFORMS. Weights are random, in the shape of SmolLM2-135M. A
+floor is the larger of the times of operations and bytes, computed from the shapes at the better of the ceilings that
+are measured before and after. Seconds are medians after warm-up.
 
-Owns: what is measured with which sizes. Does not know: how programs are built (iteration).
+Owns: the measurements and their sizes. Does not know: how programs are built (iteration).
 """
 
 from __future__ import annotations
@@ -75,8 +74,11 @@ from jaxrl_llm.replay import ring as replay
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import rng
 from jaxrl_llm.runtime.programs import compile_all
+from jaxrl_llm.types import Rollout
 
-PROMPT, COMPLETION, GROUP = 52, 64, 8
+PROMPT = 52  # tokens
+COMPLETION = 64  # tokens
+GROUP = 8
 SLOTS = (1, 16, 64, 128)
 CONTEXTS = (64, 256, 1024)
 CAPACITIES = (1_000, 10_000, 100_000, 1_000_000)
@@ -87,8 +89,8 @@ class Row:
     """One measurement.
 
     Attributes:
-        work: what the floor is of; None where there is none.
-        decode: whether its matmuls have the few rows of a decode step.
+        work: the work of the floor; None for a measurement without a floor.
+        decode: whether the matmuls have the few rows of a decode step.
     """
 
     name: str
@@ -195,7 +197,8 @@ def learner(s: Setting) -> Iterator[Row]:
     rollout = iteration.random_rollout()
     for _ in range(s.repeats + 1):
         iteration.update(rollout, rewards)
-    logprob, update = (statistics.median(watch.seconds[name][1:]) for name in ("annotate", "update"))
+    logprob = statistics.median(watch.seconds["annotate"][1:])
+    update = statistics.median(watch.seconds["update"][1:])
     del iteration
     whole = config_of(prompts=rows, group=2, prompt=PROMPT + COMPLETION, completion=2)
     forward = statistics.median(generated(s, whole).seconds["prefill"])
@@ -210,14 +213,22 @@ def learner(s: Setting) -> Iterator[Row]:
 
 
 def logp(s: Setting) -> Iterator[Row]:
-    tokens, chunk, D, V = 512, 256, s.arch.width, s.arch.vocab_size
+    tokens = 512
+    chunk = 256
+    D = s.arch.width
+    V = s.arch.vocab_size
     keys = jax.random.split(jax.random.key(0), 4)
-    hidden, head = (
-        jax.random.normal(keys[0], (1, tokens, D)),
-        jax.random.normal(keys[1], (V, D)) / D**0.5,
-    )
+    hidden = jax.random.normal(keys[0], (1, tokens, D))
+    head = jax.random.normal(keys[1], (V, D)) / D**0.5
     target = jax.random.randint(keys[2], (1, tokens), 0, V)
     weight = jax.random.normal(keys[3], (1, tokens))
+
+    def ours(hidden, head):
+        return chunked_logp(hidden, head, target, chunk=chunk, settings=Filter.of(PLAIN))
+
+    def in_one_piece(hidden, head):
+        logits = jax.vmap(lambda h: project(h, head))(hidden)
+        return token_logp(logits, target)
 
     def in_chunks(hidden, head):
         @jax.checkpoint
@@ -229,11 +240,12 @@ def logp(s: Setting) -> Iterator[Row]:
         return [x.reshape(1, tokens) for x in jax.lax.map(one, parts)]
 
     ways = {
-        "ours": lambda hidden, head: chunked_logp(hidden, head, target, chunk=chunk, settings=Filter.of(PLAIN)),
-        "autodiff, in one piece": lambda hidden, head: token_logp(jax.vmap(lambda h: project(h, head))(hidden), target),
+        "ours": ours,
+        "autodiff, in one piece": in_one_piece,
         "autodiff, in chunks": in_chunks,
     }
-    watch, programs = Stopwatch(), {}
+    watch = Stopwatch()
+    programs = {}
     for name, way in ways.items():
 
         def loss(hidden, head, way=way):
@@ -248,58 +260,53 @@ def logp(s: Setting) -> Iterator[Row]:
     for name, program in programs.items():
         work = Work(floors.BACKWARD * 2.0 * tokens * D * V)
         yield Row(f"logp/{name}", statistics.median(watch.seconds[name][1:]), work)
-        yield Row(
-            f"logp/{name}, memory",
-            program.memory_analysis().temp_size_in_bytes / 1e6,
-            unit="MB",
-        )
+        megabytes = program.memory_analysis().temp_size_in_bytes / 1e6
+        yield Row(f"logp/{name}, memory", megabytes, unit="MB")
+
+
+# unit -> settings of a packed update
+PACKED = {
+    "group": {"micro_batch_tokens": 2 * (PROMPT + GROUP * COMPLETION)},
+    "rollout": {"micro_batch_tokens": 8 * (PROMPT + COMPLETION), "pack_width": 2 * (PROMPT + COMPLETION)},
+}
 
 
 def packing(s: Setting) -> Iterator[Row]:
-    prompts, width = 4, 2 * (PROMPT + GROUP * COMPLETION)
-    ways = {"padded": {}, "packed": {"micro_batch_tokens": width}}
+    prompts = 4
     for unit in ("group", "rollout"):
-        made = {}
-        for way, settings in ways.items():
-            if settings and unit == "rollout":
-                settings = {
-                    "micro_batch_tokens": 8 * (PROMPT + COMPLETION),
-                    "pack_width": 2 * (PROMPT + COMPLETION),
-                }
-            sizes = {
-                "prompts": prompts,
-                "group": GROUP,
-                "prompt": PROMPT,
-                "completion": COMPLETION,
-            }
+        watches = {}
+        iterations = []
+        for way, settings in (("padded", {}), ("packed", PACKED[unit])):
             config = config_of(
-                **sizes,
+                prompts=prompts,
+                group=GROUP,
+                prompt=PROMPT,
+                completion=COMPLETION,
                 replay={"unit": unit},
                 update={"micro_batch_size": 2 * GROUP, **settings},
             )
             watch = Stopwatch()
-            made[way] = (
-                watch,
-                Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False),
-            )
+            watches[way] = watch
+            iterations.append(Iteration(config, s.arch, random_params, [], wrap=watch.wrap, sampler=False))
         for _ in range(s.repeats + 1):
-            for _, iteration in made.values():
+            for iteration in iterations:
                 rollout = iteration.random_rollout(ragged=True)
                 iteration.update(rollout, np.arange(prompts * GROUP) % 2)
-        prompt, own = (
-            np.asarray(rollout.prompt_length),
-            np.asarray(rollout.length - rollout.prompt_length),
-        )
-        once = prompt[:: GROUP if unit == "group" else 1]
-        pairs = np.sum(once * (once + 1) / 2) + np.sum(own * prompt + own * (own + 1) / 2)
-        flops = floors.forward_flops(s.arch, tokens=once.sum() + own.sum(), pairs=pairs, predicted=own.sum())
-        for way, (watch, _) in made.items():
+        flops = flops_of_ragged(s.arch, rollout, share_prompts=unit == "group")
+        for way, watch in watches.items():
             seconds = statistics.median(watch.seconds["update"][1:])
-            yield Row(
-                f"update_{way}/{len(own)} ragged rows by {unit}",
-                seconds,
-                Work(floors.BACKWARD * flops),
-            )
+            name = f"update_{way}/{prompts * GROUP} ragged rows by {unit}"
+            yield Row(name, seconds, Work(floors.BACKWARD * flops))
+
+
+def flops_of_ragged(arch: Architecture, rollout: Rollout, *, share_prompts: bool) -> float:
+    """Return the operations of a forward pass over the real tokens of rows with different lengths."""
+    prompt = np.asarray(rollout.prompt_length)
+    own = np.asarray(rollout.length - rollout.prompt_length)
+    computed_prompts = prompt[::GROUP] if share_prompts else prompt
+    pairs = np.sum(computed_prompts * (computed_prompts + 1) / 2) + np.sum(own * prompt + own * (own + 1) / 2)
+    tokens = computed_prompts.sum() + own.sum()
+    return floors.forward_flops(arch, tokens=tokens, pairs=pairs, predicted=own.sum())
 
 
 def optimizer(s: Setting) -> Iterator[Row]:
@@ -320,7 +327,7 @@ def optimizer(s: Setting) -> Iterator[Row]:
         state[:] = step(*state, gradient)
         return state
 
-    # Reads weights, gradient and two moments, writes all but the gradient.
+    # The optimizer reads weights, gradient and two moments, and writes all of them except the gradient.
     yield Row("optimizer", median_seconds(call, s.repeats), Work(0, 7 * 4 * s.arch.num_params))
 
 
@@ -353,7 +360,7 @@ def ring(s: Setting) -> Iterator[Row]:
             )[:2],
             donate_argnums=0,
         )
-        # As a run long under way has it: full, and any row may be drawn.
+        # A full ring in which any row may be drawn, as in a run of many iterations.
         empty = compiled["init_ring"]()
         full = empty.replace(inserted_step=jnp.zeros_like(empty.inserted_step))
         held = [full]
@@ -388,11 +395,15 @@ def publish(s: Setting) -> Iterator[Row]:
 
 
 def questions(s: Setting) -> Iterator[Row]:
-    num, tokenizer = 300, make_byte_tokenizer()
-    if s.arch is not SHAPES["tiny"]:
-        num, tokenizer = 100_000, pretrained.resolve(pretrained.SMOLLM2).tokenizer()
-    random, words = np.random.default_rng(0), __doc__.split()
-    seconds, memory, process = collections.defaultdict(list), [], psutil.Process()
+    if s.arch is SHAPES["tiny"]:
+        num = 300
+        tokenizer = make_byte_tokenizer()
+    else:
+        num = 100_000
+        tokenizer = pretrained.resolve(pretrained.SMOLLM2).tokenizer()
+    seconds = collections.defaultdict(list)
+    memory = []
+    process = psutil.Process()
 
     def timed(name: str, call: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
         start = time.perf_counter()
@@ -400,14 +411,14 @@ def questions(s: Setting) -> Iterator[Row]:
         seconds[name].append(time.perf_counter() - start)
         return result
 
+    def one_by_one(examples):
+        for example in examples:
+            tokenizer.encode_prompt(example.prompt, chat_template=True, system_prompt="")
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "questions.jsonl"
-        with path.open("w") as file:
-            for i in range(num):
-                text = " ".join(random.choice(words, random.integers(10, 60)))
-                file.write(json.dumps({"prompt": f"Question {i}: {text}", "answer": i}) + "\n")
+        write_questions(path, num)
         config = PromptsConfig(source="jsonl", name=str(path), size=0, max_tokens=1024)
-        how = {"chat_template": True, "system_prompt": ""}
         for _ in range(s.repeats):
             before = process.memory_info().rss
             examples = timed("read", tasks.load, config, seed=0).examples
@@ -417,33 +428,42 @@ def questions(s: Setting) -> Iterator[Row]:
             memory.append(process.memory_info().rss - before)
             for _ in range(20):
                 timed("next 16", stream.next_batch, 16)
-            timed(
-                "tokenised one by one",
-                lambda e=examples: [tokenizer.encode_prompt(x.prompt, **how) for x in e],
-            )
+            timed("tokenised one by one", one_by_one, examples)
             del examples, encoded, stream
     for name, found in seconds.items():
         yield Row(f"questions/{num} {name}", statistics.median(found))
-    yield Row(f"questions/{num} memory", memory[0] / 1e6, unit="MB")  # later turns find it in the process
+    # Later rounds reuse the memory of the process, so only the first one counts.
+    yield Row(f"questions/{num} memory", memory[0] / 1e6, unit="MB")
+
+
+def write_questions(path: Path, num: int) -> None:
+    """Write a file of ``num`` questions with random words."""
+    random = np.random.default_rng(0)
+    words = __doc__.split()
+    with path.open("w") as file:
+        for i in range(num):
+            text = " ".join(random.choice(words, random.integers(10, 60)))
+            file.write(json.dumps({"prompt": f"Question {i}: {text}", "answer": i}) + "\n")
 
 
 def host_gap(s: Setting) -> Iterator[Row]:
-    del s  # the main job's own model
+    del s  # The main job has its own model.
     from configs import grpo_smollm2_135m_chain_sum as main_job
     from jaxrl_llm.commands import train
 
     settings = main_job.get_config()
-    settings.num_iterations, settings.eval.num_prompts = 4, 0
+    settings.num_iterations = 4
+    settings.eval.num_prompts = 0
     clock = DeviceClock()
     compile_them = train.compile_all
-    train.compile_all = lambda programs, mesh: {
-        name: clock.wrap(name, program) for name, program in compile_them(programs, mesh).items()
-    }
+
+    def compile_watched(programs, mesh):
+        compiled = compile_them(programs, mesh)
+        return {name: clock.wrap(name, program) for name, program in compiled.items()}
+
+    train.compile_all = compile_watched
     try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            contextlib.redirect_stdout(io.StringIO()),
-        ):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
             train.train(freeze(settings), Path(folder))
     finally:
         train.compile_all = compile_them
@@ -470,6 +490,26 @@ BENCHMARKS: dict[str, Callable[[Setting], Iterator[Row]]] = {
 }
 
 
+def figures_of(row: Row, ceilings: Ceilings) -> list[Figure]:
+    """Return the figure of a measurement and, if it has a floor, the share of its floor."""
+    figures = [Figure(row.name, row.value, row.unit, "less")]
+    if row.work is not None:
+        figures.append(Figure(f"{row.name}/share_of_floor", row.floor(ceilings) / row.value, "", "more"))
+    return figures
+
+
+def cells_of(row: Row, ceilings: Ceilings) -> list[str]:
+    """Return the cells of a measurement in the table."""
+    if row.work is not None:
+        least = row.floor(ceilings)
+        return [row.name, f"{row.value * 1e3:.3f} ms", f"{least * 1e3:.3f} ms", f"{least / row.value:.0%}"]
+    if row.unit == "MB":
+        return [row.name, f"{row.value:,.0f} MB"]
+    if row.unit == "s":
+        return [row.name, f"{row.value * 1e3:,.3f} ms"]
+    return [row.name, f"{row.value:.2%} {row.unit}"]
+
+
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.micro", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -477,13 +517,13 @@ def main(arguments: list[str]) -> int:
         nargs="+",
         choices=BENCHMARKS,
         metavar="NAME",
-        help=f"of {', '.join(BENCHMARKS)}",
+        help=f"benchmarks to run, of {', '.join(BENCHMARKS)}; default: all",
     )
     parser.add_argument(
         "--shape",
         choices=SHAPES,
         default="smollm2-135m",
-        help="of the model; tiny is for tests",
+        help="shape of the model; tiny is for tests",
     )
     parser.add_argument("--repeats", type=results.at_least(1), default=3)
     parser.add_argument("--json", type=Path, help="file for the result")
@@ -502,22 +542,8 @@ def main(arguments: list[str]) -> int:
         measured.append(probe.measure())
         ceilings = floors.best(measured[-2:])
         for row in rows:
-            figures.append(Figure(row.name, row.value, row.unit, "less"))
-            if row.work is None:
-                shown = {
-                    "MB": f"{row.value:,.0f} MB",
-                    "s": f"{row.value * 1e3:,.3f} ms",
-                }
-                table.add_row(row.name, shown.get(row.unit, f"{row.value:.2%} {row.unit}"))
-                continue
-            least = row.floor(ceilings)
-            figures.append(Figure(f"{row.name}/share_of_floor", least / row.value, "", "more"))
-            table.add_row(
-                row.name,
-                f"{row.value * 1e3:.3f} ms",
-                f"{least * 1e3:.3f} ms",
-                f"{least / row.value:.0%}",
-            )
+            figures += figures_of(row, ceilings)
+            table.add_row(*cells_of(row, ceilings))
         console.print(
             f"{name}: {time.monotonic() - started:.0f} s; ceilings {ceilings.decode_flops / 1e9:.0f} GFLOP/s at 128 "
             f"rows, {ceilings.batch_flops / 1e9:.0f} at 1024, read {ceilings.read_bytes / 1e9:.1f} GB/s"

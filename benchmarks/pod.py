@@ -1,9 +1,9 @@
-"""The job that is compiled for pods that are not at hand: GRPO of a model of Llama-3.1-8B's shape, in bfloat16.
+"""The job that is compiled for absent pods: GRPO with the shape of Llama-3.1-8B, in bfloat16.
 
-1,024 rollouts of up to 512 + 4,096 tokens an iteration, 16 of each prompt, a ring of 4,096, and one update of all new
-ones, 64 at a time. A mesh is what the slice needs: ``MESHES``.
+An iteration has 1,024 rollouts of up to 512 + 4,096 tokens, 16 for each prompt. The ring holds 4,096 rollouts. One
+update trains on all new rollouts in micro-batches of 64. ``MESHES`` has the mesh for each slice.
 
-Owns: the job's settings. Does not know: what is read off its programs.
+Owns: the job's settings. Does not know: the measurements on its programs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxrl_llm.runtime import sharding
 
 MODEL = "llama-3.1-8b"
 JOB = {
-    "model": {"path": "random:debug", "compute_dtype": "bfloat16"},  # its shape is the preset's
+    "model": {"path": "random:debug", "compute_dtype": "bfloat16"},  # The shape comes from the preset.
     "prompts": {"max_tokens": 512},
     "sampling": {"max_completion_tokens": 4096},
     "rollout": {"prompts_per_iteration": 64, "group_size": 16},
@@ -45,12 +45,16 @@ def run_of(
     layers: int = 0,
     changed: Mapping[str, Any] = {},
 ) -> Run:
-    """The job on such a slice; ``layers`` 0 = all. ``changed``: settings by part, in place of the job's.
+    """Return the job on a slice.
+
+    Args:
+        layers: the number of the model's layers; 0 = all.
+        changed: settings by group that replace the job's settings.
 
     Raises:
         ConfigError: bad input.
     """
-    jax.config.update("jax_platforms", "cpu")  # it only compiles
+    jax.config.update("jax_platforms", "cpu")  # The run only compiles.
     settings = {part: of | dict(changed.get(part, {})) for part, of in JOB.items()}
     config = freeze(settings | {"mesh": dict(mesh)})
     arch = presets.PRESETS[MODEL]

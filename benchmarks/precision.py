@@ -3,13 +3,19 @@
     python -m benchmarks.precision                                # SmolLM2-135M, its answers to sums
     python -m benchmarks.precision --model llama qwen3 gemma3     # random models of benchmarks.families, medium size
 
-A way to compute has float32 or bfloat16, the sampler's weights in full, int8, fp8 or fp4, and the same or full weights
-for the learner. For each way, the command prints the mean, the 99th and 99.9th percentile and the largest of
-|learner's log-prob - sampler's log-prob| over all tokens, in nats.
+A way to compute has three parts:
+
+- the dtype of the arithmetic: float32 or bfloat16;
+- the sampler's weights: full, int8, fp8 or fp4;
+- the learner's weights: full, or rounded like the sampler's.
+
+The gap of a token is |learner's log-prob - sampler's log-prob| in nats. For each way, the command prints the mean, the
+99th and 99.9th percentile, and the largest gap over all tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,14 +35,16 @@ from jaxrl_llm.ops.masks import completion_mask
 from jaxrl_llm.runtime.programs import Program, compile_all
 
 # (dtype of the arithmetic, rollout.weights, update.weights)
-WAYS = [
-    (dtype, *weights)
-    for dtype in ("float32", "bfloat16")
-    for weights in (
-        ("compute", "full"),
-        *((kind, of) for kind in ("int8", "fp8", "fp4") for of in ("full", "rollout")),
-    )
+WEIGHTS = [
+    ("compute", "full"),
+    ("int8", "full"),
+    ("int8", "rollout"),
+    ("fp8", "full"),
+    ("fp8", "rollout"),
+    ("fp4", "full"),
+    ("fp4", "rollout"),
 ]
+WAYS = [(dtype, *weights) for dtype in ("float32", "bfloat16") for weights in WEIGHTS]
 
 
 def config_of(way: tuple[str, str, str], *, prompts: int, completion: int) -> Config:
@@ -61,16 +69,15 @@ def config_of(way: tuple[str, str, str], *, prompts: int, completion: int) -> Co
 
 
 def spread(model, mesh):
-    """Return random weights whose logits differ like a trained model's: a matrix keeps the size of its input."""
+    """Return random weights that keep the size of activations, so that logits differ as in a trained model."""
     draw = np.random.default_rng(0)
 
     def one(path, leaf):
-        if "norm" in path[-1].key or "bias" in path[-1].key:
-            return np.full(
-                leaf.shape,
-                0.0 if "bias" in path[-1].key else 1.0 - model.arch.norm_offset,
-                np.float32,
-            )
+        name = path[-1].key
+        if "bias" in name:
+            return np.zeros(leaf.shape, np.float32)
+        if "norm" in name:
+            return np.full(leaf.shape, 1.0 - model.arch.norm_offset, np.float32)
         return (draw.normal(size=leaf.shape) / np.sqrt(model.arch.width)).astype(np.float32)
 
     shapes = model.abstract_params(mesh)
@@ -84,14 +91,13 @@ def gaps(name: str, way: tuple[str, str, str], *, prompts: int, completion: int)
     """Return the absolute difference for every token that the sampler drew, in nats."""
     config = config_of(way, prompts=prompts, completion=completion)
     if name in families.FAMILIES:
-        arch, load = families.family(name, families.SIZES["medium"]), spread
+        arch = families.family(name, families.SIZES["medium"])
+        load = spread
         encoded = random_prompts(config, arch)
     else:
         source = pretrained.resolve(name)
-        arch, load = (
-            source.architecture(),
-            lambda model, mesh: source.load_params(model, mesh, seed=0),
-        )
+        arch = source.architecture()
+        load = functools.partial(source.load_params, seed=0)
         encoded = questions(config, source.tokenizer())[0]
     iteration = Iteration(config, arch, load, encoded, learner=False)
     rollout, _ = iteration.generate()
@@ -106,13 +112,14 @@ def measure(names: list[str], *, prompts: int, completion: int) -> Iterator[Figu
     for name in names:
         for way in WAYS:
             found = gaps(name, way, prompts=prompts, completion=completion)
-            of = {
+            statistics = {
                 "mean": found.mean(),
                 "p99": np.quantile(found, 0.99),
                 "p999": np.quantile(found, 0.999),
+                "max": found.max(),
             }
-            for what, value in (of | {"max": found.max()}).items():
-                yield Figure(f"{name}/{'/'.join(way)}/{what}", float(value), "nats", "less")
+            for statistic, value in statistics.items():
+                yield Figure(f"{name}/{'/'.join(way)}/{statistic}", float(value), "nats", "less")
 
 
 def main(arguments: list[str]) -> int:
@@ -121,14 +128,14 @@ def main(arguments: list[str]) -> int:
         "--model",
         nargs="+",
         default=["smollm2-135m-instruct"],
-        help="paths or families",
+        help="paths or families of models",
     )
-    parser.add_argument("--prompts", type=results.at_least(1), default=8, help="of 8 answers each")
+    parser.add_argument("--prompts", type=results.at_least(1), default=8, help="number of prompts, with 8 answers each")
     parser.add_argument(
         "--completion",
         type=results.at_least(2),
         default=32,
-        help="tokens of an answer at most",
+        help="most tokens of an answer",
     )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""Seconds of training until sums are learned: the main job against TRL on the same questions.
+"""Measure the seconds of training until sums are learned: the main job against TRL on the same questions.
 
     bash launch/bench.sh race [ours] [trl] [--seeds N] [--json FILE]
 
@@ -30,7 +30,8 @@ from benchmarks import machine, results, run
 from benchmarks.results import Figure
 from benchmarks.worker import Worker, WorkerError
 
-TARGET, WINDOW = 0.65, 5
+TARGET = 0.65  # pass rate
+WINDOW = 5  # steps
 MAX_STEPS = 80
 MAIN_JOB = "configs/grpo_smollm2_135m_chain_sum.py"
 FOLDER = machine.ROOT / "runs" / "race"
@@ -60,7 +61,7 @@ def until_learned(steps: Iterable[Step]) -> Result:
             first_s = time.monotonic() - start
         taken.append(step)
         mean = sum(rate for _, rate in taken[-WINDOW:]) / WINDOW
-        # Less a rounding error, lest 0.65 five times over fall short.
+        # The tolerance accepts five pass rates of 0.65, whose mean may be smaller by rounding.
         if len(taken) >= WINDOW and mean >= TARGET - 1e-9:
             return Result(tuple(taken), True, first_s)
         if len(taken) == MAX_STEPS:
@@ -92,13 +93,19 @@ def ours(seed: int, environment: dict[str, str]) -> Iterator[Step]:
     log = workdir.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=machine.ROOT, env=environment, stdout=output, stderr=output)
+    metrics = workdir / "metrics.jsonl"
+
+    def rows_so_far() -> list[dict[str, Any]]:
+        return read_log(metrics) if metrics.exists() else []
+
     try:
         for i in range(MAX_STEPS):
-            file = workdir / "metrics.jsonl"
-            while len(rows := read_log(file) if file.exists() else []) <= i:
+            rows = rows_so_far()
+            while len(rows) <= i:
                 if process.poll() is not None:
                     raise WorkerError(f"ours ended with status {process.returncode} (see {log})")
                 time.sleep(0.2)
+                rows = rows_so_far()
             yield rows[i]["time/iteration_s"], rows[i]["rollout/pass_rate"]
     finally:
         process.terminate()
@@ -113,7 +120,7 @@ def trl(seed: int, environment: dict[str, str]) -> Iterator[Step]:
 
     config = freeze(runpy.run_path(str(machine.ROOT / MAIN_JOB))["get_config"]())
     examples = tasks.load(config.prompts, seed=seed).examples
-    told = {
+    job = {
         "model": str(workload.exported(run.WEIGHTS).resolve()),
         "questions": [example.prompt for example in examples],
         "answers": [example.columns["answer"] for example in examples],
@@ -130,7 +137,7 @@ def trl(seed: int, environment: dict[str, str]) -> Iterator[Step]:
     worker = Worker(
         "trl",
         run.command("trl"),
-        told,
+        job,
         environment=environment,
         log=log,
         timeout_s=1800,
@@ -155,22 +162,17 @@ def noted(name: str, seed: int, steps: Iterator[Step], say: Any) -> Iterator[Ste
 
 
 def summarise(reached: dict[str, list[Result]]) -> list[Figure]:
-    """Return medians over seeds. A run that has not learned has no seconds, and then there is no median."""
-    figures, medians = [], {}
+    """Return medians over seeds. If a run has not learned, it has no seconds, and its system has no median."""
+    figures = []
+    medians = {}
     for name, runs in reached.items():
-        # The first of ours compiles, unless it has before; the others find the programs in the cache.
+        # Only the first run of ours compiles; the other runs find the programs in the cache.
         for seed, result in enumerate(runs):
             if result.learned:
                 figures.append(Figure(f"{name}/seed_{seed}/seconds", result.seconds, "s", "less"))
             figures.append(Figure(f"{name}/seed_{seed}/first_update_s", result.first_s, "s", "less"))
-        figures.append(
-            Figure(
-                f"{name}/learned",
-                sum(result.learned for result in runs),
-                "runs",
-                "more",
-            )
-        )
+        num_learned = sum(result.learned for result in runs)
+        figures.append(Figure(f"{name}/learned", num_learned, "runs", "more"))
         if all(result.learned for result in runs):
             medians[name] = statistics.median(result.seconds for result in runs)
             figures.append(Figure(f"{name}/seconds", medians[name], "s", "less"))
@@ -187,14 +189,15 @@ def main(arguments: list[str]) -> int:
         "systems",
         nargs="*",
         metavar="system",
-        help=f"of {', '.join(RUNNERS)}; default: both",
+        help=f"systems to run, of {', '.join(RUNNERS)}; default: both",
     )
-    parser.add_argument("--seeds", type=results.at_least(1), default=3, help="runs of each")
+    parser.add_argument("--seeds", type=results.at_least(1), default=3, help="number of runs of each system")
     parser.add_argument("--threads", type=results.at_least(1), default=2, help="cores to use")
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)
     names = list(dict.fromkeys(options.systems)) or list(RUNNERS)
-    if unknown := [name for name in names if name not in RUNNERS]:
+    unknown = [name for name in names if name not in RUNNERS]
+    if unknown:
         parser.error(f"no system {unknown[0]!r}; known: {', '.join(RUNNERS)}")
     if "trl" in names and not Path(run.command("trl")[0]).exists():
         parser.error(f"trl needs {run.SYSTEMS['trl'].venv}: run bash launch/bench.sh race trl")

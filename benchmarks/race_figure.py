@@ -2,10 +2,10 @@
 
     python -m benchmarks.race_figure --out=docs/main_job.svg
 
-A panel for each record of benchmarks.race, which is of one machine on one day. Minutes count from the start of the
-program: the first step is drawn where it ended, compiling included.
+The picture has one panel for each record of benchmarks.race. A record belongs to one machine and one day. Minutes count
+from the start of the program, so the first step includes compiling.
 
-Owns: what of the records is drawn. Does not know: how they were made (benchmarks.race).
+Owns: the curves and the drawing. Does not know: how the records were made (benchmarks.race).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ LOOKS = {"ours": ("jaxrl_llm", "C0"), "trl": ("TRL", "C1")}
 
 
 def curves(record: dict[str, Any], system: str) -> list[tuple[list[float], list[float], list[float]]]:
-    """Return (minutes, pass rate, its mean over the last ``WINDOW`` steps) for each seed of a record."""
-    first = {figure["name"]: figure["value"] for figure in record["figures"]}
+    """Return (minutes, pass rates, mean pass rates of the last ``WINDOW`` steps) for each seed of a record."""
+    value = {figure["name"]: figure["value"] for figure in record["figures"]}
     found = []
     for seed, steps in enumerate(record["settings"]["curves"][system]):
-        seconds, rates = zip(*steps, strict=True)
-        ends = itertools.accumulate((first[f"{system}/seed_{seed}/first_update_s"], *seconds[1:]))
-        recent = [rates[max(0, i + 1 - WINDOW) : i + 1] for i in range(len(rates))]
-        found.append(
-            (
-                [end / 60 for end in ends],
-                list(rates),
-                [sum(rates) / len(rates) for rates in recent],
-            )
-        )
+        seconds = [step[0] for step in steps]
+        rates = [step[1] for step in steps]
+        seconds[0] = value[f"{system}/seed_{seed}/first_update_s"]
+        minutes = [end / 60 for end in itertools.accumulate(seconds)]
+        means = []
+        for i in range(len(rates)):
+            recent = rates[max(0, i + 1 - WINDOW) : i + 1]
+            means.append(sum(recent) / len(recent))
+        found.append((minutes, rates, means))
     return found
 
 
 def draw(records: list[dict[str, Any]], out: pathlib.Path) -> None:
+    """Draw one panel per record, with one line per seed and system, and write the SVG file ``out``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -51,18 +51,16 @@ def draw(records: list[dict[str, Any]], out: pathlib.Path) -> None:
         figure = Figure(figsize=(4.2 * len(records), 3.0), layout="constrained")
         panels = figure.subplots(1, len(records), sharex=True, sharey=True, squeeze=False)[0]
         for axes, record in zip(panels, records, strict=True):
-            day, cpu, cores = (
-                record["date"][:10],
-                record["hardware"]["cpu"],
-                record["hardware"]["cores"],
-            )
+            day = record["date"][:10]
+            cpu = short_cpu(record["hardware"]["cpu"])
+            cores = record["hardware"]["cores"]
             for system, (label, color) in LOOKS.items():
                 for seed, (minutes, rates, recent) in enumerate(curves(record, system)):
                     axes.plot(minutes, rates, ".", color=color, alpha=0.3, markersize=4)
                     (line,) = axes.plot(minutes, recent, color=color, label=None if seed else label)
                     line.set_gid(f"{system} seed {seed} {day}")
             axes.axhline(TARGET, color="black", linestyle=":", linewidth=0.8)
-            axes.set_title(f"{cores} cores, {short_cpu(cpu)}, {day}", fontsize=9)
+            axes.set_title(f"{cores} cores, {cpu}, {day}", fontsize=9)
             axes.set_ylim(0, 1)
             axes.grid(alpha=0.3)
             axes.legend(frameon=False, loc="lower right")

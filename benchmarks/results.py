@@ -1,9 +1,9 @@
-"""Figures of a benchmark: their JSON file with the machine and the commit they are of, and command-line errors.
+"""Figures of a benchmark: a JSON file with the machine and the commit, and command-line errors.
 
     {"benchmark": "run", "date": .., "commit": .., "hardware": {..}, "versions": {..}, "settings": {..},
      "figures": [{"name": "ours/step_s", "value": 41.2, "unit": "s", "better": "less"}, ..]}
 
-Owns: that file's form. Does not know: what a figure means.
+Owns: the form of the file. Does not know: the meaning of a figure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Figure:
     """One number.
 
     Attributes:
-        better: "less" or "more"; "" where neither is (a ceiling of the machine, a count).
+        better: "less" or "more"; "" for a figure without a direction, such as a ceiling of the machine or a count.
     """
 
     name: str
@@ -90,7 +90,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Figure]]:
     """Return the record of a file that ``write`` made, and its figures by name.
 
     Raises:
-        ValueError: there is no such file, or it is of another kind.
+        ValueError: the file does not exist or has another form.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

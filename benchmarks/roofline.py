@@ -7,7 +7,7 @@ once through memory, or its multiplications, whichever takes longer. Kernels of 
 matmuls at their best rate, and the start of an operation as nothing. The sum is a bound that the chip will not reach. A
 loop that ends early (decode) counts as one turn, which is a step of every row.
 
-Owns: what an operation moves. Does not know: how compiled text is read (planning.hlo), time.
+Owns: the bytes that an operation moves. Does not know: how compiled text is parsed (planning.hlo), time.
 """
 
 from __future__ import annotations
@@ -69,12 +69,11 @@ def costs(computations: Mapping[str, Computation], inside: Computation, times: i
             if x.op == "fusion":
                 (name,) = x.called("calls")
                 fused = computations[name]
-                moved, flops = (
-                    _moved_by_fusion(fused),
-                    sum(_flops(one, fused) for one in fused.instructions.values()),
-                )
+                moved = _moved_by_fusion(fused)
+                flops = sum(_flops(one, fused) for one in fused.instructions.values())
             else:
-                moved, flops = _moved(x, inside), _flops(x, inside)
+                moved = _moved(x, inside)
+                flops = _flops(x, inside)
             yield Cost(x, times, times * moved, times * flops)
 
 
@@ -87,6 +86,7 @@ def _flops(x: Instruction, inside: Computation) -> int:
 
 
 def _moved(x: Instruction, inside: Computation) -> float:
+    """Return the bytes that an operation reads and writes."""
     if x.op in READ_A_PART:
         return 2 * _bytes(x)
     if x.op == "dynamic-update-slice":
@@ -143,7 +143,7 @@ def report(text: str, peaks: Ceilings, least_s: float, top: int) -> tuple[str, T
 
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.roofline", description=__doc__.splitlines()[0])
-    parser.add_argument("--topology", default="h200:1", help="as jaxrl_llm.plan takes it")
+    parser.add_argument("--topology", default="h200:1", help="the --topology of jaxrl_llm.plan")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["smollm2-135m", "qwen2-1.5b"])
     parser.add_argument(
         "--remat",
@@ -159,7 +159,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--top", type=results.at_least(0), default=12, help="operations to list")
     options = parser.parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")  # it only compiles
+    jax.config.update("jax_platforms", "cpu")  # The command only compiles.
     generation = options.topology.partition(":")[0].upper()
     known = [ceilings for module, ceilings in gpu.PEAKS.items() if generation in module]
     if not generation or not known:
@@ -168,7 +168,9 @@ def main(arguments: list[str]) -> int:
         devices, _ = chips.devices_of(options.topology)
     except ConfigError as error:
         parser.error(str(error))
-    peaks, sizes, console = known[0], gpu.SIZES["full"], Console(width=150)
+    peaks = known[0]
+    sizes = gpu.SIZES["full"]
+    console = Console(width=150)
     for name in options.shape:
         arch = SHAPES[name]
 
@@ -184,20 +186,10 @@ def main(arguments: list[str]) -> int:
         model = dataclasses.replace(config.model, remat=options.remat)
         update = dataclasses.replace(config.update, logp_chunk_tokens=options.logp_chunk_tokens)
         config = dataclasses.replace(config, model=model, update=update)
-        show(
-            "update",
-            config,
-            gpu.update_flops(arch, sizes) / peaks.batch_flops,
-            "an update",
-        )
+        show("update", config, gpu.update_flops(arch, sizes) / peaks.batch_flops, "an update")
         for rows in sizes.batches:
             step_s = gpu.least_decode_s(arch, rows, sizes, peaks) / sizes.completion
-            show(
-                "decode",
-                gpu.decode_config(rows, sizes),
-                step_s,
-                f"a step of {rows} rows",
-            )
+            show("decode", gpu.decode_config(rows, sizes), step_s, f"a step of {rows} rows")
     return 0
 
 

@@ -1,12 +1,12 @@
-"""One training step of this package and of its peers, by turns, against the machine's floor.
+"""Measure one training step of this package and of its peers, by turns, and compare it with the machine's floor.
 
     bash launch/bench.sh [ours] [trl] [trl-bf16] [tunix] [--steps N] [--json FILE]
 
-Each peer is measured in a pair with ours: both keep their processes, and take turns step by step, so that the
-machine's good and bad minutes fall on both. The first step of each is warm-up. A step in which other processes took
-more than ``--max-others`` of the machine's CPU time is rejected and repeated. The machine's ceilings are measured
-between steps; the floor of a step is at the better of those before and after it. Everything is float32 on the CPU, but
-for trl-bf16, TRL in its default mixed precision, which is still held against the float32 floor.
+Each peer is measured in a pair with ours: both keep their processes and take turns step by step, so that the machine's
+slow and fast minutes affect both. The first step of each is warm-up. A step is rejected and repeated if other processes
+took more than ``--max-others`` of the machine's CPU time. The machine's ceilings are measured between steps. The floor
+of a step uses the better of the ceilings before and after it. All systems compute in float32 on the CPU, except
+trl-bf16: TRL in its default mixed precision, which is compared with the float32 floor too.
 
 Owns: the order of steps, the medians, the table. Does not know: how a system makes its step (workers).
 """
@@ -32,6 +32,7 @@ from benchmarks.worker import Worker, WorkerError
 from jaxrl_llm.config import ConfigError
 
 OURS = "ours"
+PARTS = ("step_s", "generate_s", "update_s")  # seconds of a step that are reported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ SYSTEMS = {
     "tunix": System("benchmarks.workers.tunix", ".venv-tunix"),
 }
 FOLDER = machine.ROOT / "runs" / "bench"
-WEIGHTS = FOLDER / "smollm2-135m-instruct"  # as workload.exported leaves them
+WEIGHTS = FOLDER / "smollm2-135m-instruct"  # the folder that workload.exported writes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Step:
 
     Attributes:
         others: share of the CPU time that other processes took.
-        unshared, shared: the floor at the ceilings around this step.
+        unshared, shared: the floors at the ceilings around this step.
     """
 
     system: str
@@ -111,13 +112,17 @@ def alternate(
         for worker in workers:
             figures, others = worker.step()
             ceilings.append(measure())
-            step = Step(worker.name, pair, figures, others, *floors(best(ceilings[-2:])))
-            fine = others <= max_others
-            (accepted if fine else rejected).append(step)
+            unshared, shared = floors(best(ceilings[-2:]))
+            step = Step(worker.name, pair, figures, others, unshared, shared)
+            is_accepted = others <= max_others
+            if is_accepted:
+                accepted.append(step)
+            else:
+                rejected.append(step)
             say(
                 f"{worker.name:<9} step {figures['step_s']:7.2f} s   generate {figures['generate_s']:6.2f}   "
                 f"update {figures['update_s']:6.2f}   floor {step.unshared.step_s:6.2f}   "
-                f"others {others:4.0%}{'' if fine else '   rejected'}"
+                f"others {others:4.0%}{'' if is_accepted else '   rejected'}"
             )
         counts = [sum(step.system == worker.name for step in accepted) for worker in workers]
         if min(counts) >= steps:
@@ -129,47 +134,35 @@ def summarise(accepted: Sequence[Step]) -> list[Figure]:
     """Return the medians of each system, and how many times faster ours is than the peer of the same pair."""
     figures = []
     for system in dict.fromkeys(step.system for step in accepted):
-        mine = [step for step in accepted if step.system == system]
-        median = lambda of, mine=mine: statistics.median(of(step) for step in mine)
-        add = lambda name, value, unit, better, s=system: figures.append(Figure(f"{s}/{name}", value, unit, better))
-        for part in ("step_s", "generate_s", "update_s"):
-            add(part, median(lambda step, part=part: step.figures[part]), "s", "less")
-        add(
-            "tokens_per_s",
-            median(lambda s: s.figures["tokens"] / s.figures["generate_s"]),
-            "tokens/s",
-            "more",
-        )
-        add(
-            "samples_per_s",
-            median(lambda s: s.figures["samples"] / s.figures["step_s"]),
-            "samples/s",
-            "more",
-        )
-        for kind in ("unshared", "shared"):
-            for part in ("step_s", "generate_s", "update_s"):
-                share = median(lambda s, kind=kind, part=part: getattr(getattr(s, kind), part) / s.figures[part])
-                add(
-                    f"share_of_{kind}_floor/{part.removesuffix('_s')}",
-                    share,
-                    "",
-                    "more",
-                )
-        add(
-            "peak_bytes",
-            max(step.figures["peak_bytes"] for step in mine),
-            "bytes",
-            "less",
-        )
-        add("steps", len(mine), "", "")
+        figures += figures_of(system, [step for step in accepted if step.system == system])
     for pair in dict.fromkeys(step.pair for step in accepted if step.system != OURS):
-        times = {
-            system: [s.figures["step_s"] for s in accepted if (s.pair, s.system) == (pair, system)]
-            for system in (OURS, pair)
-        }
-        if times[OURS]:
-            ratio = statistics.median(times[pair]) / statistics.median(times[OURS])
+        seconds = {}
+        for system in (OURS, pair):
+            seconds[system] = [s.figures["step_s"] for s in accepted if (s.pair, s.system) == (pair, system)]
+        if seconds[OURS]:
+            ratio = statistics.median(seconds[pair]) / statistics.median(seconds[OURS])
             figures.append(Figure(f"{OURS}/times_faster_than_{pair}", ratio, "x", "more"))
+    return figures
+
+
+def figures_of(system: str, steps: Sequence[Step]) -> list[Figure]:
+    """Return the medians over the steps of one system."""
+    figures = []
+    for part in PARTS:
+        seconds = statistics.median(step.figures[part] for step in steps)
+        figures.append(Figure(f"{system}/{part}", seconds, "s", "less"))
+    tokens_per_s = statistics.median(step.figures["tokens"] / step.figures["generate_s"] for step in steps)
+    samples_per_s = statistics.median(step.figures["samples"] / step.figures["step_s"] for step in steps)
+    figures.append(Figure(f"{system}/tokens_per_s", tokens_per_s, "tokens/s", "more"))
+    figures.append(Figure(f"{system}/samples_per_s", samples_per_s, "samples/s", "more"))
+    for kind in ("unshared", "shared"):
+        for part in PARTS:
+            share = statistics.median(getattr(getattr(step, kind), part) / step.figures[part] for step in steps)
+            name = f"{system}/share_of_{kind}_floor/{part.removesuffix('_s')}"
+            figures.append(Figure(name, share, "", "more"))
+    peak = max(step.figures["peak_bytes"] for step in steps)
+    figures.append(Figure(f"{system}/peak_bytes", peak, "bytes", "less"))
+    figures.append(Figure(f"{system}/steps", len(steps), "", ""))
     return figures
 
 
@@ -216,7 +209,7 @@ def measure(
     environment: dict[str, str],
 ) -> int:
     """Run every pair, print each step and then the table. Return the exit status."""
-    # After the cores are chosen: JAX counts them when it is first used.
+    # Imported here, because JAX counts the cores at its first use, and main has chosen them.
     from benchmarks import floors, workload
     from benchmarks.ceilings import Probe
 
@@ -236,17 +229,21 @@ def measure(
     def start(name: str) -> Worker:
         log = FOLDER / f"{name}.log"
         say(f"starting {name} (log {log.relative_to(machine.ROOT)})")
-        told = dataclasses.asdict(dataclasses.replace(job, bf16=SYSTEMS[name].bf16))
+        job_of_worker = dataclasses.asdict(dataclasses.replace(job, bf16=SYSTEMS[name].bf16))
         return Worker(
             name,
             commands[name],
-            told,
+            job_of_worker,
             environment=environment,
             log=log,
             timeout_s=options.timeout,
         )
 
-    accepted, rejected, ceilings, first_update, versions = [], [], [], {}, {}
+    accepted: list[Step] = []
+    rejected: list[Step] = []
+    ceilings: list[Ceilings] = []
+    first_update: dict[str, float] = {}
+    versions: dict[str, str] = {}
     for names in pairs_of(systems):
         with contextlib.ExitStack() as stack:
             workers = []
@@ -267,8 +264,9 @@ def measure(
                 floors=floors_at,
                 say=say,
             )
-        for kept, new in zip((accepted, rejected, ceilings), done, strict=True):
-            kept.extend(new)
+        accepted += done[0]
+        rejected += done[1]
+        ceilings += done[2]
     missing = [name for name in systems if all(step.system != name for step in accepted)]
     if missing:
         raise WorkerError(f"every step of {', '.join(missing)} was disturbed by other processes")
@@ -313,13 +311,13 @@ def main(arguments: list[str]) -> int:
         "systems",
         nargs="*",
         metavar="system",
-        help=f"of {', '.join(SYSTEMS)}; default: all",
+        help=f"systems to measure, of {', '.join(SYSTEMS)}; default: all",
     )
     parser.add_argument(
         "--steps",
         type=results.at_least(1),
         default=3,
-        help="good steps of each system in each pair",
+        help="accepted steps of each system in each pair",
     )
     parser.add_argument(
         "--questions",
@@ -338,13 +336,13 @@ def main(arguments: list[str]) -> int:
         "--max-others",
         type=results.share,
         default=0.1,
-        help="share of CPU others may take in a step",
+        help="largest share of CPU time that other processes may take in a step",
     )
     parser.add_argument(
         "--timeout",
         type=results.at_least(1),
         default=1800,
-        help="seconds a worker may be silent",
+        help="seconds to wait for a worker's reply",
     )
     parser.add_argument("--json", type=Path, help="file for the result")
     options = parser.parse_args(arguments)

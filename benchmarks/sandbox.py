@@ -1,14 +1,14 @@
-"""Executions a second of the sandbox, beside an interpreter started for each (the peer) and a fork (the limit).
+"""Measure how many programs the sandbox runs per second, compared with a new interpreter per program and with a fork.
 
     python -m benchmarks.sandbox [--seconds=3] [--rounds=3] [--workers 1 2]
 
-    fork         a bare fork of this size of process that exits: nothing can be quicker that forks
+    fork         a bare fork of a process of this size that exits: the limit of everything that forks
     sandbox      each isolation that this machine allows
-    subprocess   `python -I -S -c`, and `python -c` as a reward function would write it, without any wall
+    subprocess   `python -I -S -c`, and `python -c` as in a simple reward function, without isolation
 
-The kinds take turns in each round, so that what else the machine does falls on all of them; of each the best and the
-median of the rounds, and the processor's time for each, of all processes that have part in it, which depends less on
-what else it does. Programs: `pass`, and a function with three assertions as MBPP has them.
+The kinds take turns in each round, so that other work on the machine affects all of them. The command prints the best
+and the median rate of the rounds, and the CPU time of one execution in all processes that take part. The CPU time
+depends less on other work. The programs are `pass`, and a function with three assertions in the form of MBPP.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Kind:
     """A way to run a program.
 
     Attributes:
-        run: runs one, and raises where it fails.
-        spent: seconds of the processor that all it has run so far took.
+        run: runs one program, and raises if the program fails.
+        spent: returns the CPU seconds of all programs so far.
     """
 
     run: Callable[[str], object]
@@ -67,22 +67,29 @@ class Kind:
 
 
 def measure(kind: Kind, code: str, num_threads: int, seconds: float) -> tuple[float, float]:
-    """Runs a second in so many threads, to the end of the last, and milliseconds of the processor for each."""
-    counts, until = [0] * num_threads, time.perf_counter() + seconds
+    """Run a program in ``num_threads`` threads for ``seconds``, and until the last run has ended.
+
+    Returns:
+        Runs per second, and milliseconds of CPU time per run.
+    """
+    counts = [0] * num_threads
+    until = time.perf_counter() + seconds
 
     def work(i: int) -> None:
         while time.perf_counter() < until:
             kind.run(code)
             counts[i] += 1
 
-    began, spent = time.perf_counter(), kind.spent() + time.process_time()
+    began = time.perf_counter()
+    spent_before = kind.spent() + time.process_time()
     threads = [threading.Thread(target=work, args=(i,)) for i in range(num_threads)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seconds = time.perf_counter() - began
-    return sum(counts) / seconds, 1e3 * (kind.spent() + time.process_time() - spent) / sum(counts)
+    elapsed = time.perf_counter() - began
+    spent = kind.spent() + time.process_time() - spent_before
+    return sum(counts) / elapsed, 1e3 * spent / sum(counts)
 
 
 FORKS = """
@@ -99,18 +106,20 @@ print(count / (time.perf_counter() - began), 1e3 * sum(times[:4]) / count)
 
 
 def forks(num: int, seconds: float) -> tuple[float, float]:
-    """Forks a second of so many small interpreters at once, and milliseconds of processor each."""
+    """Return the forks per second of ``num`` small interpreters at once, and the CPU milliseconds of a fork."""
     command = [sys.executable, "-I", "-S", "-c", FORKS, str(seconds)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(num)]
-    rates, costs = zip(
-        *(map(float, process.communicate()[0].split()) for process in processes),
-        strict=True,
-    )
+    rates = []
+    costs = []
+    for process in processes:
+        rate, cost = process.communicate()[0].split()
+        rates.append(float(rate))
+        costs.append(float(cost))
     return sum(rates), sum(costs) / num
 
 
 def started(*flags: str) -> Kind:
-    """An interpreter for each program."""
+    """Return the kind that starts an interpreter for each program."""
 
     def run(code: str) -> None:
         command = [sys.executable, *flags, "-c", code]
@@ -122,53 +131,68 @@ def started(*flags: str) -> Kind:
             check=True,
         )
 
-    return Kind(run, lambda: sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]))
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    return Kind(run, spent)
 
 
 def in_sandbox(pool: Sandbox) -> Kind:
+    """Return the kind that runs programs in ``pool``."""
+
     def run(code: str) -> None:
-        if not (result := pool.run(code)).finished:
+        result = pool.run(code)
+        if not result.finished:
             raise RuntimeError(f"the program failed: {result}")
 
-    return Kind(run, lambda: sum(sum(process.cpu_times()[:4]) for process in pool.processes()))
+    def spent() -> float:
+        return sum(sum(process.cpu_times()[:4]) for process in pool.processes())
+
+    return Kind(run, spent)
+
+
+def kinds_of(stack: contextlib.ExitStack, num_workers: int) -> dict[str, Kind]:
+    """Return the kinds that this machine allows. ``stack`` closes the sandboxes."""
+    kinds = {"subprocess -I -S": started("-I", "-S"), "subprocess": started()}
+    for isolation in ISOLATIONS:
+        with contextlib.suppress(SandboxError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            pool = stack.enter_context(Sandbox(Limits(), num_workers=num_workers, isolation=isolation))
+            kinds[f"sandbox, {isolation}"] = in_sandbox(pool)
+    return kinds
+
+
+def measure_rounds(num_workers: int, rounds: int, seconds: float) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Return the (runs per second, CPU milliseconds) of each round by kind and program."""
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    with contextlib.ExitStack() as stack:
+        kinds = kinds_of(stack, num_workers)
+        for _ in range(rounds):
+            found.setdefault(("fork", ""), []).append(forks(num_workers, seconds))
+            for program, code in PROGRAMS.items():
+                for name, kind in kinds.items():
+                    measured = measure(kind, code, num_workers, seconds)
+                    found.setdefault((name, program), []).append(measured)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each kind in each round")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each kind in each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="programs at once")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2], help="numbers of programs at once")
     options = parser.parse_args()
-    print(
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, ",
-        end="",
-    )
+    machine = platform.processor() or platform.machine()
+    print(f"{machine}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, ", end="")
     print(f"Linux {platform.release()}, Python {platform.python_version()}")
     for num in options.workers:
-        with contextlib.ExitStack() as stack:
-            kinds = {"subprocess -I -S": started("-I", "-S"), "subprocess": started()}
-            for isolation in ISOLATIONS:
-                with contextlib.suppress(SandboxError), warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    pool = stack.enter_context(Sandbox(Limits(), num_workers=num, isolation=isolation))
-                    kinds[f"sandbox, {isolation}"] = in_sandbox(pool)
-            rates: dict[tuple[str, str], list[tuple[float, float]]] = {}
-            for _ in range(options.rounds):
-                rates.setdefault(("fork", ""), []).append(forks(num, options.seconds))
-                for program, code in PROGRAMS.items():
-                    for name, kind in kinds.items():
-                        measured = measure(kind, code, num, options.seconds)
-                        rates.setdefault((name, program), []).append(measured)
-        for (name, program), found in rates.items():
-            each, costs = zip(*found, strict=True)
-            print(
-                f"{num} at once  {name:22s} {program:5s} best {max(each):6.0f}/s",
-                end="  ",
-            )
-            print(
-                f"median {statistics.median(each):6.0f}/s  processor {statistics.median(costs):6.2f} ms",
-                flush=True,
-            )
+        found = measure_rounds(num, options.rounds, options.seconds)
+        for (name, program), measured in found.items():
+            rates = [rate for rate, _ in measured]
+            costs = [cost for _, cost in measured]
+            print(f"{num} at once  {name:22s} {program:5s} best {max(rates):6.0f}/s", end="  ")
+            print(f"median {statistics.median(rates):6.0f}/s  CPU {statistics.median(costs):6.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Seconds of a checkpoint by its size, on the disk or bucket of a run, to compare with the grace of a preempted host.
+"""Measure the seconds of a checkpoint by its size, to compare them with the grace period of a preempted host.
 
     python -m benchmarks.saves --workdir=/shared/try [--bucket=gs://BUCKET/FOLDER] [--gb=0.1,1,4]
 
-The state is so many GB of float32 on the first device, in arrays of 64 MB. Seconds that the loop stands still for it
-(checksums, copies to the host), until it is whole, and until it is back on the device and compared. Writes into a new
-folder, which it removes.
+The state has ``--gb`` GB of float32 on the first device, in arrays of 64 MB. The command prints three times: how long
+the loop stands still (checksums, copies to the host), when the checkpoint is whole, and how long reading and comparing
+take. It writes into a new folder and removes the folder at the end.
 
-Owns: a state of a given size. Does not know: how it is written (runtime.checkpoint).
+Owns: a state of a given size. Does not know: the writing (runtime.checkpoint).
 """
 
 from __future__ import annotations
@@ -27,32 +27,36 @@ from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import bucket
 from jaxrl_llm.runtime.checkpoint import Checkpointer
 
-ARRAY = 2**24  # numbers
+ARRAY = 2**24  # numbers in an array
 
 
 def times(gb: float, workdir: pathlib.Path, where: str) -> tuple[float, float, float]:
     """Return the seconds in which the loop stands still, until the checkpoint is whole, and until it is read."""
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    whole, rest = divmod(int(gb * 1e9 / 4), ARRAY)
-    sizes = [ARRAY] * whole + [rest] * (rest > 0)
-    state = {
-        f"array_{i:04}": jax.device_put(jnp.arange(i, size + i, dtype=jnp.float32), one) for i, size in enumerate(sizes)
-    }
+    num_whole, rest = divmod(int(gb * 1e9 / 4), ARRAY)
+    sizes = [ARRAY] * num_whole
+    if rest:
+        sizes.append(rest)
+    state = {}
+    for i, size in enumerate(sizes):
+        numbers = jnp.arange(i, size + i, dtype=jnp.float32)
+        state[f"array_{i:04}"] = jax.device_put(numbers, one)
     sums = jax.jit(checksums).lower(state).compile()
-    how, config = {"checksums": lambda _, part: sums(part)}, freeze({})
+    how = {"checksums": lambda _, part: sums(part)}
+    config = freeze({})
     with contextlib.closing(Checkpointer(workdir, CheckpointConfig(bucket=where))) as checkpoints:
         jax.block_until_ready(state)
         started = time.monotonic()
         checkpoints.save(1, {"state": state}, {}, config, pass_rate=None, **how)
-        stood = time.monotonic() - started
+        blocked_s = time.monotonic() - started
         checkpoints.wait()
-        whole = time.monotonic() - started
+        whole_s = time.monotonic() - started
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), state)
         started = time.monotonic()
         jax.block_until_ready(
             checkpoints.restore({"state": like}, config, allow_config_changes=False, **how).device_state
         )
-        return stood, whole, time.monotonic() - started
+        return blocked_s, whole_s, time.monotonic() - started
 
 
 def main() -> None:
@@ -61,9 +65,9 @@ def main() -> None:
         "--workdir",
         type=pathlib.Path,
         default=pathlib.Path("runs"),
-        help="on the disk in question",
+        help="folder on the disk that is measured",
     )
-    parser.add_argument("--bucket", default="", help="instead of that disk: checkpoint.bucket of a run")
+    parser.add_argument("--bucket", default="", help="checkpoint.bucket of a run, instead of the disk")
     parser.add_argument(
         "--gb",
         type=lambda text: [float(size) for size in text.split(",")],
@@ -76,10 +80,8 @@ def main() -> None:
         folder = pathlib.Path(tempfile.mkdtemp(prefix="saves_", dir=given.workdir))
         where = given.bucket and f"{given.bucket.rstrip('/')}/{folder.name}"
         try:
-            print(
-                f"| {gb:g} | " + " | ".join(f"{seconds:.1f}" for seconds in times(gb, folder, where)) + " |",
-                flush=True,
-            )
+            cells = " | ".join(f"{seconds:.1f}" for seconds in times(gb, folder, where))
+            print(f"| {gb:g} | {cells} |", flush=True)
         finally:
             shutil.rmtree(folder)
             if where:

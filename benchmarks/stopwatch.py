@@ -1,7 +1,7 @@
-"""Seconds of a run's compiled programs, put around them as ``iteration.Wrap``.
+"""Clocks for the compiled programs of a run. Each clock wraps the programs (``iteration.Wrap``).
 
-    Stopwatch    waits for each program: what it takes by itself
-    DeviceClock  does not wait: when the device was busy while the host did what it does
+    Stopwatch    waits for each program and measures its seconds alone
+    DeviceClock  does not wait, and records when the device is busy while the host continues
 
 Owns: the clocks. Does not know: the programs.
 """
@@ -41,7 +41,7 @@ class Stopwatch:
 
 
 def median_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """Return the median of ``repeats`` calls after two warm-up calls: the second one may compile again."""
+    """Return the median of ``repeats`` calls after two warm-up calls. The second warm-up call may compile again."""
     for _ in range(2):
         jax.block_until_ready(call())
     times = []
@@ -55,9 +55,9 @@ def median_seconds(call: Callable[[], Any], repeats: int) -> float:
 class DeviceClock:
     """Clock that records when the device works on each program, while the host continues.
 
-    A slice of each program's smallest result is asked for at once and waited for in a thread: the result itself may
-    be donated to the next program before it is there. Programs of one device run in order, so one is busy from its
-    dispatch, or the end of the one before, to its own end; the dispatch itself counts as busy.
+    The clock requests a slice of each program's smallest result at once, and a thread waits for the slice. The result
+    itself may be donated to the next program before it exists. Programs of one device run in order. Therefore a program
+    is busy from its dispatch, or from the end of the program before it, to its own end. The dispatch counts as busy.
     """
 
     def __init__(self):
@@ -80,14 +80,17 @@ class DeviceClock:
         self._thread.join()
 
     def _watch(self) -> None:
-        while (item := self._waiting.get()) is not None:
+        while True:
+            item = self._waiting.get()
+            if item is None:
+                return
             name, dispatched, probe = item
             probe.block_until_ready()
             self.intervals.append((name, dispatched, time.perf_counter()))
 
 
 class _Watched:
-    """A compiled program on a ``DeviceClock``. All attributes except the call are those of the program."""
+    """A compiled program that a ``DeviceClock`` watches. All other attributes come from the program."""
 
     def __init__(self, name: str, program: Any, clock: DeviceClock):
         self._name, self._program, self._clock = name, program, clock
@@ -106,11 +109,11 @@ def idle_shares(intervals: Sequence[tuple[str, float, float]], last: str) -> lis
     """Return the share of each iteration in which the device was idle.
 
     Args:
-        intervals: name, dispatched, done of each program in the order they ran.
-        last: the program whose end ends an iteration; the time before its first end is no iteration.
+        intervals: (name, dispatch time, end time) of each program, in the order of execution.
+        last: the program that ends an iteration. The time before its first end is not counted.
 
     Returns:
-        1 - busy / elapsed of each iteration.
+        For each iteration, 1 - busy time / elapsed time.
     """
     shares: list[float] = []
     begin = end = None
@@ -122,5 +125,6 @@ def idle_shares(intervals: Sequence[tuple[str, float, float]], last: str) -> lis
         if name == last:
             if begin is not None:
                 shares.append(1 - busy / (done - begin))
-            begin, busy = done, 0.0
+            begin = done
+            busy = 0.0
     return shares

@@ -1,6 +1,6 @@
-"""A system's worker process, seen from ``run``: the other end of ``workers.link``.
+"""A system's worker process, as ``run`` sees it: the other end of ``workers.link``.
 
-Owns: starting, waiting with a limit, ending, saying why one died. Does not know: what a step is.
+Owns: start, deadlines, end, and the error message of a worker that failed. Does not know: the content of a step.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from benchmarks.machine import ROOT, CpuMeter
 
 
 class WorkerError(RuntimeError):
-    """A worker ended, kept silent for too long, or said something else than figures."""
+    """A worker ended, sent nothing for too long, or sent a line that is not JSON."""
 
 
 class Worker:
     """A started worker that has its weights.
 
     Args:
-        command: of the process; it runs in the repository's root.
-        job: sent as its first line.
-        log: file that its stderr goes to.
+        command: the command of the process, which runs in the repository's root.
+        job: the first line that the worker receives.
+        log: the file of the worker's stderr.
         timeout_s: longest wait for a reply.
 
     Raises:
-        WorkerError: it did not get ready.
+        WorkerError: the worker did not become ready.
     """
 
     def __init__(
@@ -44,7 +44,9 @@ class Worker:
         log: Path,
         timeout_s: float,
     ):
-        self.name, self._log, self._timeout_s = name, log, timeout_s
+        self.name = name
+        self._log = log
+        self._timeout_s = timeout_s
         self._started = time.monotonic()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w") as stderr:
@@ -63,19 +65,19 @@ class Worker:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the process was started."""
+        """Return the seconds since the process was started."""
         return time.monotonic() - self._started
 
     def step(self) -> tuple[dict[str, float], float]:
-        """One step: its figures, and the share of the machine's CPU time that others took meanwhile."""
+        """Run one step. Return its figures, and the share of the machine's CPU time that other processes took."""
         meter = CpuMeter(self._process.pid)
         figures = self._ask("step")
         return figures, meter.share_of_others()
 
     def close(self) -> None:
-        """End the process; a second call does nothing."""
+        """End the process. A second call does nothing."""
         for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(BrokenPipeError):  # what it did not live to read is still in the buffer
+            with contextlib.suppress(BrokenPipeError):  # The buffer may hold lines that a dead worker did not read.
                 pipe.close()
         try:
             self._process.wait(10)
@@ -84,16 +86,16 @@ class Worker:
             self._process.wait()
 
     def _ask(self, line: str) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # it has ended: what it said last is the reply
+        with contextlib.suppress(BrokenPipeError):  # If the worker has ended, its last line is the reply.
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
         try:
             reply = self._replies.get(timeout=self._timeout_s)
             return json.loads(reply)
         except queue.Empty:
-            reason = f"said nothing for {self._timeout_s:.0f} s"
+            reason = f"sent nothing for {self._timeout_s:.0f} s"
         except ValueError:
-            reason = f"said {reply.strip()!r}" if reply else self._end()
+            reason = f"sent {reply.strip()!r}, which is not JSON" if reply else self._end()
         self._process.kill()
         self.close()
         last = [line for line in self._log.read_text(errors="replace").splitlines() if line.strip()][-1:]
@@ -106,6 +108,6 @@ class Worker:
         try:
             for line in self._process.stdout:
                 self._replies.put(line)
-        except ValueError:  # closed by us while waiting
+        except ValueError:  # ``close`` has closed the pipe.
             return
         self._replies.put("")

@@ -3,7 +3,7 @@
 16 chain_sum questions x 8 completions of exactly 64 tokens at temperature 1 without filters, no KL term, one AdamW
 step on all 128 rows in micro-batches of 16, all weights trained.
 
-Owns: the questions, the sizes, the weights' folder. Does not know: who runs it.
+Owns: the questions, the sizes, the folder of the weights. Does not know: the systems that run it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Job:
     Attributes:
         model: Hugging Face folder.
         questions: user messages; the tokenizer's chat template makes the prompts.
-        prompt_tokens: of each question, in that order.
+        prompt_tokens: number of prompt tokens of each question.
         remat: model.remat of jaxrl_llm; peers recompute nothing.
-        bf16: peers with a mixed-precision mode run in it.
+        bf16: whether peers use their mixed-precision mode, if they have one.
     """
 
     model: str

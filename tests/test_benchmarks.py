@@ -284,8 +284,8 @@ def test_a_worker_gets_the_job_and_reports_steps(tmp_path):
     ("program", "message"),
     [
         ("raise SystemExit('no weights')", "worker fake ended with status 1: no weights (see "),
-        ("print('hello')", "worker fake said 'hello'"),
-        ("import time; time.sleep(60)", "worker fake said nothing for 1 s"),
+        ("print('hello')", "worker fake sent 'hello', which is not JSON"),
+        ("import time; time.sleep(60)", "worker fake sent nothing for 1 s"),
     ],
 )
 def test_a_worker_that_fails_is_named_with_its_last_words(tmp_path, program, message):

@@ -1,1 +1,1 @@
-"""One file per system: each runs the same step in a process, and a virtual environment, of its own."""
+"""Worker programs, one file per system. Each runs the same step in a separate process and virtual environment."""

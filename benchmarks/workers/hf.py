@@ -11,7 +11,7 @@ from benchmarks.workers.link import Link
 
 
 def random_model(config: dict, dtype: torch.dtype) -> transformers.PreTrainedModel:
-    """A model of the shape that ``config``, a config.json, says."""
+    """Return a model with random weights and the shape of ``config``, the content of a config.json."""
     rest = {name: value for name, value in config.items() if name != "model_type"}
     shape = transformers.AutoConfig.for_model(config["model_type"], **rest)
     return transformers.AutoModelForCausalLM.from_config(shape, dtype=dtype)

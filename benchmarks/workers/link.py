@@ -1,4 +1,4 @@
-"""A worker's end of the line to ``benchmarks.run``: JSON lines over stdin and stdout.
+"""A worker's connection to ``benchmarks.run``: JSON lines over stdin and stdout.
 
     run                         worker
     the job          ---->
@@ -9,8 +9,8 @@
     ...
     end of input     ---->      ends
 
-What libraries print goes to stderr. This file runs in environments without the project's dependencies: it imports the
-standard library and ``jaxrl_llm.scoring``, which does the same.
+Output of libraries goes to stderr. This file runs in environments without the project's dependencies. It imports only
+the standard library and ``jaxrl_llm.scoring.answers``, which needs nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxrl_llm.scoring.answers import integer_of
 
 
 class Link:
-    """Reads the job when made; ``job`` is its dictionary."""
+    """The connection. The constructor reads the job into the dictionary ``job``."""
 
     def __init__(self):
         self._out = os.fdopen(os.dup(1), "w")
@@ -35,23 +35,24 @@ class Link:
         self.job: dict[str, Any] = json.loads(sys.stdin.readline())
 
     def ready(self, *packages: str) -> None:
-        """Say that steps can come, with the versions of the packages that will run them."""
+        """Report that steps can begin, with the versions of the packages that run them."""
         self._send({"ready": {name: importlib.metadata.version(name) for name in packages}})
 
     def steps(self) -> Iterator[None]:
-        """One turn for each step asked for."""
+        """Yield once for each requested step."""
         while self.next_step():
             yield
 
     def next_step(self) -> bool:
-        """Wait for the next request; False when there is none any more."""
+        """Wait for the next request. Return False after the last request."""
         return sys.stdin.readline() != ""
 
     def report(
         self, *, generate_s: float, update_s: float, step_s: float, tokens: int, samples: int, **others: float
     ) -> None:
-        """The figures of one step; tokens are those generated."""
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        """Send the figures of one step. ``tokens`` counts generated tokens."""
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         figures = {"generate_s": generate_s, "update_s": update_s, "step_s": step_s}
         self._send({**figures, "tokens": tokens, "samples": samples, "peak_bytes": peak, **others})
 
@@ -61,11 +62,11 @@ class Link:
 
 
 def reward(completion: str) -> float:
-    """Share of digits and spaces: cheap, the same for every system, and hardly ever tied within a group."""
+    """Return the share of digits and spaces: cheap, equal for every system, and rarely tied within a group."""
     return sum(letter.isdigit() or letter == " " for letter in completion) / max(1, len(completion))
 
 
 def is_right(completion: str, answer: str) -> bool:
-    """Return whether the integer that a completion answers is the answer: what the main job rewards."""
+    """Return whether the integer in a completion is the right answer, as the reward of the main job does."""
     integer = integer_of(completion)
     return integer is not None and int(integer) == int(answer)

@@ -40,7 +40,10 @@ def main() -> None:
         tokenizer,
         PromptsConfig(max_tokens=config.prompts.max_tokens),
     )
-    load = lambda model, mesh: source.load_params(model, mesh, seed=0)
+
+    def load(model, mesh):
+        return source.load_params(model, mesh, seed=0)
+
     iteration = Iteration(config, source.architecture(), load, encoded)
     link.ready("jaxrl_llm", "jax", "jaxlib")
     for _ in link.steps():

@@ -1,8 +1,13 @@
-"""TRL's GRPOTrainer with transformers' own generation; ``bf16`` in the job is its default autocast.
+"""TRL's GRPOTrainer with the generation of transformers. Runs in .venv-trl.
 
-A job with ``answers`` is one of ``race``: completions may end early, and are right or wrong. One with ``config`` is of
-``gpu``: random weights of that shape, on the GPU if there is one, after questions of ``prompt_tokens`` tokens; all
-others run on the CPU. The trainer runs its own loop; a callback holds it between steps. Runs in .venv-trl.
+There are three kinds of jobs:
+
+- A job of ``race`` has ``answers``: completions may end early, and are right or wrong.
+- A job of ``gpu`` has ``config``: random weights of that shape, questions of ``prompt_tokens`` tokens, on the GPU if
+  there is one.
+- All other jobs run on the CPU with completions of full length.
+
+``bf16`` in the job is TRL's default autocast. The trainer runs its own loop, and a callback stops it between steps.
 """
 
 from __future__ import annotations
@@ -25,10 +30,15 @@ class Turns(transformers.TrainerCallback):
 
     def __init__(self, link: Link):
         self.link = link
-        self.generate_s, self.lengths, self.rewards = 0.0, [], []
+        self._clear()
+
+    def _clear(self):
+        self.generate_s = 0.0
+        self.lengths = []
+        self.rewards = []
 
     def timed(self, generate):
-        """``generate`` with its seconds and the lengths of its completions noted."""
+        """Return ``generate`` with a wrapper that records its seconds and the lengths of its completions."""
 
         def call(prompts):
             start = time.perf_counter()
@@ -42,7 +52,8 @@ class Turns(transformers.TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if not self.link.next_step():
             sys.exit()
-        self.generate_s, self.lengths, self.rewards, self.start = 0.0, [], [], time.perf_counter()
+        self._clear()
+        self.start = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
         step_s = time.perf_counter() - self.start
@@ -52,7 +63,7 @@ class Turns(transformers.TrainerCallback):
 
 
 def question_of(tokenizer, number: int, tokens: int) -> str:
-    """A question that is ``tokens`` long with the chat template around it, or as short as it gets."""
+    """Return a question that has ``tokens`` tokens in the chat template, or the shortest question if that is longer."""
 
     def length(text: str) -> int:
         messages = [{"role": "user", "content": text}]
@@ -64,16 +75,19 @@ def question_of(tokenizer, number: int, tokens: int) -> str:
 def main() -> None:
     link = Link()
     job = link.job
-    answers, shape = job.get("answers"), job.get("config")
+    answers = job.get("answers")
+    shape = job.get("config")
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     on_cpu = not (shape and torch.cuda.is_available())
     if on_cpu:
         torch.set_num_threads(job["threads"])
     if shape:
         job["questions"] = [question_of(tokenizer, i, job["prompt_tokens"]) for i in range(job["num_questions"])]
-        model, model_settings = random_model(shape, torch.float32), None
+        model = random_model(shape, torch.float32)
+        model_settings = None
     else:
-        model, model_settings = job["model"], {"dtype": "float32"}
+        model = job["model"]
+        model_settings = {"dtype": "float32"}
     samples = job["samples_per_step"] if answers else len(job["questions"]) * job["samples_per_question"]
     rows = [{"prompt": [{"role": "user", "content": question}]} for question in job["questions"]]
     if answers:

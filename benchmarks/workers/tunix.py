@@ -1,8 +1,11 @@
 """Tunix's GRPOLearner with its own ("vanilla") sampler. Runs in .venv-tunix.
 
-The learner runs its own loop; the data set holds it between steps. What it needs to run this workload at all: a mesh
-with Auto axes; a pad token that is not the end of a turn; an end-of-sequence id that cannot be drawn, for completions
-of full length; and the model's own rotary base, which its Llama ignores.
+The learner runs its own loop, and the data set stops it between steps. Tunix needs these settings for this workload:
+
+- a mesh with Auto axes;
+- a pad token that is not the end of a turn;
+- an end-of-sequence id that cannot be drawn, so that completions have full length;
+- the rotary base of the model, which Tunix's Llama ignores.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ def main() -> None:
         algo_config=GRPOConfig(num_generations=group, num_iterations=1, beta=0.0, epsilon=0.2),
         reward_fns=lambda prompts, completions, **columns: [reward(text) for text in completions],
     )
-    generated = []  # of this step: seconds, lengths of its completions
+    generated = []  # (seconds, lengths of the completions) of each call in this step
 
     def timed(*arguments, generate=cluster.generate, **settings):
         start = time.perf_counter()
@@ -81,7 +84,7 @@ def main() -> None:
     cluster.generate = timed
 
     def batches():
-        """The questions once for each request; asked for the next, the learner has done the last update's dispatch."""
+        """Yield the questions once per request. The learner asks for a batch after the dispatch of its last update."""
         for _ in link.steps():
             generated.clear()
             start = time.perf_counter()
@@ -98,7 +101,7 @@ def main() -> None:
 
 
 def load_model(folder: Path, mesh: jax.sharding.Mesh) -> nnx.Module:
-    """The folder's weights in float32 as Tunix's Llama."""
+    """Return Tunix's Llama with the weights of a folder in float32."""
     config = json.loads((folder / "config.json").read_text())
     llama.apply_rope.__defaults__ = (config["rope_theta"],)
     shape = llama.ModelConfig(
