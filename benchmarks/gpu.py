@@ -254,6 +254,22 @@ def compared(figures: list[Figure]) -> Iterator[Figure]:
             yield Figure(f"{shape}/times_faster_than_{peer}/{ours}", our_rate / value[name], "x", "more")
 
 
+def figures_of(name: str, arch: Architecture, ceilings: Ceilings, sizes: Sizes, options: Any) -> Iterator[Figure]:
+    """Measure all parts of one shape, and the peers if ``options.peers``.
+
+    Raises:
+        WorkerError: a peer's worker did not become ready, or ended.
+    """
+    for key, rate in dataclasses.asdict(ceilings).items():
+        yield Figure(f"{name}/peak/{key}", rate, "1/s")
+    for measure in (decode, update):
+        started = time.monotonic()
+        yield from measure(name, arch, ceilings, sizes, options.repeats)
+        print(f"{name} {measure.__name__}: {time.monotonic() - started:.0f} s", flush=True)
+    if options.peers:
+        yield from peers(name, arch, sizes, options.repeats)
+
+
 def main(arguments: list[str]) -> int:
     parser = results.Arguments(prog="python -m benchmarks.gpu", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -278,34 +294,20 @@ def main(arguments: list[str]) -> int:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     sizes = SIZES[options.preset]
     device = jax.devices()[0]
-    table = Table(
-        "figure",
-        "value",
-        "unit",
-        title=f"{device.device_kind}, bfloat16, random weights",
-    )
-    figures = []
+    figures: list[Figure] = []
     for name in options.shape:
         arch = SHAPES[name]
         try:
             ceilings = peaks(device, arch)
         except ValueError as error:
             parser.error(str(error))
-        figures += [Figure(f"{name}/peak/{key}", rate, "1/s") for key, rate in dataclasses.asdict(ceilings).items()]
-        for measure in (decode, update):
-            started = time.monotonic()
-            figures += measure(name, arch, ceilings, sizes, options.repeats)
-            print(
-                f"{name} {measure.__name__}: {time.monotonic() - started:.0f} s",
-                flush=True,
-            )
-        if options.peers:
-            try:
-                figures += peers(name, arch, sizes, options.repeats)
-            except WorkerError as error:
-                print(f"error: {error}", file=sys.stderr)
-                return 1
+        try:
+            figures += figures_of(name, arch, ceilings, sizes, options)
+        except WorkerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     figures += compared(figures)
+    table = Table("figure", "value", "unit", title=f"{device.device_kind}, bfloat16, random weights")
     for figure in figures:
         table.add_row(figure.name, f"{figure.value:.4g}", figure.unit)
     Console(width=120).print(table)

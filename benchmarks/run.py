@@ -202,6 +202,26 @@ def table(figures: Sequence[Figure], systems: Sequence[str]) -> Table:
     return result
 
 
+@dataclasses.dataclass
+class Measured:
+    """Steps, ceilings and versions of all pairs.
+
+    Attributes:
+        first_update: seconds from the start of each system's process to the end of its first step.
+    """
+
+    accepted: list[Step] = dataclasses.field(default_factory=list)
+    rejected: list[Step] = dataclasses.field(default_factory=list)
+    ceilings: list[Ceilings] = dataclasses.field(default_factory=list)
+    first_update: dict[str, float] = dataclasses.field(default_factory=dict)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def median_ceilings(self) -> Ceilings:
+        """Return the median of each rate."""
+        columns = zip(*map(dataclasses.astuple, self.ceilings), strict=True)
+        return Ceilings(*(statistics.median(column) for column in columns))
+
+
 def measure(
     systems: Sequence[str],
     commands: Mapping[str, list[str]],
@@ -214,12 +234,12 @@ def measure(
     from benchmarks.ceilings import Probe
 
     say = Console(width=160).print
-    sizes = {
-        "num_questions": options.questions,
-        "threads": options.threads,
-        "remat": options.remat,
-    }
-    job, arch = workload.make_job(WEIGHTS, **sizes)
+    job, arch = workload.make_job(
+        WEIGHTS,
+        num_questions=options.questions,
+        threads=options.threads,
+        remat=options.remat,
+    )
     probe = Probe(arch, decode_rows=job.samples)
 
     def floors_at(ceilings: Ceilings) -> tuple[Floor, Floor]:
@@ -229,33 +249,20 @@ def measure(
     def start(name: str) -> Worker:
         log = FOLDER / f"{name}.log"
         say(f"starting {name} (log {log.relative_to(machine.ROOT)})")
-        job_of_worker = dataclasses.asdict(dataclasses.replace(job, bf16=SYSTEMS[name].bf16))
         return Worker(
             name,
             commands[name],
-            job_of_worker,
+            dataclasses.asdict(dataclasses.replace(job, bf16=SYSTEMS[name].bf16)),
             environment=environment,
             log=log,
             timeout_s=options.timeout,
         )
 
-    accepted: list[Step] = []
-    rejected: list[Step] = []
-    ceilings: list[Ceilings] = []
-    first_update: dict[str, float] = {}
-    versions: dict[str, str] = {}
+    measured = Measured()
     for names in pairs_of(systems):
         with contextlib.ExitStack() as stack:
-            workers = []
-            for name in names:
-                worker = start(name)
-                stack.callback(worker.close)
-                worker.step()
-                first_update.setdefault(name, worker.age_s)
-                versions |= worker.versions
-                say(f"{name:<9} first update {worker.age_s:.0f} s after its start")
-                workers.append(worker)
-            done = alternate(
+            workers = started(names, start, stack, measured, say)
+            accepted, rejected, ceilings = alternate(
                 workers,
                 names[-1],
                 steps=options.steps,
@@ -264,34 +271,69 @@ def measure(
                 floors=floors_at,
                 say=say,
             )
-        accepted += done[0]
-        rejected += done[1]
-        ceilings += done[2]
-    missing = [name for name in systems if all(step.system != name for step in accepted)]
+        measured.accepted += accepted
+        measured.rejected += rejected
+        measured.ceilings += ceilings
+    missing = [name for name in systems if all(step.system != name for step in measured.accepted)]
     if missing:
         raise WorkerError(f"every step of {', '.join(missing)} was disturbed by other processes")
+    say_results(measured, systems, job, floors_at, options, say)
+    return 0
 
-    figures = summarise(accepted)
-    figures += [Figure(f"{name}/first_update_s", seconds, "s", "less") for name, seconds in first_update.items()]
-    median = Ceilings(*(statistics.median(column) for column in zip(*map(dataclasses.astuple, ceilings), strict=True)))
-    figures += [Figure(f"ceiling/{name}", rate, "1/s") for name, rate in dataclasses.asdict(median).items()]
+
+def started(
+    names: Sequence[str],
+    start: Callable[[str], Worker],
+    stack: contextlib.ExitStack,
+    measured: Measured,
+    say: Callable[[str], None],
+) -> list[Worker]:
+    """Start the workers of a pair, run their warm-up steps, and return them. ``stack`` closes them."""
+    workers = []
+    for name in names:
+        worker = start(name)
+        stack.callback(worker.close)
+        worker.step()
+        measured.first_update.setdefault(name, worker.age_s)
+        measured.versions |= worker.versions
+        say(f"{name:<9} first update {worker.age_s:.0f} s after its start")
+        workers.append(worker)
+    return workers
+
+
+def say_results(
+    measured: Measured,
+    systems: Sequence[str],
+    job: Any,
+    floors_at: Callable[[Ceilings], tuple[Floor, Floor]],
+    options: Any,
+    say: Callable[[Any], None],
+) -> None:
+    """Print the table, the ceilings, the floors and the rejected steps. Write the file ``options.json``, if any."""
+    figures = summarise(measured.accepted)
+    for name, seconds in measured.first_update.items():
+        figures.append(Figure(f"{name}/first_update_s", seconds, "s", "less"))
+    median = measured.median_ceilings()
+    for name, rate in dataclasses.asdict(median).items():
+        figures.append(Figure(f"ceiling/{name}", rate, "1/s"))
     say(table(figures, systems))
     say(
         f"ceilings  matmul {median.decode_flops / 1e9:.0f} GFLOP/s at {job.samples} rows, "
-        f"{median.batch_flops / 1e9:.0f} at 1024; read {median.read_bytes / 1e9:.1f} GB/s (medians of {len(ceilings)})"
+        f"{median.batch_flops / 1e9:.0f} at 1024; read {median.read_bytes / 1e9:.1f} GB/s "
+        f"(medians of {len(measured.ceilings)})"
     )
     for floor, kind in zip(floors_at(median), ("unshared", "shared"), strict=True):
         say(f"floor     {floor.step_s:.1f} s = {floor.generate_s:.1f} + {floor.update_s:.1f}, prompts {kind}")
-    limit = f"others took over {options.max_others:.0%} of the CPU"
-    say(f"rejected  {len(rejected)} of {len(accepted) + len(rejected)} steps: {limit}")
+    num_steps = len(measured.accepted) + len(measured.rejected)
+    reason = f"other processes took over {options.max_others:.0%} of the CPU"
+    say(f"rejected  {len(measured.rejected)} of {num_steps} steps: {reason}")
     if options.json:
         hidden = ("model", "questions", "bf16")
         settings = {name: value for name, value in dataclasses.asdict(job).items() if name not in hidden}
-        settings |= {"max_others": options.max_others, "rejected": len(rejected)}
-        settings["steps"] = [dataclasses.asdict(step) for step in (*accepted, *rejected)]
-        results.write(options.json, "run", figures, versions=versions, settings=settings)
+        settings |= {"max_others": options.max_others, "rejected": len(measured.rejected)}
+        settings["steps"] = [dataclasses.asdict(step) for step in (*measured.accepted, *measured.rejected)]
+        results.write(options.json, "run", figures, versions=measured.versions, settings=settings)
         say(f"result    {options.json}")
-    return 0
 
 
 def environment(threads: int) -> dict[str, str]:
