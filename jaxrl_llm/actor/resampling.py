@@ -289,7 +289,10 @@ def state_of(rewards: Rewards) -> dict[str, Any]:
     }
 
 
-def restored(state: dict[str, Any] | list[Any], column_shapes: Mapping[str, tuple[int, ...]]) -> Rewards:
+def restored(
+    state: dict[str, Any] | list[Any],
+    column_shapes: Mapping[str, tuple[int, ...]],
+) -> Rewards:
     """Return the rewards that were saved by ``state_of``.
 
     Args:

@@ -232,7 +232,7 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
     Raises:
         ConfigError: the runs do not differ in R, they have different batches, or their seconds do not grow with R.
     """
-    given = f"--workdir={','.join(workdirs)}"
+    flag = f"--workdir={','.join(workdirs)}"
     measured = []
     batches = {}
     for workdir in workdirs:
@@ -246,15 +246,14 @@ def fitted(workdirs: Sequence[str]) -> Seconds:
     batch = statistics.median(batches.values())
     if any(abs(other - batch) > 0.05 * batch for other in batches.values()):
         sizes = ", ".join(f"{workdir} {size:.0f}" for workdir, size in batches.items())
-        raise ConfigError(f"{given} must be runs that train on equally many rollouts an iteration; they do on {sizes}")
+        raise ConfigError(f"{flag} must be runs that train on equally many rollouts an iteration; they do on {sizes}")
     rollouts = {generated for generated, _ in measured}
     if len(rollouts) < 2:
-        raise ConfigError(f"{given} must be runs that differ: all generate {rollouts.pop():.0f} rollouts an iteration")
+        raise ConfigError(f"{flag} must be runs that differ: all generate {rollouts.pop():.0f} rollouts an iteration")
     line = Seconds.of(measured, batch)
     if not (line.per_rollout > 0 and line.fixed > 0):
         raise ConfigError(
-            f"{given}: the runs fit {line.fixed:.3g} s + {line.per_rollout:.3g} s for each rollout; "
-            "both must be above 0"
+            f"{flag}: the runs fit {line.fixed:.3g} s + {line.per_rollout:.3g} s for each rollout; both must be above 0"
         )
     return line
 
@@ -288,7 +287,10 @@ class Ageing(NamedTuple):
         if not relative:
             return None
         logs = [(math.log(x), math.log(sigma)) for x, sigma in relative]
-        return cls(sum(x * s for x, s in logs) / sum(x * x for x, _ in logs) / 2, relative)
+        # Least squares of log sigma^2 = 2 alpha log x, a line through the origin.
+        covariance = sum(log_x * log_sigma for log_x, log_sigma in logs)
+        variance = sum(log_x * log_x for log_x, _ in logs)
+        return cls(covariance / variance / 2, relative)
 
     def shown(self) -> str:
         sizes = ", ".join(str(x) for x, _ in self.noise)

@@ -128,12 +128,12 @@ def main() -> None:
         compute_dtype=FLAGS.compute_dtype,
     )
     row_files.write(FLAGS.output, output)
-    tokens = sum(len(row["logp"]) for row in output)
-    mean = sum(sum(row["logp"]) for row in output) / max(1, tokens)
+    num_tokens = sum(len(row["logp"]) for row in output)
+    total = sum(sum(row["logp"]) for row in output)
     summary = {
         "rows": len(output),
-        "tokens": tokens,
-        "mean_logp_nats": mean,
+        "tokens": num_tokens,
+        "mean_logp_nats": total / max(1, num_tokens),
         "output": FLAGS.output,
     }
     print(json_lines.written(summary))

@@ -27,13 +27,15 @@ def reply_to(url: str, messages: list[dict[str, str]], token: str = "", **body: 
     if token:
         headers["Authorization"] = f"Bearer {token}"
     data = json_lines.written({"messages": messages, **body}).encode()
-    request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", data, headers)
+    address = f"{url.rstrip('/')}/chat/completions"
+    request = urllib.request.Request(address, data, headers)
     try:
         with urllib.request.urlopen(request) as response:
-            message = json.load(response)["choices"][0]["message"]
-            return message["content"] or ""
+            choices = json.load(response)["choices"]
+            return choices[0]["message"]["content"] or ""
     except urllib.error.HTTPError as error:
-        raise OSError(f"{request.full_url}: {error}: {_reason(error.read())}") from error
+        reason = _reason(error.read())
+        raise OSError(f"{address}: {error}: {reason}") from error
 
 
 def _reason(body: bytes) -> str:
@@ -58,7 +60,8 @@ def reply_of(name: str, text: str, **body: Any) -> str:
     token = os.environ.get(f"JAXRL_{name}_TOKEN", "")
     if model:
         body["model"] = model
-    return reply_to(url, [{"role": "user", "content": text}], token, **body)
+    message = {"role": "user", "content": text}
+    return reply_to(url, [message], token, **body)
 
 
 # Old names, which users' environments may import.

@@ -75,14 +75,14 @@ def check_workdir(folder: pathlib.Path) -> None:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         names = sorted(os.listdir(folder))
         settings = json.loads((folder / "config.json").read_bytes())
-    others = [name for name in names if name.endswith(".safetensors") or name == "adapter_config.json"]
+    foreign = [name for name in names if name.endswith(".safetensors") or name == "adapter_config.json"]
     if not {"config.json", "checkpoints"} & {*names}:
-        others += [name for name in WRITTEN if name in names and os.path.getsize(folder / name)]
+        foreign += [name for name in WRITTEN if name in names and os.path.getsize(folder / name)]
     if not isinstance(settings, dict) or "made_with" not in settings:
-        others.append("config.json")
-    if others:
+        foreign.append("config.json")
+    if foreign:
         raise ConfigError(
-            f"--workdir={str(folder)!r:.200} must be a folder without other files: it has {others[0]}, which no run "
+            f"--workdir={str(folder)!r:.200} must be a folder without other files: it has {foreign[0]}, which no run "
             "has written there, and a run would overwrite this file. Use a new folder."
         )
 
