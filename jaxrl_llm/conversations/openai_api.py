@@ -67,7 +67,7 @@ def pass_over(
     Args:
         fields: fields of the request that the server does not implement, by name.
         more: values without effect, by name; they extend and override ``NEUTRAL``.
-        why: error message for an unknown field, after its name.
+        why: error message for an unknown field, after its name and value.
 
     Raises:
         Refused: a field is unknown, or its value would have an effect (400).
@@ -77,7 +77,7 @@ def pass_over(
         if value is None:
             continue
         if name not in neutral:
-            raise Refused(400, f"{name} {why}")
+            raise Refused(400, f"{name}={value!r:.100} {why}")
         if neutral[name] and value not in neutral[name]:
             raise Refused(
                 400,

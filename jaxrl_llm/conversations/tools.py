@@ -106,7 +106,7 @@ def _text_field(key: str, fields: dict[str, Any]) -> dict[str, str]:
 
 def _text_of_part(part: Any) -> str:
     if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f'a part of a content must be {{"type": "text", "text": ..}}, not {part!r:.200}')
+        raise ValueError(f'content={part!r:.200} must be a text, or a list of {{"type": "text", "text": ..}}')
     return part["text"]
 
 

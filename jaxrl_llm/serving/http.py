@@ -228,7 +228,7 @@ class _Route:
             )
         if not isinstance(ids, list) or not ids or not all(map(self._is_id, ids)):
             last = self.sampler.model.arch.vocab_size - 1
-            raise Refused(400, f"token_ids must be a list of ids from 0 to {last}, and not empty")
+            raise Refused(400, f"token_ids={ids!r:.100} must be a list of ids from 0 to {last}, and not empty")
 
     def _max_tokens(self, options: dict[str, Any]) -> int:
         """Return the largest number of tokens of the completion. Two options can limit the number."""

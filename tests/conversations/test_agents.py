@@ -12,7 +12,7 @@ import urllib.parse
 
 import pytest
 from conversations.test_environment import ONE, Template, call, config, play
-from support.refusal import raises_with, refused, refused_row
+from support.refusal import check_refusal, raises_with, refused, refused_row
 from support.replies import by
 
 from jaxrl_llm.actor.episodes import Played
@@ -86,7 +86,7 @@ def test_what_an_agent_does_wrong_is_a_failure_that_says_so(start, said):
 
 @pytest.mark.parametrize(
     ("start", "words"),
-    [("silent", []), ("cold", ["400", "temperature"]), ("lost", ["404", "POST"])],
+    [("silent", []), ("cold", ["400", "temperature="]), ("lost", ["404", "POST"])],
 )
 def test_an_agent_that_cannot_begin_stops_the_run_before_it_begins(start, words):
     with refused_row("q.jsonl", 2, *words):
@@ -248,8 +248,10 @@ def test_what_an_agent_says_that_asks_for_nothing_is_passed_over_and_what_cannot
         refused.append(client.ask("[" * 10**5))
         assert [status for status, _ in refused] == [400] * 4
         said = [json.loads(text)["error"]["message"] for _, text in refused]
-        assert said[0] == "top_p=0.5 is not supported: it must be 1" and "must be a list of" in said[1]
-        assert said[2].startswith("max_tokens cannot be set by an agent") and said[3].startswith("the body")
+        check_refusal(said[0], "top_p", 0.5, "1")
+        check_refusal(said[1], "tools")
+        check_refusal(said[2], "max_tokens", 3)
+        check_refusal(said[3], "the body")
         return 1.0
 
     episode = agents.Episode(play, {})

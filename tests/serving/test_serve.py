@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from support.building import ONE, mesh_of
-from support.refusal import refused
+from support.refusal import check_refusal, check_words, raises_with, refused
 
 from jaxrl_llm.commands.serve import adapters_of, server_of
 from jaxrl_llm.config import ConfigError, LoraConfig, SamplingConfig
@@ -260,9 +260,10 @@ def test_a_special_token_among_stop_strings_is_heard_as_a_token_or_refused(greed
 
     monkeypatch.setattr(greedy.tokenizer, "encode", encoded)
     assert generate(greedy, [1, 2, 3], stop="<|pad|>") == until_there
-    for stop, said in (("a<|pad|>", "stop_token_ids"), ("\ud800", "half a surrogate pair")):
+    for stop, word in (("a<|pad|>", "stop_token_ids"), ("\ud800", "surrogate")):
         status, answer = ask(greedy, GENERATE, {"token_ids": [1], "sampling_params": {"stop": stop}})
-        assert status == 400 and said in answer["error"]["message"]
+        assert status == 400
+        check_refusal(answer["error"]["message"], "stop", stop, word)
 
 
 def test_tokens_that_the_request_names_end_it_too(greedy):
@@ -296,7 +297,8 @@ def test_adapters_of_unlike_ranks_and_targets_answer_as_each_alone_over_one_base
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             answers = list(pool.map(lambda x: generate(server, *x, max_tokens=12), asked))
         status, answer = ask(server, GENERATE, {"token_ids": [1], "model": "other"})
-        assert status == 404 and "'random:debug' or 'plain' or 'dora'" in answer["error"]["message"]
+        assert status == 404
+        check_refusal(answer["error"]["message"], "model", "other", "'random:debug'", "'plain'", "'dora'")
         leaves = [jax.tree_util.tree_leaves_with_path(x._params) for x in server.engines.values()]
     for (prompt, name), (tokens, logps, _) in zip(asked, answers, strict=True):
         np.testing.assert_allclose(logps, own_logp(prompt, tokens, adapters.get(name, "")), rtol=0, atol=1e-5)
@@ -318,7 +320,7 @@ def test_room_is_asked_for_the_base_and_for_each_adapter(tmp_path, monkeypatch):
 
     monkeypatch.setattr("jaxrl_llm.commands.serve.check_fits", stop)
     for names in ((), ("a",), ("a", "b")):
-        with pytest.raises(ConfigError, match="no room"), serving(adapters=dict.fromkeys(names, str(tmp_path))):
+        with raises_with(ConfigError, "no room"), serving(adapters=dict.fromkeys(names, str(tmp_path))):
             pass
     assert counts == [1, 2, 3]
 
@@ -326,7 +328,7 @@ def test_room_is_asked_for_the_base_and_for_each_adapter(tmp_path, monkeypatch):
 def test_adapters_have_names_of_their_own():
     assert adapters_of(["a=x/y", "z"], MODEL) == {"a": "x/y", "z": "z"}
     for given in (["a=x", "a=y"], ["=x"], [f"{MODEL}=x"]):
-        with refused("--adapter", given[-1]):
+        with refused("--adapter", given[-1], "NAME=FOLDER"):
             adapters_of(given, MODEL)
 
 
@@ -340,84 +342,60 @@ USER = [{"role": "user", "content": "x"}]
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "said"),
+    ("path", "body", "status", "words"),
     [
-        ("/v1/nothing", {}, 404, "no route POST /v1/nothing"),
-        (GENERATE, "{", 400, "the body"),
-        (GENERATE, "[]", 400, "must be a JSON object"),
-        (GENERATE, {}, 400, "token_ids must be a list of ids from 0 to"),
-        (GENERATE, {"token_ids": [1, -1]}, 400, "token_ids must be a list of ids from 0 to"),
-        (GENERATE, {"token_ids": [True]}, 400, "token_ids must be a list of ids from 0 to"),
-        (GENERATE, {"token_ids": [1] * 49}, 400, "49 tokens, but at most 48"),
-        (GENERATE, {"token_ids": [1], "model": "other"}, 404, "model='other' must be 'random:debug'"),
+        ("/v1/nothing", {}, 404, ["POST /v1/nothing"]),
+        (GENERATE, "{", 400, ["the body"]),
+        (GENERATE, "[]", 400, ["JSON object"]),
+        (GENERATE, {}, 400, ["token_ids=None"]),
+        (GENERATE, {"token_ids": [1, -1]}, 400, ["token_ids=[1, -1]"]),
+        (GENERATE, {"token_ids": [True]}, 400, ["token_ids=[True]"]),
+        (GENERATE, {"token_ids": [1] * 49}, 400, ["49 tokens", "48"]),
+        (GENERATE, {"token_ids": [1], "model": "other"}, 404, ["model='other'", "'random:debug'"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"max_tokens": 25}}, 400, ["max_tokens=25"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, 400, ["max_tokens=0", "24"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"temperature": 0.005}}, 400, ["temperature=0.005", "0.01"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"temperature": "hot"}}, 400, ["temperature='hot'"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"top_p": 0.5}}, 400, ["top_p=0.5", "1"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, ["n=2", "1"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"seed": "a"}}, 400, ["seed='a'"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": []}, 400, ["sampling_params=[]"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"stop_token_ids": ["x"]}}, 400, ["stop_token_ids=['x']"]),
+        (CHAT, {"messages": []}, 400, ["messages=[]"]),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, ["messages=[{'role': 'user'}]"]),
+        (CHAT, {"messages": USER, "functions": []}, 400, ["functions=[]"]),
+        (CHAT, {"messages": USER, "reasoning_effort": "low"}, 400, ["reasoning_effort='low'"]),
         (
-            GENERATE,
-            {"token_ids": [1], "sampling_params": {"max_tokens": 25}},
+            CHAT,
+            {"messages": USER, "response_format": {"type": "json_object"}},
             400,
-            "max_tokens=25 must be a whole number",
+            ["response_format={'type': 'json_object'}"],
         ),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"max_tokens": 0}}, 400, "from 1 to 24"),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"temperature": 0.005}}, 400, "=0.005 must be 0 or from 0.01"),
-        (
-            GENERATE,
-            {"token_ids": [1], "sampling_params": {"temperature": "hot"}},
-            400,
-            "temperature='hot' must be 0 or",
-        ),
-        (
-            GENERATE,
-            {"token_ids": [1], "sampling_params": {"top_p": 0.5}},
-            400,
-            "top_p=0.5 is not supported: it must be 1",
-        ),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"n": 2}}, 400, "n=2 is not supported: it must be 1"),
-        (GENERATE, {"token_ids": [1], "sampling_params": {"seed": "a"}}, 400, "seed='a' must be a whole number"),
-        (GENERATE, {"token_ids": [1], "sampling_params": []}, 400, "sampling_params=[] must be an object"),
-        (
-            GENERATE,
-            {"token_ids": [1], "sampling_params": {"stop_token_ids": ["x"]}},
-            400,
-            "stop_token_ids=['x'] must be",
-        ),
-        (CHAT, {"messages": []}, 400, "messages=[] must be a list of objects"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "must be a list of objects with a role and a content"),
-        (CHAT, {"messages": USER, "functions": []}, 400, "functions is not a field"),
-        (CHAT, {"messages": USER, "reasoning_effort": "low"}, 400, "reasoning_effort is not a field"),
-        (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, "response_format={'type': 'json_"),
-        (CHAT, {"messages": USER, "logit_bias": {"3": 1}}, 400, "logit_bias={'3': 1} is not supported: it must be {}"),
+        (CHAT, {"messages": USER, "logit_bias": {"3": 1}}, 400, ["logit_bias={'3': 1}", "{}"]),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
-            "a part of a content must be",
+            ["content={'type': 'image_url'}"],
         ),
-        (CHAT, {"messages": USER, "stop": [1]}, 400, "stop=[1] must be a text or a list of texts"),
-        (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": 1}}, 400, "has 'thinking'"),
-        (CHAT, {"messages": USER, "chat_template_kwargs": "x"}, 400, "chat_template_kwargs='x' must be an object"),
-        (CHAT, {"messages": USER, "stream": True, "stream_options": 1}, 400, "stream_options=1 must be an object"),
-        (CHAT, {"messages": USER, "stream": "false"}, 400, "stream='false' must be true or false"),
-        (CHAT, {"messages": USER, "stream": 0}, 400, "stream=0 must be true or false"),
-        (CHAT, {"messages": USER, "logprobs": "no"}, 400, "logprobs='no' must be true or false"),
-        (
-            CHAT,
-            {"messages": USER, "stream_options": {"include_usage": 1}},
-            400,
-            "stream_options.include_usage=1 must be",
-        ),
-        (CHAT, {"messages": USER, "tools": {}}, 400, "tools={} must be a list"),
-        (CHAT, {"messages": USER, "stop": ""}, 400, "stop=[''] must be a text or a list of texts"),
-        (CHAT, {"messages": USER, "stop": 0}, 400, "stop=0 must be a text or a list of texts"),
-        (
-            GENERATE,
-            {"token_ids": [1], "sampling_params": {"stop_token_ids": 0}},
-            400,
-            "stop_token_ids=0 must be a list",
-        ),
+        (CHAT, {"messages": USER, "stop": [1]}, 400, ["stop=[1]"]),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {"thinking": 1}}, 400, ["chat_template_kwargs.thinking=1"]),
+        (CHAT, {"messages": USER, "chat_template_kwargs": "x"}, 400, ["chat_template_kwargs='x'"]),
+        (CHAT, {"messages": USER, "stream": True, "stream_options": 1}, 400, ["stream_options=1"]),
+        (CHAT, {"messages": USER, "stream": "false"}, 400, ["stream='false'"]),
+        (CHAT, {"messages": USER, "stream": 0}, 400, ["stream=0"]),
+        (CHAT, {"messages": USER, "logprobs": "no"}, 400, ["logprobs='no'"]),
+        (CHAT, {"messages": USER, "stream_options": {"include_usage": 1}}, 400, ["stream_options.include_usage=1"]),
+        (CHAT, {"messages": USER, "tools": {}}, 400, ["tools={}"]),
+        (CHAT, {"messages": USER, "stop": ""}, 400, ["stop=['']"]),
+        (CHAT, {"messages": USER, "stop": 0}, 400, ["stop=0"]),
+        (GENERATE, {"token_ids": [1], "sampling_params": {"stop_token_ids": 0}}, 400, ["stop_token_ids=0"]),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(sampled, path, body, status, said):
+def test_what_is_not_there_is_refused_by_name(sampled, path, body, status, words):
     found, answer = ask(sampled, path, body)
-    assert found == status and said in answer["error"]["message"], answer
+    assert found == status, answer
+    check_words(answer["error"]["message"], *words)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +426,7 @@ def test_with_a_token_none_else_is_answered_and_too_many_are_told_so_and_who_has
             plugs[-1].sendall(f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode())
             until(lambda n=len(plugs): len(engine_of(server)._waiting) + len(engine_of(server)._rows) == n)
         status, answer = ask(server, GENERATE, body, token="secret")
-        assert status == 429 and "too many requests wait" in answer["error"]["message"]
+        assert status == 429 and answer["error"]["message"]
         for plug in plugs:
             plug.close()
         held.set()
@@ -466,13 +444,13 @@ def until(holds, seconds=30):
 
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(monkeypatch):
     monkeypatch.setattr("jaxrl_llm.commands.serve.compile_all", None)
-    for settings, said in (
-        ({"slots": 0}, "--slots=0 must be a multiple of 1"),
-        ({"slots": 2**31 - 1}, "--slots=2147483647, --max_tokens=24, --max_prompt_tokens=48 need "),
-        ({"max_prompt_tokens": 10**9}, "--max_prompt_tokens=1000000000 + --max_tokens=24 must be at most the model's"),
+    for settings, named in (
+        ({"slots": 0}, ("--slots", 0)),
+        ({"slots": 2**31 - 1}, ("--slots", 2**31 - 1, "--max_tokens=24", "--max_prompt_tokens=48")),
+        ({"max_prompt_tokens": 10**9}, ("--max_prompt_tokens", 10**9, "--max_tokens=24")),
     ):
         given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1} | settings
-        with pytest.raises(ConfigError, match=said.replace("+", "\\+")):
+        with refused(*named):
             server_of(MODEL, sampling=SamplingConfig(max_completion_tokens=MOST), **given)
 
 
@@ -485,7 +463,7 @@ def test_weights_that_are_missing_are_told_before_anything_is_compiled(monkeypat
     del tensors["model.norm.weight"]
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
     given = {"slots": 4, "max_prompt_tokens": WIDTH, "max_waiting": 1}
-    with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
+    with raises_with(ConfigError, "model.norm.weight"):
         server_of(str(folder), sampling=SamplingConfig(max_completion_tokens=MOST), **given)
 
 
@@ -495,7 +473,7 @@ def test_a_port_that_another_has_is_refused_before_anything_is_compiled(monkeypa
     given["sampling"] = SamplingConfig(max_completion_tokens=MOST)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"--host='127.0.0.1' --port={port}: .*Address already in use"):
+        with refused("--port", port, "--host='127.0.0.1'", "Address already in use"):
             server_of(MODEL, address=("127.0.0.1", port), **given)
 
 

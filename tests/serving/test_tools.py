@@ -12,6 +12,7 @@ import time
 import types
 
 import pytest
+from support.refusal import ANY, check_refusal, refused
 
 from jaxrl_llm.actor import stop_strings
 from jaxrl_llm.config import ConfigError
@@ -286,26 +287,30 @@ def test_arguments_that_are_no_json_come_back_as_they_went():
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "named"),
     [
-        ({"tools": [{"type": "retrieval"}]}, "tools={'type': 'retrieval'} must be a list of"),
-        ({"tools": "weather"}, "tools='weather' must be"),
-        ({"tools": TOOLS[0]}, "must be a list of"),
-        ({"skip_special_tokens": False}, "skip_special_tokens=False is not supported: it must be True"),
-        ({"stop": ["a"] * 17}, "must be at most 16 texts of at most 256 characters"),
-        ({"stop": "a" * 257}, "must be at most 16 texts of at most 256 characters"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice='required' must be 'auto' or 'none'"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "must be a list of objects with a role and a content"),
+        ({"tools": [{"type": "retrieval"}]}, ("tools", {"type": "retrieval"})),
+        ({"tools": "weather"}, ("tools", "weather")),
+        ({"tools": TOOLS[0]}, ("tools",)),
+        ({"skip_special_tokens": False}, ("skip_special_tokens", False, "True")),
+        ({"stop": ["a"] * 17}, ("stop", ANY, "16", "256")),
+        ({"stop": "a" * 257}, ("stop", ANY, "16", "256")),
+        ({"tools": TOOLS, "tool_choice": "required"}, ("tool_choice", "required", "'auto'", "'none'")),
+        (
+            {"messages": [{"role": "assistant", "content": None}]},
+            ("messages", [{"role": "assistant", "content": None}]),
+        ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x"}}]}]},
-            "must have functions with",
+            ("tool_calls", [{"function": {"name": "x"}}]),
         ),
     ],
 )
-def test_what_cannot_be_read_is_named(body, said):
+def test_what_cannot_be_read_is_named(body, named):
     with scripted("No.") as (server, _):
         status, answer = ask(server, CHAT, {"messages": [{"role": "user", "content": "?"}]} | body)
-        assert status == 400 and said in answer["error"]["message"]
+        assert status == 400
+        check_refusal(answer["error"]["message"], *named)
 
 
 @pytest.mark.tier("parity")
@@ -450,7 +455,7 @@ def test_an_address_of_ip_6_is_listened_at():
 
 def test_a_client_is_told_why_it_is_refused():
     with scripted("No.") as (server, _):
-        with pytest.raises(OSError, match=r"HTTP Error 400: Bad Request: top_p=0\.5 is not supported: it must be 1"):
+        with refused("top_p", 0.5, "400", raises=OSError):
             chat_client.reply_to(f"http://127.0.0.1:{server.server_port}/v1", USER, top_p=0.5)
         assert chat_client.reply_to(f"http://127.0.0.1:{server.server_port}/v1", USER) == "No."
 
@@ -485,4 +490,4 @@ def test_answers_and_requests_are_json():
         assert [one["logprob"] for one in choice["logprobs"]["content"]] == [None, None]
         for more in ('"temperature": NaN', '"seed": 1, "seed": 2', '"metadata": {"a": 1e999}'):
             status, answer = ask(server, CHAT, f'{{"messages": {json.dumps(USER)}, {more}}}')
-            assert status == 400 and "not JSON" in answer["error"]["message"]
+            assert status == 400 and "JSON" in answer["error"]["message"]

@@ -500,8 +500,8 @@ def test_with_greedy_a_temperature_has_no_say(tmp_path, refused):
 
 
 def test_serve_refuses_a_temperature_that_requests_may_not_have(refused):
-    said = refused("serve", "--model=random:debug", "--temperature=0.005")
-    assert "--temperature=0.005 must be 0 or from 0.01 to 100" in said
+    error = refused("serve", "--model=random:debug", "--temperature=0.005")
+    check_refusal(error, "--temperature", 0.005, "0.01", "100")
 
 
 def test_evaluate_wants_one_model(tmp_path, refused):

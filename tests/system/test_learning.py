@@ -111,7 +111,7 @@ def test_a_run_survives_its_reward_function_or_stops_with_a_checkpoint(
         assert np.isfinite(values["update/grad_norm"])
     assert any((tmp_path / "checkpoints").iterdir())
     printed = capfd.readouterr()
-    assert ("error: " in printed.err and "of the rewards failed" in printed.err) == bool(status)
+    assert ("error: " in printed.err and "rewards.max_failure_frac=" in printed.err) == bool(status)
     assert len(printed.err) < 2**20
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
 
