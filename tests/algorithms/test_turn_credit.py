@@ -24,10 +24,10 @@ def table(seed=0, shares=0.0):
     """Rows of 1 to 4 turns of 1 to 3 tokens, answers of 1 or 2 tokens of three kinds between them, in 5 groups.
 
     Args:
-        shares: of the rows, those that begin with turns of a row of their group before them, and what it was given.
+        shares: some rows begin with the turns and rewards of an earlier row of their group.
 
     Returns:
-        (arrays for ``compute``, rows as the oracle has them, what token each turn's are [B,S], -1 elsewhere).
+        (arrays for ``compute``, rows in the form of the oracle, the turn of each token [B,S], -1 elsewhere).
     """
     rng = np.random.default_rng(seed)
     tokens, number = rng.integers(1, 9, (ROWS, WIDTH)), np.full((ROWS, WIDTH), -1)

@@ -1,12 +1,12 @@
-"""Digests of whole runs, to show that a change of the code's form changes no number.
+"""Digests of whole runs, to show that a refactoring changes no number.
 
     python tests/golden/states.py record runs/golden.json     before the change
     python tests/golden/states.py compare runs/golden.json    after it
 
 Runs every recipe and debug for ten iterations and the main job for two, and keeps a digest of every array of their last
-checkpoints, of its host state, of the metrics that are no times, and the table of memory. The digests of arrays are
-compared as a set, for names and order of leaves may change; what is left over on either side is shown. On one machine,
-with one version of jax: floats differ between processors.
+checkpoints, of its host state, of the metrics that are not times, and the table of memory. The digests of arrays are
+compared as a set, because names and order of leaves may change. Arrays that only one side has are printed. Compare only
+on one machine and with one version of jax: floats differ between processors.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ def choose(probs, k):
 
 
 def mixture(x, router, gate, up, down, k, *, normalised, chosen=None, biases=None, limit=np.inf):
-    """SwiGLU experts [E,F,D], [E,F,D], [E,D,F] of tokens [X,D], of which each has k, and those.
+    """SwiGLU experts [E,F,D], [E,F,D], [E,D,F] of tokens [X,D], and the k experts that each token chose.
 
     With ``biases``, of the router [E] and the three matrices [E,F], [E,F], [E,D], they are GPT-OSS's: gates up to the
     limit, ups from there to its negative, and one is added to them.

@@ -88,11 +88,11 @@ def tokens_of(config):
 
 
 def weights(shapes, gemma=False):
-    """Float32 by name, bfloat16's values; norms scale, and logits spread by a few nats.
+    """Return float32 weights by name with bfloat16 values. Norms scale, and logits spread by a few nats.
 
     Args:
-        shapes: of tensors by name; each has a stream of its own.
-        gemma: norms are stored less one.
+        shapes: shapes of tensors by name; each tensor has its own random stream.
+        gemma: norms are stored minus one.
     """
     made = {}
     for name, shape in shapes.items():

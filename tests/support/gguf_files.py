@@ -7,13 +7,13 @@ from gguf import TokenType
 
 
 def write_tokenizer(path, core, *, pre=None, roles=None, chat_template=None, padding=0, **flags):
-    """A GGUF file of no tensors with the tokenizer of ``core``, the object in a tokenizer.json.
+    """Write a GGUF file without tensors, with the tokenizer of ``core``, the object in a tokenizer.json.
 
     Args:
         pre: the name of how text is cut, for byte-level BPE; None: SentencePiece, whose scores are made from the
             order of its merges.
         roles: the tokens that are bos, eos, pad and unk.
-        padding: rows of the embedding that no text comes to, at the end.
+        padding: number of unused rows at the end of the embedding.
         flags: metadata of ``tokenizer.ggml``, true or false.
     """
     model = core["model"]
