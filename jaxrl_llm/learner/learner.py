@@ -398,7 +398,7 @@ class Learner:
     Args:
         programs: static parts of the learner.
         compiled: compiled programs by name.
-        ledger: record of the questions.
+        ledger: record of how often each question was asked and passed.
         reference: weights of a reference that never changes; else None.
         base: frozen weights under the adapters; None without adapters.
 

@@ -147,7 +147,7 @@ def _may_be_equal(left: Any, right: Any) -> bool:
     if _is_constant(left) and _is_constant(right):
         return _same_constant(left, right)
     if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr):
-        minuend: Any = left  # the decorated operators of sympy have no types
+        minuend: Any = left  # a type checker does not see the types of sympy's decorated operators
         difference = minuend - right
         return not difference.is_Rational or difference == 0
     left_elements = _elements(left)
