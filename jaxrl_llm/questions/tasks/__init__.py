@@ -4,13 +4,13 @@
     load(config: PromptsConfig, *, seed: int) -> Loaded
 
 The scorer has the signature of every reward function: ``reward(prompts, completions, **columns) -> list[float]``. Each
-column of ``Example.columns`` arrives as a list beside the completions.
+column of ``Example.columns`` is passed to it as a list of the same length as the completions.
 
 Reward workers import the scorer's module in their own process. This package must therefore not import jax. A task
 module may import jax only inside ``load``.
 
 Owns: the module for each ``prompts.source``, the form of loaded questions. Does not know: the content of the tasks. A
-module is imported only when its source is used, so that only its users need its dependencies.
+module is imported only when its source is used, so that other runs do not need its dependencies.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
     modulus    0; 0 = no modulus
 
 ``prompts.name`` selects a part of the questions: "" for all, "train", or "test" (an eighth of all, for ``eval.name``).
-The parts "train" and "test" have no question in common and do not depend on the seed. Runs of different seeds, and the
-run that trained their start model, therefore hold out the same questions.
+The parts "train" and "test" have no question in common and do not depend on the seed. Runs with different seeds
+therefore hold out the same questions, and so does the run that trained their starting model.
 
 With three or more terms the column ``key_steps`` contains the partial sums: for "3+4+5=" it is ["7"].
 
@@ -34,7 +34,8 @@ SCORER = "jaxrl_llm.questions.tasks.arithmetic:reward"
 
 # argument -> (default, least, most)
 ARGUMENTS = {"terms": (2, 2, 100), "largest": (99, 1, 10**9), "modulus": (0, 0, 10**9)}
-PARTS = {"": range(8), "train": range(1, 8), "test": range(1)}  # remainders of the question's checksum
+# A question belongs to the part "test" if its checksum has one of these remainders.
+PARTS = {"": range(8), "train": range(1, 8), "test": range(1)}
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:

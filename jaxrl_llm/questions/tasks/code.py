@@ -17,10 +17,11 @@ lines. The version that gives the most lines is asked first. Each other version 
 retired (``prompts.retire_pass_rate``). The original question is last and is never retired. Held-out questions have no
 easier versions.
 
-This is the curriculum of code completion subtasks of StepCoder, Dou et al. 2024, arXiv:2402.01391. Differs: our
-versions move by lines, the paper's by conditional statements; the step size and the pass rate are ours.
+This is the curriculum of code completion subtasks of StepCoder, Dou et al. 2024, arXiv:2402.01391. Differs: a version
+gives a number of lines; the paper's versions give a number of conditional statements. The step size and the pass rate
+are not from the paper.
 
-Owns: rows, their single tests, names under test, easier versions. Does not know: how a program is run and judged.
+Owns: rows, the split of their tests, names under test, easier versions. Does not know: how a program is run and judged.
 
 Source: Austin et al. 2021, arXiv:2108.07732 (MBPP); Chen et al. 2021, arXiv:2107.03374 (HumanEval).
 """
@@ -103,7 +104,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
         loaded = load_rows(config, lines, question_of_line)
         return dataclasses.replace(loaded, laddered=lambda examples: laddered(config, examples))
     finally:
-        code_tests.close()  # ends the sandboxes that checked solutions; rewards are computed in other processes
+        code_tests.close()  # end the sandboxes that checked solutions, because rewards are computed in other processes
 
 
 def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:

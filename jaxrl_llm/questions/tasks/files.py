@@ -4,7 +4,7 @@ A row has ``prompt`` (text or messages) or ``messages``, and any other columns.
 
 ``prompts.arguments`` renames columns: ``{"prompt": "question"}`` uses the file's column ``question`` as the prompt.
 
-Owns: which rows are questions. Does not know: the meaning of the columns (reward functions do), tokenizers.
+Owns: which rows are questions. Does not know: the meaning of the columns, which reward functions read; tokenizers.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def files_of(name: str) -> list[Path]:
 def _has_more(rows: Iterator[Any]) -> bool:
     try:
         return next(rows, None) is not None
-    except (ConfigError, OSError):  # an unreadable rest counts as more rows
+    except (ConfigError, OSError):  # if the rest of the file cannot be read, it counts as more rows
         return True
 
 
@@ -160,7 +160,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 for row in zip(*batch.columns, strict=True):
                     number += 1
                     yield number, dict(zip(names, row, strict=True))
-        except (pyarrow.ArrowException, UnicodeDecodeError) as error:  # UnicodeDecodeError: a column's name
+        # UnicodeDecodeError is raised for a column's name.
+        except (pyarrow.ArrowException, UnicodeDecodeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"prompts.name={str(path)!r} is not a Parquet file: {reason}") from error
 

@@ -70,7 +70,8 @@ except ModuleNotFoundError as error:
     raise ConfigError(f"prompts.source='reasoning_gym' needs {error.name}: bash launch/setup.sh installs it") from error
 
 MIX = "mix"
-OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")  # depend on set order
+# Datasets whose questions depend on Python's order of sets.
+OF_SETS = ("isomorphic_strings", "polynomial_multiplication", "ransom_note")
 SCORER = "jaxrl_llm.questions.tasks.reasoning_gym_task:reward"
 
 # Formulas that may be passed to sympy: allowed syntax nodes, maximum sizes, and names beyond those of the right answer.
@@ -143,7 +144,7 @@ def _by_level(config: PromptsConfig, seed: int) -> Loaded:
     own_arguments = dict(config.arguments)
     levels = own_arguments.pop("levels")
     if name not in DATASETS:
-        return _of_dataset(config, seed)  # raises ConfigError
+        return _of_dataset(config, seed)  # this call raises ConfigError for wrong arguments
     if name not in CURRICULA:
         raise ConfigError(f"prompts.arguments.levels={levels!r}: {name} has no curriculum")
     if type(levels) is not int or not 1 <= levels <= config.size:
@@ -225,7 +226,7 @@ def _refuse_copies(name: str, entries: list[dict[str, Any]]) -> None:
             )
 
 
-@one_by_one  # so that a completion that takes too long fails without the others
+@one_by_one  # score completions one by one, so that only a completion that takes too long fails
 def reward(
     prompts: list,
     completions: list[str],
@@ -254,7 +255,7 @@ def reward(
 def again(prompt: Any, turns: list[str], **columns) -> str | None:
     """Ask for another try until the dataset's scorer gives full credit.
 
-    It is an environment (``environments.factory``).
+    This function is an environment (``environments.factory``).
     """
     repeated = {name: [value] for name, value in columns.items()}
     (score,) = reward([prompt], turns[-1:], **repeated)
@@ -326,7 +327,7 @@ def _is_small_power(power: ast.BinOp) -> bool:
     for node in ast.walk(power.right):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
             has_variable = bool(_names(node.left) - FUNCTIONS)
-            if not has_variable:  # a power of a variable, as in E**(x**2), is not computed
+            if not has_variable:  # allowed, because a power of a variable, as in E**(x**2), is not computed
                 return False
         elif isinstance(node, ast.Constant) and isinstance(node.value, int | float) and node.value > MAX_EXPONENT:
             return False
@@ -406,7 +407,7 @@ def _is_near(text: str, entry: dict[str, Any]) -> bool:
 # - Datasets with _is_literal or _is_formula evaluate the answer as Python, with access to the right answer.
 # - puzzle24 ignores the numbers of its question. game_of_life_halting accepts any text that is not empty.
 # - rush_hour executes a move of 99999999999 steps, and rubiks_cube any number of turns.
-# - The others accept NaN or 0, or compute 1e999999999.
+# - The other scorers accept NaN or 0, or compute 1e999999999.
 GUARDS: dict[str, Callable[[str, dict[str, Any]], bool]] = {
     "n_queens": _is_literal,
     "binary_matrix": _is_literal,
@@ -444,9 +445,10 @@ WITHOUT_PARTIAL_CREDIT = dict.fromkeys(
     ),
     1.0,
 )
-WITHOUT_PARTIAL_CREDIT["polynomial_equations"] = 0.98  # scored by the distance to the roots, which are rounded
+# The score depends on the distance to the roots, which are rounded.
+WITHOUT_PARTIAL_CREDIT["polynomial_equations"] = 0.98
 
-# dataset -> why no guard can make it fair.
+# dataset -> the reason why no check can make its scorer fair.
 REFUSED = {
     "propositional_logic": "gives full credit for any conclusion: 'P or Q' is right for 84 % of its questions",
 }
