@@ -34,7 +34,7 @@ SCORER = "jaxrl_llm.questions.tasks.arithmetic:reward"
 
 # argument -> (default, least, most)
 ARGUMENTS = {"terms": (2, 2, 100), "largest": (99, 1, 10**9), "modulus": (0, 0, 10**9)}
-# A question belongs to the part "test" if its checksum has one of these remainders.
+# Part of the questions -> remainders of a question's checksum that belong to this part.
 PARTS = {"": range(8), "train": range(1, 8), "test": range(1)}
 
 
