@@ -373,7 +373,8 @@ def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
         "[algorithm.old_policy.decay] and [algorithm.divergence.decay] must be equal: a run keeps one moving average",
     )
     for path, chosen in chosen_functions(config).items():
-        yield from chosen.facts.rules(path, chosen, config)
+        for message in chosen.facts.broken_rules(path, chosen, config):
+            yield False, message
 
 
 def _rules_of_environments(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:

@@ -3,9 +3,10 @@
     @needs("ref_logp", siblings=True)            columns that the function reads, and facts
     def my_surrogate(x, *, beta: Positive = 0.1): ...
 
-A record also has the rules that follow from its facts, as (is kept, error message) pairs. ``limits`` checks the rules
-before a run begins. In a message, [update.batch_size] stands for the setting's name and value. A rule about one
-function only is defined next to that function, which declares it as ``rule``.
+A record also has the rules that follow from its facts. ``broken_rules`` yields the error message of each rule that a
+config breaks, and ``limits`` checks them before a run begins. In a message, [update.batch_size] stands for the
+setting's name and value. A rule about one function only is defined next to that function, which declares it as
+``rule``.
 
 Owns: the records, their rules. Does not know: any function. ``config`` is always a ``jaxrl_llm.config.Config``, whose
 module stands above this folder.
@@ -29,7 +30,6 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 Settings = Mapping[str, Any]  # settings of a function, value by name
 Config = Any  # a jaxrl_llm.config.Config, which stands above this folder
-Rule = tuple[bool, str]  # whether a rule is kept, and the error message if it is broken
 # Receives the path of the function, its settings and the config. Returns the error message; "" if the rule is kept.
 RuleOfFunction = Callable[[str, Settings, Config], str]
 # The scores of each reward function, and the weight of each reward function.
@@ -101,8 +101,8 @@ class FunctionFacts(Facts):
                 allowed = near(column, names) if names else "they receive no columns"
                 raise ConfigError(f"must not need {column!r}, which functions of this slot do not read: {allowed}")
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        """Yield the rules that follow from these facts.
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        """Yield the error message of each rule about these facts that the config breaks.
 
         Args:
             path: dotted path of the function in the config.
@@ -110,7 +110,8 @@ class FunctionFacts(Facts):
             config: the whole config.
         """
         message = self.rule(path, chosen.settings, config) if self.rule is not None else ""
-        yield not message, message
+        if message:
+            yield message
 
 
 # ---- credit
@@ -152,9 +153,10 @@ class AdvantageFacts(CreditFacts):
     by_part: Callable[[Parts, Settings, Callable[..., Any]], Parts] | None = None
     is_centred_reward: bool = False
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        yield from super().rules(path, chosen, config)
-        yield _has_siblings(self.siblings, path, config)
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        yield from super().broken_rules(path, chosen, config)
+        if self.siblings:
+            yield from _without_siblings(path, config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,24 +174,24 @@ class ReshapingFacts(CreditFacts):
 
     of_row: bool = False
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        yield from super().rules(path, chosen, config)
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        yield from super().broken_rules(path, chosen, config)
         advantage_is_by_token = bool({"value", "turn_reward"} & config.algorithm.advantage.facts.columns)
+        if self.of_row and advantage_is_by_token:
+            yield (
+                f"[algorithm.reshaping] must not have {chosen.name!r} with [algorithm.advantage]: it needs one "
+                "advantage for each row, and this advantage differs between the tokens of a row. Remove it, or choose "
+                "another algorithm.advantage"
+            )
+
+
+def _without_siblings(path: str, config: Config) -> Iterator[str]:
+    """Yield an error message if groups have one row, for a function that compares the rows of a group."""
+    if config.rollout.group_size < 2:
         yield (
-            not (self.of_row and advantage_is_by_token),
-            f"[algorithm.reshaping] must not have {chosen.name!r} with [algorithm.advantage]: it needs one advantage "
-            "for each row, and this advantage differs between the tokens of a row. Remove it, or choose another "
-            "algorithm.advantage",
+            f"[rollout.group_size] must be at least 2 for [{path}], which compares the answers of a group. Set "
+            f"rollout.group_size=2 or choose another {path}"
         )
-
-
-def _has_siblings(siblings: bool, path: str, config: Config) -> Rule:
-    """Return the rule that a function which compares the rows of a group has at least two rows in a group."""
-    return (
-        config.rollout.group_size > 1 or not siblings,
-        f"[rollout.group_size] must be at least 2 for [{path}], which compares the answers of a group. Set "
-        f"rollout.group_size=2 or choose another {path}",
-    )
 
 
 # ---- the loss
@@ -202,14 +204,15 @@ class LossFacts(FunctionFacts):
     def allowed_columns(self) -> tuple[str, ...]:
         return loss_columns()
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        yield from super().rules(path, chosen, config)
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        yield from super().broken_rules(path, chosen, config)
         decay = chosen.settings.get("decay")
-        yield (
-            "average_logp" not in self.columns or (isinstance(decay, float) and 0 <= decay < 1),
-            f"{path}={chosen.name!r} needs 'average_logp', so it must have a setting `decay`, a float in [0, 1). Add "
-            "the keyword to the function",
-        )
+        has_decay = isinstance(decay, float) and 0 <= decay < 1
+        if "average_logp" in self.columns and not has_decay:
+            yield (
+                f"{path}={chosen.name!r} needs 'average_logp', so it must have a setting `decay`, a float in [0, 1). "
+                "Add the keyword to the function"
+            )
 
 
 # Facts that a surrogate may require of the advantage or of the aggregation, and the reason.
@@ -254,45 +257,46 @@ class SurrogateFacts(LossFacts):
                     f"declares {name}={value!r:.200}, which must be one of {', '.join(map(repr, allowed))}"
                 )
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        yield from super().rules(path, chosen, config)
-        yield _has_siblings(self.siblings, path, config)
-        compares = f"for [{path}], which compares the answers of a group"
-        yield (
-            config.replay.unit == "group" or not self.siblings,
-            f"[replay.unit] must be 'group' {compares}. Set replay.unit=group or choose another {path}",
-        )
-        yield (
-            not self.siblings or config.update.micro_batch_size % config.rollout.group_size == 0,
-            f"[update.micro_batch_size] must be a multiple of [rollout.group_size] {compares}",
-        )
-        old_policy = config.algorithm.old_policy.facts
-        yield (
-            old_policy.is_behaviour or self.base == "old" or self.reads_old,
-            f"[algorithm.old_policy] must be 'behaviour' for [{path}], which has no old policy",
-        )
-        yield _requires(self.advantage, "advantage", REQUIRED_OF_ADVANTAGE, path, config)
-        yield (
-            not self.advantage or not config.algorithm.reshaping,
-            f"[algorithm.reshaping] must be () for [{path}], whose optimum is the optimum of the rewards as they are. "
-            f"Remove the reshapings, or choose another {path}",
-        )
-        yield _requires(self.aggregation, "aggregation", REQUIRED_OF_AGGREGATION, path, config)
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        yield from super().broken_rules(path, chosen, config)
+        if self.siblings:
+            yield from _without_siblings(path, config)
+            yield from _without_whole_groups(path, config)
+        has_old_policy = self.base == "old" or self.reads_old
+        if not has_old_policy and not config.algorithm.old_policy.facts.is_behaviour:
+            yield f"[algorithm.old_policy] must be 'behaviour' for [{path}], which has no old policy"
+        if self.advantage:
+            yield from _without_fact(self.advantage, "advantage", REQUIRED_OF_ADVANTAGE, path, config)
+            if config.algorithm.reshaping:
+                yield (
+                    f"[algorithm.reshaping] must be () for [{path}], whose optimum is the optimum of the rewards as "
+                    f"they are. Remove the reshapings, or choose another {path}"
+                )
+        if self.aggregation:
+            yield from _without_fact(self.aggregation, "aggregation", REQUIRED_OF_AGGREGATION, path, config)
 
 
-def _requires(fact: str, field: str, reasons: Mapping[str, str], path: str, config: Config) -> Rule:
-    """Return the rule that the function in ``algorithm.FIELD`` declares a fact; "" requires nothing."""
-    if not fact:
-        return True, ""
+def _without_whole_groups(path: str, config: Config) -> Iterator[str]:
+    """Yield an error message if micro-batches may hold parts of groups, for a surrogate that compares their rows."""
+    compares = f"for [{path}], which compares the answers of a group"
+    if config.replay.unit != "group":
+        yield f"[replay.unit] must be 'group' {compares}. Set replay.unit=group or choose another {path}"
+    if config.update.micro_batch_size % config.rollout.group_size:
+        yield f"[update.micro_batch_size] must be a multiple of [rollout.group_size] {compares}"
+
+
+def _without_fact(fact: str, field: str, reasons: Mapping[str, str], path: str, config: Config) -> Iterator[str]:
+    """Yield an error message if the function in ``algorithm.FIELD`` does not declare a fact."""
+    if getattr(getattr(config.algorithm, field).facts, fact):
+        return
     slots = {item.name: item.metadata["slot"] for item in dataclasses.fields(config.algorithm) if item.name == field}
     fitting = []
     for name, function in slots[field].table.items():
         if getattr(function, "declared_facts", {}).get(fact):
             fitting.append(name)
-    return (
-        getattr(getattr(config.algorithm, field).facts, fact),
+    yield (
         f"[algorithm.{field}] must be {' or '.join(map(repr, fitting))} for [{path}], {reasons[fact]}. Set "
-        f"algorithm.{field}={fitting[0]}, or choose another {path}",
+        f"algorithm.{field}={fitting[0]}, or choose another {path}"
     )
 
 
@@ -327,21 +331,21 @@ class CorrectionFacts(FunctionFacts):
     of_token: bool = False
     over_batch: Callable[..., jax.Array] | None = None
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        yield from super().rules(path, chosen, config)
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        yield from super().broken_rules(path, chosen, config)
         surrogate = config.algorithm.surrogate.facts
         is_behaviour = config.algorithm.old_policy.facts.is_behaviour
         has_weight = surrogate.base == "policy" or (surrogate.base == "old" and not is_behaviour)
-        yield (
-            not chosen or has_weight or self.masks,
-            f"[{path}] must be 'none' or a correction that masks, with [algorithm.surrogate] and "
-            "[algorithm.old_policy]: these leave no importance weight to correct",
-        )
-        yield (
-            not self.of_token or surrogate.of_token,
-            f"[{path}] bounds the ratio of each token, and [algorithm.surrogate] has no such ratio. Choose another "
-            f"{path}",
-        )
+        if chosen and not has_weight and not self.masks:
+            yield (
+                f"[{path}] must be 'none' or a correction that masks, with [algorithm.surrogate] and "
+                "[algorithm.old_policy]: these leave no importance weight to correct"
+            )
+        if self.of_token and not surrogate.of_token:
+            yield (
+                f"[{path}] bounds the ratio of each token, and [algorithm.surrogate] has no such ratio. Choose another "
+                f"{path}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,18 +395,18 @@ class CrossEntropyFacts(FunctionFacts):
         if self.reads not in ("policy_logp", "prompt_logp"):
             raise ConfigError(f"declares reads={self.reads!r:.200}, which must be 'policy_logp' or 'prompt_logp'")
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        yield from super().rules(path, chosen, config)
-        yield (
-            not self.others or bool(config.external.paths),
-            f"[algorithm.cross_entropies] has {chosen.name!r}, which trains on the answers of others: set "
-            "external.paths and external.groups_per_iteration",
-        )
-        yield (
-            self.reads != "prompt_logp" or config.prompts.max_tokens > 1,
-            "[prompts.max_tokens] must be at least 2 for [algorithm.cross_entropies]: the first token of a prompt is "
-            "not predicted",
-        )
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        yield from super().broken_rules(path, chosen, config)
+        if self.others and not config.external.paths:
+            yield (
+                f"[algorithm.cross_entropies] has {chosen.name!r}, which trains on the answers of others: set "
+                "external.paths and external.groups_per_iteration"
+            )
+        if self.reads == "prompt_logp" and config.prompts.max_tokens < 2:
+            yield (
+                "[prompts.max_tokens] must be at least 2 for [algorithm.cross_entropies]: the first token of a prompt "
+                "is not predicted"
+            )
 
 
 # ---- replay
@@ -424,19 +428,20 @@ class DrawFacts(FunctionFacts):
     oldest_age: Callable[[Settings, jax.Array, int], jax.Array | int] | None = None
     preferred_ages: Callable[[Settings, jax.Array, jax.Array | int], tuple[jax.Array, jax.Array]] | None = None
 
-    def rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[Rule]:
-        yield from super().rules(path, chosen, config)
-        yield (
-            self.preferred_ages is None or config.replay.fresh_fraction == 0,
-            f"[replay.fresh_fraction] must be 0 with [{path}], which chooses between fresh and older rollouts itself. "
-            f"Set replay.fresh_fraction=0 and the settings of {path}",
-        )
-        chooses_ages = self.oldest_age is not None or self.preferred_ages is not None
-        yield (
-            not chooses_ages or config.replay.delay_iterations == 0,
-            f"[replay.delay_iterations] must be 0 with [{path}], which chooses ages: all rollouts of a delayed batch "
-            f"have the same age. Set replay.delay_iterations=0 or choose another {path}",
-        )
+    def broken_rules(self, path: str, chosen: Chosen[Any], config: Config) -> Iterator[str]:
+        yield from super().broken_rules(path, chosen, config)
+        prefers_ages = self.preferred_ages is not None
+        if prefers_ages and config.replay.fresh_fraction != 0:
+            yield (
+                f"[replay.fresh_fraction] must be 0 with [{path}], which chooses between fresh and older rollouts "
+                f"itself. Set replay.fresh_fraction=0 and the settings of {path}"
+            )
+        chooses_ages = self.oldest_age is not None or prefers_ages
+        if chooses_ages and config.replay.delay_iterations != 0:
+            yield (
+                f"[replay.delay_iterations] must be 0 with [{path}], which chooses ages: all rollouts of a delayed "
+                f"batch have the same age. Set replay.delay_iterations=0 or choose another {path}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
