@@ -2,8 +2,8 @@
 
 ``METRICS`` is the only declaration of a metric. ``MetricsWriter.write`` raises on a name that is not in ``METRICS``.
 
-Owns: the table METRICS, the mapping from the learner's sums to metrics, and the metrics by turn, by reward function and
-of an evaluation. Does not know: how the other values are computed (metrics).
+Owns: the table METRICS, the mapping from the learner's sums to metrics, and the metrics by turn, by reward function, by
+column of the rewards and of an evaluation. Does not know: how the other values are computed (metrics).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, Column
 from jaxrl_llm.types import AGE_BUCKETS, OUTCOME_SCORE, Rewards
 
 # Labels of the age buckets of rollouts: "0", "1", "2-3", ..., "16+".
@@ -36,6 +37,16 @@ class Metric:
 
     unit: str
     meaning: str
+
+
+def column_metrics(columns: Mapping[str, Column]) -> dict[str, Metric]:
+    """Return the metric of each column that has one number per rollout and is made with the rewards."""
+    metrics = {}
+    for name, column in columns.items():
+        if column.from_rewards == ROW:
+            meaning = f"Mean of the column {name} over the scored rollouts, if the method reads it: {column.meaning}."
+            metrics[f"rollout/{name}_mean"] = Metric("number", meaning)
+    return metrics
 
 
 # Maps names to metrics. An iteration samples rollouts, scores them, puts them in the ring and takes U optimizer steps.
@@ -87,6 +98,7 @@ METRICS: dict[str, Metric] = {
         )
         for k in range(1, FUNCTIONS_SHOWN + 1)
     },
+    **column_metrics(COLUMNS),
     "rollout/majority_frac": Metric(
         "fraction",
         "Fraction of the scored rollouts that give the majority answer of their question (scores:majority).",
@@ -509,6 +521,16 @@ def function_values(functions: Sequence[str], rewards: Rewards) -> dict[str, flo
         scores = part[np.isfinite(part)]
         if scores.size:
             values[f"rollout/reward_function_{k}"] = float(scores.mean())
+    return values
+
+
+def column_values(rewards: Rewards) -> dict[str, float]:
+    """Return the metrics of ``column_metrics``: means over the scored rollouts. A rollout without a value has 0.0."""
+    is_scored = rewards.outcome == OUTCOME_SCORE
+    values = {}
+    for name, column in rewards.columns.items():
+        if COLUMNS[name].from_rewards == ROW and is_scored.any():
+            values[f"rollout/{name}_mean"] = float(column[is_scored].mean())
     return values
 
 

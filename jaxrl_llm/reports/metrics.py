@@ -33,6 +33,7 @@ from jaxrl_llm.reports.metric_table import (
     COPIED,
     METRICS,
     RATIOS,
+    column_values,
     function_values,
     turn_values,
     vote_values,
@@ -78,6 +79,7 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         "reward/error_count": int((rewards.outcome == OUTCOME_ERROR).sum()),
         **turn_values(turns, rewards),
         **function_values(config.rewards.functions, rewards),
+        **column_values(rewards),
         **vote_values(
             config.rewards.functions,
             config.rewards.weights,

@@ -13,9 +13,18 @@ import pytest
 import rich.console
 from support.refusal import raises_with, refused_row
 
+from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TOKEN, Column
 from jaxrl_llm.config import ConfigError, MetricsConfig, freeze
 from jaxrl_llm.reports import metrics
-from jaxrl_llm.reports.metric_table import RATIOS, VOTE, function_values, turn_values, vote_values
+from jaxrl_llm.reports.metric_table import (
+    RATIOS,
+    VOTE,
+    column_metrics,
+    column_values,
+    function_values,
+    turn_values,
+    vote_values,
+)
 from jaxrl_llm.reports.metrics import METRICS, MetricsWriter, Progress, cost_values, progress_line, read_metrics
 from jaxrl_llm.types import OUTCOME_ERROR, OUTCOME_SCORE, SHARED_FILE, STOP_EOS, STOP_LENGTH, STOP_STRING, Rewards
 
@@ -419,6 +428,20 @@ def test_rewards_by_turn_are_means_over_the_scored_rollouts_that_have_the_turn()
         "rollout/reward_turn_1": 2.0,
     }
     assert turn_values([], Rewards(total, {}, outcome)) == {}
+
+
+def test_a_column_with_one_number_per_rollout_has_a_metric(monkeypatch):
+    monkeypatch.setitem(COLUMNS, "level", Column(False, True, "f32 levels, how hard the answer was", ROW))
+    monkeypatch.setitem(COLUMNS, "weight", Column(True, True, "f32", TOKEN))
+    outcome = np.array([OUTCOME_SCORE, OUTCOME_ERROR, OUTCOME_SCORE])
+    columns = {"level": np.array([1.0, 5.0, 2.0]), "weight": np.ones((3, 4))}
+    rewards = Rewards(np.zeros(3), {}, outcome, columns=columns)
+    assert column_values(rewards) == {"rollout/level_mean": 1.5}
+    assert column_metrics(COLUMNS).keys() == {"rollout/level_mean"}
+    group = types.SimpleNamespace(lengths=[1, 1, 1], stop_reasons=[0, 0, 0], turns=[])
+    assert metrics.rollout_values(freeze({}), [group], rewards, 0)["rollout/level_mean"] == 1.5
+    failed = Rewards(np.zeros(3), {}, np.full(3, OUTCOME_ERROR), columns=columns)
+    assert column_values(failed) == {}
 
 
 def test_labels_of_a_vote_are_compared_with_those_that_are_known():
