@@ -17,23 +17,27 @@ from studies.design import COST_RATIO, RATE, SUMS, sweep_of
 
 get_config = runpy.run_path("configs/study_arithmetic.py")["get_config"]
 RATES = (7e-5, 2e-4, 6e-4, 1.8e-3)  # farther apart than the rates of E2
-WHOLE_GROUPS = ("agro", "spo", "vcpo")
-# These recipes need another run or a teacher, or they define another reward (votes, key steps).
-LEFT_OUT = ("sapo", "distillation", "ttrl", "step_grpo", "step_coder")
+DEFAULTS = freeze(defaults())
 RECIPES = {
     name: freeze(runpy.run_path(str(package_files.recipe_file(name)))["get_config"]())
     for name in package_files.recipe_names()
-    if name not in LEFT_OUT
 }
 
 
-def point(name, config):
+def has_the_studys_task(config):
+    """Return whether a recipe needs no other reward, environment, run or teacher."""
+    has_other_reward = config.rewards.functions != DEFAULTS.rewards.functions
+    has_teacher = config.model.reference_path != ""
+    return not (has_other_reward or has_teacher or config.environments.factory or config.external.paths)
+
+
+def point(config):
     """Return the settings of a recipe on the study's task. The budget determines the number of iterations."""
-    changed = {field: plain(new) for field, (_, new) in differences(freeze(defaults()), config, whole=True).items()}
+    changed = {field: plain(new) for field, (_, new) in differences(DEFAULTS, config, whole=True).items()}
     changed.pop(RATE, None)
-    # The ring has single rollouts as in the study, unless a method compares or replays whole groups.
+    # The ring has single rollouts as in the study, unless a surrogate compares the rows of a group.
     changed.pop("replay.unit", None)
-    if name in WHOLE_GROUPS:
+    if config.algorithm.surrogate.facts.siblings:
         changed["replay.unit"] = "group"
     batch = changed.setdefault("update.batch_size", config.update.batch_size)
     changed.setdefault("update.micro_batch_size", batch)
@@ -43,13 +47,12 @@ def point(name, config):
     cost = trained * (1 + FORWARD * extra.of_trained)
     cost += config.rollouts_per_iteration * (COST_RATIO + FORWARD * extra.of_generated)
     steps = round(SUMS.budget / cost)
-    if config.algorithm.reward_terms and name == "dapo":
+    if any(term.name == "overlong_penalty" for term in config.algorithm.reward_terms):
         changed["algorithm.reward_terms.overlong_penalty.buffer"] = 1  # of 4 tokens
     return changed | {"num_iterations": steps, "eval.every_iterations": max(1, steps // SUMS.evaluations)}
 
 
 def get_sweep():
-    # A recipe with an environment has another task.
-    points = {name: point(name, config) for name, config in RECIPES.items() if not config.environments.factory}
+    points = {name: point(config) for name, config in RECIPES.items() if has_the_studys_task(config)}
     label = lambda settings: next(name for name, its in points.items() if its == settings)
     return sweep_of(list(points.values()), label, RATES)
