@@ -314,16 +314,14 @@ def test_commands_of_methods_by_turn_keep_nothing_of_the_maze(folder, monkeypatc
     monkeypatch.chdir(folder)
     maze, defaults = flatten(frozen("--config=configs/maze.py")), flatten(Config())
     of_maze = {name for name in maze if maze[name] != defaults[name]}
-    page = TEXTS["docs/how-to/choose_a_method.md"]
-    section = re.search("^## Methods by turn\n(.*?)^## ", page, re.DOTALL | re.MULTILINE)[1]
     pages = ("docs/how-to/write_an_environment.md", "docs/how-to/train_on_programs.md")
     shown = [flatten(frozen(line)) for name in pages for block in blocks(TEXTS[name], "shell") for line in lines(block)]
     assert len(shown) == 2 and {"sampling.stop_tokens", "prompts.arguments"} < of_maze
     for settings in shown:
         assert not {name for name in of_maze if settings[name] == maze[name]}
+    shown_recipes = re.findall(r"^\| `(\w+)` .*prompts\.source=maze", TEXTS["docs/reference/recipes.md"], re.MULTILINE)
     recipes = {path.stem: path.read_text() for path in REPOSITORY.glob("jaxrl_llm/recipes/[!_]*.py")}
-    named = {name for name in re.findall(r"`(\w+)`", section) if name in recipes}
-    assert named == {name for name, text in recipes.items() if "maze.get_config()" in text}
+    assert {*shown_recipes} == {name for name, text in recipes.items() if "maze.get_config()" in text}
 
 
 def test_metrics_that_are_named_exist():
