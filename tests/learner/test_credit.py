@@ -1,6 +1,9 @@
 import dataclasses
 import functools
 import json
+import pathlib
+import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ from support import ghosts
 from support.building import EIGHT, ONE, TINY, mesh_of
 from support.refusal import refused
 
-from jaxrl_llm.algorithms import baselines, shaping
+from jaxrl_llm.algorithms import baselines, inputs, shaping
 from jaxrl_llm.algorithms.advantages import ADVANTAGES
 from jaxrl_llm.algorithms.facts import AdvantageFacts
 from jaxrl_llm.algorithms.inputs import COLUMNS, NUM_DIFFICULTIES, ROW, TOKEN, Column, Sizes
@@ -127,6 +130,25 @@ def test_a_loss_gets_the_columns_of_rewards_that_it_needs(tmp_path, monkeypatch)
         expected = np.zeros(WIDTH)
         expected[first:end] = weight[row, : end - first] * (row != 2)
         np.testing.assert_array_equal(experience.columns["weight"][row], expected)
+
+
+def test_the_column_of_the_how_to_reaches_the_advantage_and_the_loss(tmp_path, monkeypatch):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "how-to" / "write_a_method.md").read_text()
+    section = page.partition("## A column of your own\n")[2]
+    declaration, example = re.findall(r"^```(?:text|python)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
+    for name, column in eval(f"{{{declaration}}}", vars(inputs)).items():
+        monkeypatch.setitem(COLUMNS, name, column)
+    file = tmp_path / "checks.py"
+    file.write_text(example)
+    config = config_of(advantage=use(f"{file}:more_checks"), surrogate=use(f"{file}:by_checks"))
+    scores = runpy.run_path(str(file))["reward"]([""] * 4, ["ok ok", "", "ok", "no"])
+    total, num_checks = (np.float32([score[name] for score in scores]) for name in ("reward", "num_checks"))
+    rewards = Rewards(total, {"a": total}, np.full(4, OUTCOME_SCORE, np.int8), columns={"num_checks": num_checks})
+    functions = (*config.algorithm.of_credit, *config.algorithm.of_loss)
+    memory = Memory(functions, (), Sizes(1, COMPLETION_TOKENS, group_size=4), Ledger())
+    experience, _ = credit.assign(make_rollout([0] * 4), memory.scores(rewards, [7]), {}, config)
+    np.testing.assert_array_equal(experience.columns["num_checks"], [2, 0, 1, 0])
+    np.testing.assert_allclose(np.max(experience.advantage, axis=1), [1.2, 0, 1.1, 0], rtol=1e-6)
 
 
 def config_of(num_groups=1, functions=("a",), weights=(1.0,), skip_tied=False, **algorithm):
