@@ -13,10 +13,14 @@ from support.rows import make_rows
 from support.tiers import mostly_in
 
 from jaxrl_llm.algorithms import turns
+from jaxrl_llm.algorithms.turns import ADVANTAGES
 from jaxrl_llm.config import freeze
 from jaxrl_llm.ops.groups import group_rows
+from jaxrl_llm.settings.use import keywords
 
 ROWS, WIDTH, TURNS = 24, 16, 4
+# The advantages by turn with an oracle and without branches. New ones are tested without a change of this file.
+KINDS = [kind for kind in ADVANTAGES if hasattr(oracle, kind) and "branch_rows" not in keywords(ADVANTAGES[kind])]
 
 
 @functools.cache
@@ -97,12 +101,11 @@ def by_turn(advantage, arrays, number):
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("turn_returns", {}),
-        pytest.param("turn_returns", {"discount": 0.0, "std": False}, marks=pytest.mark.tier("slow")),
+        *((kind, {}) for kind in KINDS),
         ("mt_grpo", {"coefficient": 0.7}),
         ("gigpo", {"weight": 0.8}),
+        pytest.param("turn_returns", {"discount": 0.0, "std": False}, marks=pytest.mark.tier("slow")),
         pytest.param("gigpo", {"discount": 0.5, "std": False}, marks=pytest.mark.tier("slow")),
-        ("ui_s1", {}),
         pytest.param("ui_s1", {"min_std": 0.0, "matched": 0.5, "std": False}, marks=pytest.mark.tier("slow")),
     ],
 )

@@ -7,6 +7,9 @@ gives a list of terms per row.
 
 import math
 
+# Surrogates whose settings ``low`` and ``high`` bound the ratio itself. Others bound its distance from 1.
+BOUND_THE_RATIO = ("cispo",)
+
 
 def _clip(ratio, advantage, low, high, dual=0.0):
     value = min(ratio * advantage, min(max(ratio, low), high) * advantage)
