@@ -1,12 +1,13 @@
 """The first loss of each recipe from its paper's equations, by loops in float64.
 
-A batch is a list of rows, dicts with ``group``, ``reward``, ``parts``, ``baseline``, ``hidden`` of a rollout and lists
-over its completion's tokens: ``policy`` (the current weights'), ``behaviour``, ``ref`` log-probs, ``generation`` (those
-of the policy that drew them, as the learner has them), those of the weights before the iteration's updates (``start``),
-before the iteration before (``previous``) and of their moving average (``average``), ``entropy`` of what each was drawn
-from, ``value`` of a critic; ``prompt`` has the current weights' log-probs of the prompt's tokens but the first,
-``answers`` of what an environment wrote between the policy's turns. Rows without a reward are not in it. ``longest`` is
-the most tokens that a completion may have, ``iteration`` how many came before.
+A batch is a list of rows, dicts with ``group``, ``reward``, ``parts``, ``hidden`` of a rollout, its columns with one
+number by their names, such as ``question_mean``, and lists over its completion's tokens: ``policy`` (the current
+weights'), ``behaviour``, ``ref`` log-probs, ``generation`` (those of the policy that drew them, as the learner has
+them), those of the weights before the iteration's updates (``start``), before the iteration before (``previous``) and
+of their moving average (``average``), ``entropy`` of what each was drawn from, ``value`` of a critic; ``prompt`` has
+the current weights' log-probs of the prompt's tokens but the first, ``answers`` of what an environment wrote between
+the policy's turns. Rows without a reward are not in it. ``longest`` is the most tokens that a completion may have,
+``iteration`` how many came before.
 
 At the first loss of a run the weights are those that it started with: these policies are all the current one.
 """
@@ -307,11 +308,11 @@ def mc_grpo(batch, longest):
 
 def mssr(batch, longest):
     """arXiv:2512.18215: A = (r - v) whitened, + min(.4 H, |A| / 2) at each token (arXiv:2506.14758); KL .01."""
-    gains = [row["reward"] - row["baseline"] for row in batch]
+    gains = [row["reward"] - row["question_mean"] for row in batch]
     centre, scale = mean(gains), std(gains) + 1e-6
 
     def term(row, t):
-        a = (row["reward"] - row["baseline"] - centre) / scale
+        a = (row["reward"] - row["question_mean"] - centre) / scale
         return ppo(ratio(row, t), a + min(0.4 * row["entropy"][t], abs(a) / 2)) + 0.01 * k3(row, t)
 
     return token_mean(batch, term)

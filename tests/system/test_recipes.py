@@ -236,6 +236,9 @@ def make_rows(config, rollout, reward=None, *, seed=0):
     if "reward_mask" in config.algorithm.columns:
         masked = np.random.default_rng(seed + 2).random((NUM_ROWS, COMPLETION_TOKENS)) < 0.3
         of_rows["reward_mask"] = masked.astype(np.float32)
+    for name in config.reward_columns.keys() - of_rows.keys():
+        shape = (NUM_ROWS, *config.reward_columns[name])
+        of_rows[name] = np.random.default_rng(seed + 3).random(shape).astype(np.float32)
     known = np.where(FAILED, 0, reward).astype(np.float32)
     scores = Scores(known, ~FAILED, rollout.group_id, parts, of_rows, memory)
     columns = make_columns(config, rollout, rng)
@@ -391,8 +394,7 @@ def batch_of(config, rows, critic, others=None, arch=SMALL):
                 given = others[name], arch, tokens, int(first), int(end)
                 row[name] = transformer.completion_logp(*given, **how)[first:end].tolist()
         row["parts"] = [float(part[i]) for part in scores.parts]
-        if "question_mean" in scores.columns:
-            row["baseline"] = float(scores.columns["question_mean"][i])
+        row |= {name: float(x[i]) for name, x in scores.columns.items() if x.ndim == 1}
         if critic is not None:
             kernel, bias = critic["kernel"].astype(float), critic["bias"].astype(float)
             row["value"] = (states[first - 1 :] @ kernel + bias)[:, 0][drawn].tolist()
