@@ -24,7 +24,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from support import building, ghosts
-from support.refusal import raises_with
+from support.refusal import check_words, raises_with
 from support.tiers import mostly_in
 
 from jaxrl_llm.actor import evaluation
@@ -180,7 +180,6 @@ def interrupt(workdir, cache):
     if iteration < NUM_ITERATIONS - 1:  # nearer to the end it may have got there before the signal arrived
         stopped = [line for line in out.splitlines() if line.startswith("stopped by SIGINT after iteration ")]
         assert len(stopped) == 1 and str(workdir / "checkpoints") in stopped[0]
-        assert "run the same command again to continue" in out
     assert "Traceback" not in err
 
 
@@ -445,7 +444,8 @@ def test_a_run_that_is_to_end_where_it_was_stopped_is_evaluated_there(tmp_path, 
     monkeypatch.setattr(MetricsWriter, "write", write_and_ask)
     assert run(3) == 128 + signal.SIGTERM
     capfd.readouterr()
-    assert run(2) == 0 and "held-out pass rate 0.500 over 2 questions (eval_after)" in capfd.readouterr().out
+    assert run(2) == 0
+    check_words(capfd.readouterr().out, "0.500", "2 questions", "eval_after")
     number = lambda: json.loads((tmp_path / "eval_after.json").read_text())["number"]
     assert number() == 3  # 1 and 2: before, and after run(1)
     rows = read_metrics(tmp_path)

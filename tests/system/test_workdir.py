@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 from support import command_line, ghosts
-from support.refusal import ANY, raises_with, refused
+from support.refusal import ANY, check_refusal, check_words, raises_with, refused
 
 from jaxrl_llm.actor import evaluation
 from jaxrl_llm.commands import train as train_module
@@ -103,7 +103,7 @@ def test_the_best_evaluation_has_a_checkpoint_wherever_it_comes(train, tmp_path,
     for last in (3, 4):
         assert train(tmp_path, last, **changes) == 0
         best = tmp_path / "checkpoints" / "2"
-        assert f"checkpoint  {best.parent}; the best is {best}, pass rate 0.750\n" in capfd.readouterr().out
+        check_words(capfd.readouterr().out, str(best.parent), f"{best}, ", "0.750\n")
     assert steps(tmp_path) == [2, 4]
     restore_params(best)  # what --checkpoint takes
 
@@ -277,8 +277,8 @@ def test_the_end_of_a_run_of_another_machine_is_waited_for(elsewhere, tmp_path, 
     with claim(tmp_path):
         assert killed.finished.is_set() and f"process {os.getpid()} on " in (tmp_path / "lock").read_text()
     said = capfd.readouterr().err
-    assert said.startswith(f"--workdir={tmp_path} is in use by process {elsewhere.pid} on ") and said.count("\n") == 1
-    assert "on another machine: waiting for its end, 120 s at most\n" in said
+    assert said.count("\n") == 1
+    check_refusal(said, f"--workdir={tmp_path}", ANY, f"process {elsewhere.pid}", "120 s")
 
 
 def test_a_run_of_another_machine_that_goes_on_is_a_fault_that_may_pass(elsewhere, tmp_path, monkeypatch):
