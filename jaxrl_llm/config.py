@@ -559,9 +559,18 @@ class Settings(ml_collections.ConfigDict):
         return self["update"]
 
 
+class ReplaySettings(ml_collections.ConfigDict):
+    """The group ``replay`` of a config file. It refuses settings of earlier versions and names their replacements."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not schema.is_replaced_setting(ReplayConfig, key, value, f"replay.{key}"):
+            super().__setitem__(key, value)
+
+
 def defaults() -> Settings:
     """Return every setting with its default, locked. ``get_config()`` of a config file starts from it."""
     settings = Settings(as_mapping(Config()))
+    settings.replay = ReplaySettings(settings.replay)
     settings.lock()
     return settings
 

@@ -88,6 +88,23 @@ def test_the_defaults_are_a_config():
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "no_effect", "replacement"),
+    [
+        ("solved_fraction", 0.5, 0.0, "replay.retirement=solved"),
+        ("fresh_batches", True, False, "replay.draw=fresh_or_older"),
+        ("fresh_from_iteration", 3, 0, "replay.draw.fresh_from_iteration"),
+    ],
+)
+def test_a_config_file_refuses_settings_of_earlier_versions(key, value, no_effect, replacement):
+    """The value that had no effect is accepted."""
+    config = config_module.defaults()
+    with refused(f"replay.{key}", value, replacement):
+        config.replay[key] = value
+    config.replay[key] = no_effect
+    assert freeze(config) == Config()
+
+
+@pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"sede": 1}, ("sede", 1, "seed")),

@@ -270,7 +270,8 @@ def _check_config_files(argv: list[str]) -> None:
             except (Exception, SystemExit) as error:
                 lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
                 where = f"{path}:{lines[-1]}" if lines else path
-                raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
+                message = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+                raise ConfigError(f"{where}: {message}") from error
 
 
 def _run_config_file(path: str, arguments: list[str]) -> None:

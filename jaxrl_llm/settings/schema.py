@@ -135,12 +135,8 @@ def build(cls: type[Group], mapping: Any, prefix: str = "") -> Group:
     for key, value in mapping.items():
         check_name(key, group)
         path = prefix + key
-        replaced = getattr(cls, "REPLACED_SETTINGS", {})
-        if key in replaced:
-            no_effect, replacement = replaced[key]
-            if value == no_effect:  # setting of an earlier version, in the record of a run
-                continue
-            raise ConfigError(f"{path}={value!r:.200} is a setting of earlier versions: set {replacement}")
+        if is_replaced_setting(cls, key, value, path):
+            continue
         if key not in fields:
             raise ConfigError(f"unknown config key {path}={value!r:.200}; {near(key, fields, prefix)}")
         slot = fields[key].metadata.get("slot")
@@ -150,6 +146,25 @@ def build(cls: type[Group], mapping: Any, prefix: str = "") -> Group:
             hint = hints[key]
             values[key] = convert(UNSIGNED.get(hint, hint), value, path)
     return cls(**values)
+
+
+def is_replaced_setting(cls: type, key: str, value: Any, path: str) -> bool:
+    """Return whether ``key`` is a setting of earlier versions, with the value that had no effect.
+
+    Args:
+        cls: dataclass of settings. Its ``REPLACED_SETTINGS`` has (value without effect, replacement) for each old name.
+        path: dotted path of the setting, for error messages.
+
+    Raises:
+        ConfigError: ``key`` is a setting of earlier versions, and its value had an effect.
+    """
+    replaced_settings = getattr(cls, "REPLACED_SETTINGS", {})
+    if key not in replaced_settings:
+        return False
+    no_effect, replacement = replaced_settings[key]
+    if value == no_effect:
+        return True
+    raise ConfigError(f"{path}={value!r:.200} is a setting of earlier versions: set {replacement}")
 
 
 def convert(hint: Any, value: Any, path: str) -> Any:

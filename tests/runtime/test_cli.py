@@ -119,6 +119,18 @@ def test_a_config_file_that_raises_is_one_line_however_it_is_named(tmp_path, run
         assert run_here(*words) == (2, "", f"error: {config}:2: KeyError: 'no such thing'\n")
 
 
+def test_a_config_file_with_a_setting_of_earlier_versions_is_one_line(tmp_path, run_here):
+    config = tmp_path / "config.py"
+    config.write_text(
+        "from jaxrl_llm.config import defaults\n\n\n"
+        "def get_config():\n    config = defaults()\n    config.replay.fresh_batches = True\n    return config\n"
+    )
+    status, out, err = run_here(f"--config={config}")
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert err.startswith(f"error: {config}:6: replay.fresh_batches=True ")
+    check_refusal(err, "replay.fresh_batches", True, "replay.draw=fresh_or_older")
+
+
 # ---- settings of the command line
 
 PLAIN = "from jaxrl_llm.config import defaults as get_config\n"
