@@ -1,16 +1,15 @@
-"""Old names of this package: modules that configs, users' files and recorded runs name, and their new places.
+"""Old names of this package: modules that have moved, but that configs, users' files and recorded runs still name.
 
-An old name works everywhere a new one does, and prints one note for each module and process:
+An old name works in every place that accepts the new name. It prints one note for each module and process:
 
 - ``from jaxrl_llm.sweep.points import Sweep`` in a user's file, by an import hook.
 - ``rewards.functions=("jaxrl_llm.environments.maze:steps",)`` in a config or on the command line.
-- The same in the record of a run. A run that was recorded with old names resumes with new ones, because every config is
-  built from new names.
+- An old name in the record of a run. The run resumes with the new name, because every config is built from new names.
 
 To move a module that users may name, add a row to ``MODULES``.
 
-Owns: the old names. Does not know: what is in a module. This module imports only the standard library, because it is
-imported with the package.
+Owns: the old names. Does not know: the content of a module. This module imports only the standard library, because
+importing the package imports it.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def with_new_names(settings: Any) -> Any:
 
 
 def _new_name(match: re.Match[str]) -> str:
-    """Return the new name of a module of the package that stands before ":function"."""
+    """Return the new name of a module of the package in ``module:function``."""
     new = MODULES.get(match[1])
     if new is None:
         return match[0]
@@ -105,7 +104,7 @@ def _new_name(match: re.Match[str]) -> str:
 
 
 class _OldModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Import hook: the import of an old name gives the module that has the new name."""
+    """Import hook: the import of an old name returns the module with the new name."""
 
     def find_spec(
         self,
@@ -122,11 +121,11 @@ class _OldModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = MODULES.get(module.__name__.removeprefix(PACKAGE))
         if new is not None:
             _note(module.__name__, PACKAGE + new)
-            # The import system returns the module that this function puts here.
+            # After this function, the import system returns the module from ``sys.modules``.
             sys.modules[module.__name__] = importlib.import_module(PACKAGE + new)
 
 
 def accept_old_names() -> None:
-    """Install the import hook. Python asks this hook last, so that an existing module is always found first."""
+    """Install the import hook as the last finder, so that the import system finds existing modules first."""
     if not any(isinstance(finder, _OldModules) for finder in sys.meta_path):
         sys.meta_path.append(_OldModules())
