@@ -8,6 +8,7 @@ Owns: compiling, reading the compiler's files, the "out of memory" message. Does
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -25,7 +26,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.models.kernels import tpu_decode
 from jaxrl_llm.models.kernels.learner import cache_length
 from jaxrl_llm.ops.logp import LIVE_CHUNK
-from jaxrl_llm.planning import counting
+from jaxrl_llm.planning import counting, operations
 from jaxrl_llm.planning.cost import reads_prompts
 from jaxrl_llm.run import Run
 from jaxrl_llm.runtime import sharding
@@ -70,15 +71,22 @@ class Row:
 
 
 def compile_rows(run: Run, names: Iterable[str] | None = None, *, keep: bool = False) -> Iterator[Row]:
-    """Compile programs of the run (None = all) and yield each result in order, as soon as it is known.
+    """Compile programs of the run and yield each result in order.
 
     Args:
+        names: names of the programs; None = all programs of the run.
         keep: rows also contain the executables.
     """
     programs = run.programs()
-    lowered = {name: programs[name].lower(run.mesh) for name in (programs if names is None else names)}
+    if names is None:
+        names = programs
+    lowered = {name: programs[name].lower(run.mesh) for name in names}
+
+    def compile_named(name: str) -> Row:
+        return compile_one(run, name, lowered[name], keep=keep)
+
     with concurrent.futures.ThreadPoolExecutor(max_workers=2) as pool:
-        yield from pool.map(lambda name: compile_one(run, name, lowered[name], keep=keep), lowered)
+        yield from pool.map(compile_named, lowered)
 
 
 def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool = False) -> Row:
@@ -86,17 +94,16 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
     refused = ""
     compiled = None
     with tempfile.TemporaryDirectory(prefix="jaxrl_llm_plan_") as folder:
+        options = {
+            "xla_dump_to": folder,
+            "xla_dump_hlo_as_text": True,
+        }
         try:
-            compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+            compiled = lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            message = re.search(
-                r"Ran out of memory.*?exceeds available HBM \([^)]*\)",
-                str(error),
-                re.DOTALL,
-            )
-            if message is None:
-                raise  # an error of this package: the compiler does not accept the program
-            refused = message.group()
+            refused = _out_of_memory(error)
+            if not refused:
+                raise  # our own error: the compiler does not accept the program
         text = _newest(folder, "*after_optimizations.txt")
         report = _newest(folder, "*after_optimizations-memory-usage-report.txt")
     if compiled is not None and not text:
@@ -112,15 +119,33 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
     )
 
 
+def _out_of_memory(error: jax.errors.JaxRuntimeError) -> str:
+    """Return the compiler's message that a program does not fit, or "" for another error."""
+    found = re.search(r"Ran out of memory.*?exceeds available HBM \([^)]*\)", str(error), re.DOTALL)
+    return found.group() if found else ""
+
+
 def _counts(run: Run, name: str, text: str) -> counting.Counts:
     """Return the counts of one program of the run, from its optimised text."""
-    share = live_share(run)
+    cache_share = live_share(run)
+    computed_share = head_share(run, name)
+    turns = micro_batches(run) if name == "update" else 1
+
+    def turns_of(loop: str) -> float:
+        return turns
+
+    def read_share(call: str) -> float:
+        return cache_share if "decode_attention" in call else 1.0
+
+    def taken(branch: str) -> float:
+        return computed_share if LIVE_CHUNK in branch else 1.0
+
     return counting.count(
         text,
-        turns_of=lambda _: micro_batches(run) if name == "update" else 1,
-        read_share=lambda call: share if "decode_attention" in call else 1.0,
+        turns_of=turns_of,
+        read_share=read_share,
         attended=functools.partial(attended_share, run, name),
-        taken=lambda branch: head_share(run, name) if LIVE_CHUNK in branch else 1.0,
+        taken=taken,
     )
 
 
@@ -144,15 +169,24 @@ def micro_batches(run: Run) -> int:
 
     The text of a packed program does not contain this number.
     """
-    config, update = run.config, run.learner.update
-    if not update.num_lines:
+    config = run.config
+    lines_per_micro_batch = run.learner.update.num_lines
+    if not lines_per_micro_batch:
         return config.update.batch_size // config.update.micro_batch_size
-    lines = -(-_draws(run) // max(1, config.line_tokens // config.draw_tokens))
-    return -(-lines // update.num_lines)
+    draws_per_line = max(1, config.line_tokens // config.draw_tokens)
+    num_lines = -(-_draws(run) // draws_per_line)
+    return -(-num_lines // lines_per_micro_batch)
 
 
 def _draws(run: Run) -> int:
+    """Return the draws of an update."""
     return run.config.update.batch_size // run.config.rows_per_draw
+
+
+def _draws_per_line(run: Run) -> float:
+    """Return the average number of draws in a packed line."""
+    num_lines = micro_batches(run) * run.learner.update.num_lines
+    return _draws(run) / num_lines
 
 
 def attended_share(run: Run, program: str, queries: int, keys: int, block: int) -> float:
@@ -161,7 +195,8 @@ def attended_share(run: Run, program: str, queries: int, keys: int, block: int) 
     The text of packed lines does not contain their mask. For packed lines, the result is the share that tokens of
     full-length draws see in their own rows.
     """
-    config, update = run.config, run.learner.update
+    config = run.config
+    is_packed = program == "update" and run.learner.update.num_lines > 0
     prompt_tokens = config.prompts.max_tokens
     row_tokens = prompt_tokens + config.sampling.max_completion_tokens
 
@@ -171,12 +206,12 @@ def attended_share(run: Run, program: str, queries: int, keys: int, block: int) 
         return full * (full + 1) / 2 + (tokens - full) * window
 
     def layer_share(window: int) -> float:
-        if program != "update" or not update.num_lines:
-            return counting.causal_share(queries, keys, block, window)
-        prompt = num_pairs(prompt_tokens, window or keys)
-        row = num_pairs(row_tokens, window or keys)
-        draws_per_line = _draws(run) / (micro_batches(run) * update.num_lines)
-        return draws_per_line * (prompt + config.rows_per_draw * (row - prompt)) / (queries * keys)
+        if not is_packed:
+            return operations.causal_share(queries, keys, block, window)
+        prompt_pairs = num_pairs(prompt_tokens, window or keys)
+        row_pairs = num_pairs(row_tokens, window or keys)
+        draw_pairs = prompt_pairs + config.rows_per_draw * (row_pairs - prompt_pairs)
+        return _draws_per_line(run) * draw_pairs / (queries * keys)
 
     shares = []
     for model in (run.model, run.learner.reference_model):
@@ -190,14 +225,13 @@ def head_share(run: Run, program: str) -> float:
 
     At least this share of the head's chunks is computed.
     """
-    config, update = run.config, run.learner.update
-    if program != "update" or not update.num_lines:
+    config = run.config
+    if program != "update" or not run.learner.update.num_lines:
         return 1.0
-    draws_per_line = _draws(run) / (micro_batches(run) * update.num_lines)
     targets = config.rows_per_draw * config.sampling.max_completion_tokens
     if reads_prompts(config):  # leave prompts out, because they have chunks of their own
         targets = min(targets, config.prompts.max_tokens - 1)
-    return min(1.0, draws_per_line * targets / config.line_tokens)
+    return min(1.0, _draws_per_line(run) * targets / config.line_tokens)
 
 
 def live_share(run: Run) -> float:
@@ -220,23 +254,20 @@ def temporaries(report: str) -> tuple[Buffer, ...]:
     total.
     """
     device = report.partition("Memory Space: default")[2].partition("Memory Space: ")[0]
-    lines = max(
-        (_BUFFER.findall(table) for table in device.split("cumulative_size")),
-        key=len,
-        default=[],
-    )
+    tables = [_BUFFER.findall(table) for table in device.split("cumulative_size")]
+    lines = max(tables, key=len)
     if len(lines) < 2:
         return ()
-    number: dict[str, int] = {}
-    total: dict[str, float] = {}
+    number: collections.defaultdict[str, int] = collections.defaultdict(int)
+    total: collections.defaultdict[str, float] = collections.defaultdict(float)
     ends = []
     for size, unit, offset, shapes in lines:
         match = re.search(r"\w+\[[\d,]*\]", shapes)
         shape = match[0] if match else "?"
         num_bytes = float(size) * _UNITS[unit]
         ends.append(int(offset) + num_bytes)
-        number[shape] = number.get(shape, 0) + 1
-        total[shape] = total.get(shape, 0.0) + num_bytes
+        number[shape] += 1
+        total[shape] += num_bytes
     scale = min(1.0, max(ends) / sum(total.values()))
     largest_first = sorted(total.items(), key=lambda item: item[1], reverse=True)
     return tuple(Buffer(shape, number[shape], size * scale) for shape, size in largest_first)

@@ -61,8 +61,12 @@ class Instruction:
     literal: str  # arguments: the text inside the brackets
 
     def called(self, *names: str) -> list[str]:
+        """Return the computations that the attributes with these ``names`` refer to."""
         found = re.findall(rf"(?:{'|'.join(names)})=(?:%([\w.-]+)|\{{([^}}]*)\}})", self.attributes)
-        return [name for one, many in found for name in ([one] if one else _NAME.findall(many))]
+        callees = []
+        for single, listed in found:
+            callees += [single] if single else _NAME.findall(listed)
+        return callees
 
     @property
     def op_name(self) -> str:
@@ -105,13 +109,15 @@ def _shape(dtype: str, dims: str, layout: str | None) -> Shape:
     if tile and sizes:
         minor = [int(n) for n in order.split(",") if n]
         # The last dimension of a tile belongs to the innermost dimension of the array.
-        for dim, size in zip(minor, reversed(tile[1].split(",")), strict=False):
-            padded[dim] = -(-padded[dim] // int(size)) * int(size)
+        for dim, text in zip(minor, reversed(tile[1].split(",")), strict=False):
+            size = int(text)
+            num_tiles = -(-padded[dim] // size)
+            padded[dim] = num_tiles * size
     return Shape(
         dtype,
         sizes,
-        int(space[1]) if space else 0,
-        math.prod(padded) * bytes_of_element(dtype),
+        space=int(space[1]) if space else 0,
+        num_bytes=math.prod(padded) * bytes_of_element(dtype),
     )
 
 
@@ -119,7 +125,10 @@ def _end_of_bracket(text: str, start: int) -> int:
     """Return the index after the bracket that closes the one at ``start``."""
     depth = 0
     for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
+        if text[i] == "(":
+            depth += 1
+        elif text[i] == ")":
+            depth -= 1
         if depth == 0:
             return i + 1
     return len(text)
@@ -131,33 +140,19 @@ def parse(text: str) -> dict[str, Computation]:
     current = None
     for line in text.splitlines():
         if current is None:
-            if head := _HEAD.match(line):
-                current = computations[head[2]] = Computation(head[2], is_entry=bool(head[1]))
+            head = _HEAD.match(line)
+            if head:
+                current = Computation(head[2], is_entry=bool(head[1]))
+                computations[current.name] = current
             continue
         if _END.match(line):
             current = None
-        elif found := _INSTRUCTION.match(line):
-            is_root, name, rest = found.groups()
-            end = _end_of_bracket(rest, 0) if rest.startswith("(") else rest.find(" ")
-            start = rest.find("(", end)
-            close = _end_of_bracket(rest, start)
-            shapes = tuple(_shape(*x) for x in _SHAPE.findall(rest[:end]))
-            inside = rest[start + 1 : close - 1]
-            op, operands = rest[end:start].strip(), tuple(_NAME.findall(inside))
-            for part in (x for x in operands if "#" in x):  # newer texts have no line for an element of a tuple
-                whole, index = part.split("#")
-                shape = current.instructions[whole].shapes[int(index)]
-                element = Instruction(
-                    part,
-                    (shape,),
-                    "get-tuple-element",
-                    (whole,),
-                    f"index={index}",
-                    f"%{whole}",
-                )
-                current.instructions.setdefault(part, element)
-            current.instructions[name] = Instruction(name, shapes, op, operands, rest[close:], inside)
-            if is_root:
+            continue
+        found = _INSTRUCTION.match(line)
+        if found:
+            root_mark, name, text_of_instruction = found.groups()
+            _add_instruction(current, name, text_of_instruction)
+            if root_mark:
                 current.root = name
         elif current.instructions:  # a kernel's description has line breaks
             name, last = current.instructions.popitem()
@@ -165,18 +160,61 @@ def parse(text: str) -> dict[str, Computation]:
     return computations
 
 
+def _add_instruction(computation: Computation, name: str, text: str) -> None:
+    """Add the instruction with this name and this text: "SHAPES OP(OPERANDS), ATTRIBUTES"."""
+    end_of_shapes = _end_of_bracket(text, 0) if text.startswith("(") else text.find(" ")
+    start = text.find("(", end_of_shapes)
+    close = _end_of_bracket(text, start)
+    shapes = [_shape(*match) for match in _SHAPE.findall(text[:end_of_shapes])]
+    literal = text[start + 1 : close - 1]
+    operands = tuple(_NAME.findall(literal))
+    for operand in operands:
+        if "#" in operand:
+            _add_tuple_element(computation, operand)
+    computation.instructions[name] = Instruction(
+        name,
+        tuple(shapes),
+        op=text[end_of_shapes:start].strip(),
+        operands=operands,
+        attributes=text[close:],
+        literal=literal,
+    )
+
+
+def _add_tuple_element(computation: Computation, name: str) -> None:
+    """Add the get-tuple-element instruction of an operand ``whole#index``. Newer texts have no line for it."""
+    whole, index = name.split("#")
+    shape = computation.instructions[whole].shapes[int(index)]
+    element = Instruction(
+        name,
+        shapes=(shape,),
+        op="get-tuple-element",
+        operands=(whole,),
+        attributes=f"index={index}",
+        literal=f"%{whole}",
+    )
+    computation.instructions.setdefault(name, element)
+
+
 def sizes(text: str, *ops: str) -> list[int]:
     """Return the number of elements of each array that instructions with one of ``ops`` produce.
 
     Fusions are included.
     """
-    found = (x for computation in parse(text).values() for x in computation.instructions.values())
-    return [shape.size for x in found if x.op in ops for shape in x.shapes]
+    found = []
+    for computation in parse(text).values():
+        for instruction in computation.instructions.values():
+            if instruction.op in ops:
+                found += [shape.size for shape in instruction.shapes]
+    return found
 
 
 def moved(text: str, *kinds: str) -> list[int]:
-    """Return the number of elements of each array that collectives of these kinds produce. Without kinds, all count.
+    """Return the number of elements of each array that a collective of these ``kinds`` produces. () = all kinds.
 
     Collectives may be split into a start and a done instruction.
     """
-    return sizes(text, *(kind + end for kind in kinds or COLLECTIVES for end in ("", "-start")))
+    ops = []
+    for kind in kinds or COLLECTIVES:
+        ops += [kind, f"{kind}-start"]
+    return sizes(text, *ops)

@@ -9,7 +9,8 @@ from jaxrl_llm.models import presets
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.planning import cost
 from jaxrl_llm.planning.chips import Chip
-from jaxrl_llm.planning.counting import Counts, Region, Sent
+from jaxrl_llm.planning.collectives import Sent
+from jaxrl_llm.planning.counting import Counts, Region
 from jaxrl_llm.settings.use import use
 
 # A second for 1e12 operations, 1e9 bytes of memory, 1e9 sent, 1e9 to the host.

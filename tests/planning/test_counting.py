@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 from support.building import needs_cuda_compiler
 
 from jaxrl_llm.models.kernels import learner as kernels
-from jaxrl_llm.planning.counting import causal_share, count
+from jaxrl_llm.planning.counting import count
 from jaxrl_llm.planning.hlo import moved, parse, sizes
+from jaxrl_llm.planning.operations import causal_share
 
 
 def compiled_text(fn, *shapes):
