@@ -130,11 +130,12 @@ def shape_of(name: str) -> str:
     generation, dash, number = name.replace("v5litepod", "v5e").partition("-")
     if not dash or generation not in SLICES or not number.isdecimal():
         return name
-    per_chip, shapes = CORES[generation], SLICES[generation]
+    per_chip = CORES[generation]
+    shapes = SLICES[generation]
     if int(number) / per_chip not in shapes:
-        what = "cores" if per_chip > 1 else "chips"
-        names = ", ".join(f"{generation}-{n * per_chip}" for n in shapes)
-        raise ConfigError(f"--topology={name!r}: the number is of {what}; slices are {names}, or a shape ({ALLOWED})")
+        unit = "cores" if per_chip > 1 else "chips"
+        names = ", ".join(f"{generation}-{num_chips * per_chip}" for num_chips in shapes)
+        raise ConfigError(f"--topology={name!r} must be a slice with its {unit}: {names}; or a shape: {ALLOWED}")
     return f"{generation}:{shapes[int(number) // per_chip]}"
 
 

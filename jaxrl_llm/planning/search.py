@@ -78,38 +78,66 @@ def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
 
 
 def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
-    """Return estimated seconds of an iteration, from the sizes of its arrays. Use them only to rank layouts."""
-    update = config.update
+    """Return estimated seconds of an iteration, by the algebra of weights and activations. It only ranks layouts."""
     mesh = config.mesh
     num_chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     recomputation = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0) / 6.0
     flops = cost.model_flops(config, arch) * recomputation / num_chips
-    itemsize = 2 if config.model.compute_dtype == "bfloat16" else 4
+    read_bytes, sent_bytes = _bytes_moved(config, arch, num_chips)
+    operation_seconds = flops / chip.tflops / 1e12
+    memory_seconds = read_bytes / chip.hbm_gb / 1e9
+    link_seconds = sent_bytes / chip.link_gb / 1e9
+    return operation_seconds + memory_seconds + link_seconds
+
+
+def _bytes_moved(config: Config, arch: Architecture, num_chips: int) -> tuple[float, float]:
+    """Return the bytes that a chip reads from its memory and sends over its links in an iteration."""
+    update = config.update
+    mesh = config.mesh
+    itemsize = _itemsize(config)
     expert_params = 3 * arch.num_layers * arch.num_experts * arch.width * arch.ffn
     weight_bytes = itemsize * (arch.num_params - expert_params + expert_params / mesh.expert)
     num_rows = update.updates_per_iteration * update.batch_size
     num_micros = num_rows // update.micro_batch_size
-    learner_tokens = num_rows * config.row_tokens / (num_chips / mesh.tensor)
-    sent = 0.0
+    sampler_tensor = mesh.sampler_tensor or mesh.tensor
+    num_slots = config.num_slots / (num_chips / sampler_tensor)
+    num_steps = cost.decode_steps(config)
+
+    sent_bytes = 0.0
     if mesh.fsdp * mesh.context > 1:
         # Weights are gathered twice, gradients are reduced in float32, and publishing gathers once.
-        sent = weight_bytes / mesh.tensor * (1 + 4 * num_micros)
-    tensor = mesh.sampler_tensor or mesh.tensor
-    sampler_weight_bytes = weight_bytes / tensor
-    num_slots = config.num_slots / (num_chips / tensor)
-    num_steps = cost.decode_steps(config)
-    for num_tokens, num_passes, num_parts in (
-        (learner_tokens, 2, mesh.tensor),
-        (num_slots * num_steps, 1, tensor),
-    ):
-        activations = num_passes * itemsize * num_tokens * arch.num_layers
-        sent += activations * arch.width * (4 * (num_parts > 1) + 2 * (mesh.expert - 1))
-        if num_passes == 2 and mesh.context > 1:  # only the learner splits rows over the context axis
-            sent += activations * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_size
+        sent_bytes = weight_bytes / mesh.tensor * (1 + 4 * num_micros)
+    # The learner passes each token forward and backward.
+    learner_tokens = num_rows * config.row_tokens / (num_chips / mesh.tensor)
+    learner_activations = 2 * itemsize * learner_tokens * arch.num_layers
+    sent_bytes += _activation_bytes(learner_activations, arch, mesh, tensor=mesh.tensor)
+    if mesh.context > 1:  # only the learner splits rows over the context axis
+        sent_bytes += learner_activations * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_size
+    sampler_activations = itemsize * (num_slots * num_steps) * arch.num_layers
+    sent_bytes += _activation_bytes(sampler_activations, arch, mesh, tensor=sampler_tensor)
+
     cache_bytes = num_slots * config.row_tokens * arch.num_kv_heads * arch.head_size * 2 * itemsize
-    decode_bytes = num_steps * (sampler_weight_bytes + cache_bytes * arch.num_layers / tensor / 2)
-    read = decode_bytes + 6 * weight_bytes / mesh.tensor * num_micros
-    return flops / chip.tflops / 1e12 + read / chip.hbm_gb / 1e9 + sent / chip.link_gb / 1e9
+    mean_cache_bytes = cache_bytes * arch.num_layers / sampler_tensor / 2
+    decode_bytes = num_steps * (weight_bytes / sampler_tensor + mean_cache_bytes)
+    learner_bytes = 6 * weight_bytes / mesh.tensor * num_micros
+    return decode_bytes + learner_bytes, sent_bytes
+
+
+def _activation_bytes(activations: float, arch: Architecture, mesh: MeshConfig, *, tensor: int) -> float:
+    """Return the bytes of activations that a chip sends over the tensor axis and the expert axis.
+
+    Args:
+        activations: bytes of one number of every token, layer and pass.
+        tensor: size of the tensor axis.
+    """
+    over_tensor = 4 if tensor > 1 else 0
+    over_experts = 2 * (mesh.expert - 1)
+    return activations * arch.width * (over_tensor + over_experts)
+
+
+def _itemsize(config: Config) -> int:
+    """Return the bytes of a number of the forward pass."""
+    return 2 if config.model.compute_dtype == "bfloat16" else 4
 
 
 def kept_for_backward(config: Config, arch: Architecture) -> float:
@@ -118,51 +146,84 @@ def kept_for_backward(config: Config, arch: Architecture) -> float:
     These are each layer's input and the MLP values that ``model.remat`` keeps.
     """
     mesh = config.mesh
-    itemsize = 2 if config.model.compute_dtype == "bfloat16" else 4
     row_tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens
     num_parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context
     tokens = (config.update.micro_batch_tokens or row_tokens) / num_parts
     ffn = arch.ffn * max(1, arch.experts_per_token) / mesh.tensor
     mlp_values = {"none": 6, "dots": 2}.get(config.model.remat, 0) * ffn
-    return itemsize * arch.num_layers * tokens * (arch.width + mlp_values)
+    return _itemsize(config) * arch.num_layers * tokens * (arch.width + mlp_values)
 
 
 def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> tuple[list[Layout], int]:
     """Return the layouts that divide and whose arrays fit, by estimate, and the number that divide but do not fit."""
-    found, too_large, refused = [], 0, None
+    fitting: list[tuple[float, float, Layout]] = []  # estimated seconds, bytes while the learner runs
+    num_too_large = 0
+    refusal = None
     for axes in meshes(config.mesh, model.arch, len(devices)):
-        mesh, there = sharding.make_mesh(axes, devices), None
+        mesh = sharding.make_mesh(axes, devices)
+        array_bytes = None  # the same for all layouts of a mesh
         for layout in layouts(config, axes):
-            of = layout.of(config)
+            layout_config = layout.of(config)
             try:
-                sharding.check_divisible(of, mesh)
+                sharding.check_divisible(layout_config, mesh)
             except ConfigError:
                 continue
             try:
-                there = there or arrays(assemble(of, model.arch, model.eos_ids, mesh, model.reference))
+                if array_bytes is None:
+                    run = assemble(layout_config, model.arch, model.eos_ids, mesh, model.reference)
+                    array_bytes = arrays(run)
             except ConfigError as error:
-                refused = error
+                refusal = error
                 continue
-            sampling, learning = there[0], there[1] + kept_for_backward(of, model.arch)
-            if max(sampling, learning) > chip.hbm_gib * 2**30:
-                too_large += 1
+            sampler_bytes, learner_arrays = array_bytes
+            learner_bytes = learner_arrays + kept_for_backward(layout_config, model.arch)
+            if max(sampler_bytes, learner_bytes) > chip.hbm_gib * 2**30:
+                num_too_large += 1
             else:
-                found.append((estimate(of, model.arch, chip), learning, layout))
-    if refused and not found and not too_large:
-        raise refused  # no mesh is possible
-    # Among equal estimates, the layout that needs less memory comes first.
-    return [layout for *_, layout in sorted(found, key=lambda each: each[:2])], too_large
+                seconds = estimate(layout_config, model.arch, chip)
+                fitting.append((seconds, learner_bytes, layout))
+    if refusal and not fitting and not num_too_large:
+        raise refusal  # every mesh was refused
+    fitting.sort(key=_seconds_then_bytes)
+    return [layout for _, _, layout in fitting], num_too_large
+
+
+def _seconds_then_bytes(fitting: tuple[float, float, Layout]) -> tuple[float, float]:
+    """Return the sort key of a layout. Among equal estimates, the layout that needs less memory comes first."""
+    seconds, learner_bytes, _ = fitting
+    return seconds, learner_bytes
 
 
 def arrays(run: Run) -> tuple[int, int]:
     """Return the bytes of a device's arrays while the sampler runs, and while the learner runs."""
-    sampling, learning = (sum(verdict.kept(run, sampling=half).values()) for half in (True, False))
-    return sampling, learning
+    sampler_bytes = sum(verdict.kept(run, sampling=True).values())
+    learner_bytes = sum(verdict.kept(run, sampling=False).values())
+    return sampler_bytes, learner_bytes
 
 
 def assembled(config: Config, model: Model, devices: list[Any]) -> Run:
     mesh = sharding.make_mesh(config.mesh, devices)
     return assemble(config, model.arch, model.eos_ids, mesh, model.reference)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """Result of compiling the programs of one layout.
+
+    Attributes:
+        refused: programs that do not fit.
+        peak_bytes: memory of the largest program, with the arrays beside it.
+    """
+
+    layout: Layout
+    refused: list[str]
+    peak_bytes: int
+    iteration: cost.Iteration
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"{self.layout}: does not fit: {', '.join(self.refused)}"
+        return f"{self.layout}: at least {self.iteration.seconds:.3g} s, {self.peak_bytes / 2**30:.2f} GiB"
 
 
 def search(
@@ -182,8 +243,8 @@ def search(
     Raises:
         ConfigError: no layout divides the run's numbers.
     """
-    ordered, too_large = candidates(config, model, devices, chip)
-    if not ordered and not too_large:
+    ordered, num_too_large = candidates(config, model, devices, chip)
+    if not ordered and not num_too_large:
         tensor = f", or has mesh.sampler_tensor={config.mesh.sampler_tensor}" if config.mesh.sampler_tensor else ""
         raise ConfigError(
             f"--search: no mesh of {len(devices)} devices divides rollout.prompts_per_iteration="
@@ -191,32 +252,55 @@ def search(
         )
     tried = ordered[:most]
     print(
-        f"search      {len(ordered) + too_large} layouts divide; {too_large} with arrays that alone do not fit, "
-        f"{len(tried)} are compiled (--search={most})",
+        f"search      {len(ordered) + num_too_large} layouts divide; {num_too_large} with arrays that alone do not "
+        f"fit, {len(tried)} are compiled (--search={most})",
         flush=True,
     )
-    sampler: dict[str, list[Row]] = {}
+    sampler_rows: dict[MeshConfig, list[Row]] = {}
     fitting = []
     for layout in tried:
         run = assembled(layout.of(config), model, devices)
-        mesh = str(layout.mesh)
-        programs = run.programs()
-        if mesh not in sampler:
-            sampler[mesh] = list(compile_rows(run, [name for name in SAMPLER if name in programs]))
-        rows = sampler[mesh] + list(compile_rows(run, [name for name in LEARNER if name in programs]))
-        need = in_use_bytes({row.name: row.memory for row in rows if row.memory}, **run.beside)
-        refused = [row for row in rows if not row.memory or need[row.name] > chip.hbm_gib * 2**30]
-        least = cost.iteration(run, chip, {row.name: row.counts for row in rows if row.counts})
-        if refused:
-            said = f"does not fit: {', '.join(row.name for row in refused)}"
-        else:
-            fitting.append((least.seconds, layout, max(need.values()), least))
-            said = f"at least {least.seconds:.3g} s, {max(need.values()) / 2**30:.2f} GiB"
-        print(f"  {layout}: {said}", flush=True)
+        if layout.mesh not in sampler_rows:
+            sampler_rows[layout.mesh] = _compile(run, SAMPLER)
+        rows = sampler_rows[layout.mesh] + _compile(run, LEARNER)
+        trial = _trial(run, layout, rows, chip)
+        if not trial.refused:
+            fitting.append(trial)
+        print(f"  {trial}", flush=True)
     if not fitting:
         print("none of them fits")
         return 1
     print("best that fit, by the least time of an iteration:")
-    for seconds, layout, peak, least in sorted(fitting, key=lambda each: each[0])[:shown]:
-        print(f"{seconds:9.3g} s  MFU {least.mfu:6.1%}  {peak / 2**30:6.2f} GiB  {layout}")
+    fitting.sort(key=_least_seconds)
+    for trial in fitting[:shown]:
+        least = trial.iteration
+        gib = trial.peak_bytes / 2**30
+        print(f"{least.seconds:9.3g} s  MFU {least.mfu:6.1%}  {gib:6.2f} GiB  {trial.layout}")
     return 0
+
+
+def _compile(run: Run, names: tuple[str, ...]) -> list[Row]:
+    """Compile the programs with these names that the run has."""
+    programs = run.programs()
+    return list(compile_rows(run, [name for name in names if name in programs]))
+
+
+def _trial(run: Run, layout: Layout, rows: list[Row], chip: Chip) -> Trial:
+    """Return the result of a layout from its compiled programs."""
+    memories = {row.name: row.memory for row in rows if row.memory}
+    in_use = in_use_bytes(memories, **run.beside)
+    refused = []
+    for row in rows:
+        if not row.memory or in_use[row.name] > chip.hbm_gib * 2**30:
+            refused.append(row.name)
+    counts = {row.name: row.counts for row in rows if row.counts}
+    return Trial(
+        layout,
+        refused=refused,
+        peak_bytes=max(in_use.values(), default=0),
+        iteration=cost.iteration(run, chip, counts),
+    )
+
+
+def _least_seconds(trial: Trial) -> float:
+    return trial.iteration.seconds

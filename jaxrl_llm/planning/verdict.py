@@ -46,7 +46,8 @@ def kept(run: Run, *, sampling: bool) -> dict[str, int]:
     if frozen:
         kinds[FROZEN] = frozen
     trained, *base = lora.split(run.sampler_params)
-    published = sharding.device_bytes((trained if sampling else (), *base))
+    published_weights = (trained, *base) if sampling else (*base,)
+    published = sharding.device_bytes(published_weights)
     if published:
         kinds[PUBLISHED] = published
     if sampling or run.config.rollout.lookahead_prompts > 0:
@@ -54,36 +55,55 @@ def kept(run: Run, *, sampling: bool) -> dict[str, int]:
     return kinds
 
 
-def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(sorted(n for n in dims if n > 1))
+def _without_ones(dims: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sorted dimensions above 1. Arrays with other orders of the same dimensions count as equal."""
+    return tuple(sorted(size for size in dims if size > 1))
 
 
 def _matrices(run: Run) -> set[tuple[int, ...]]:
     """Return the shapes of the model's weights: whole and sharded, all layers and one, plain and with merged axes."""
-    found = set()
-    for x in jax.tree.leaves((run.learner.params, run.learner.frozen)):
-        for shape in (x.shape, x.sharding.shard_shape(x.shape)):
-            for dims in (
-                shape,
-                shape[1:] if shape[0] == run.model.arch.num_layers else shape,
-            ):
-                joined = [(*dims[:i], dims[i] * dims[i + 1], *dims[i + 2 :]) for i in range(len(dims) - 1)]
-                found |= {_sorted(each) for each in (dims, *joined) if len(_sorted(each)) > 1}
-    return found
+    variants: list[tuple[int, ...]] = []
+    for weight in jax.tree.leaves((run.learner.params, run.learner.frozen)):
+        for shape in (weight.shape, weight.sharding.shard_shape(weight.shape)):
+            variants.append(shape)
+            if shape[0] == run.model.arch.num_layers:
+                variants += [shape[1:], *_with_merged_axes(shape[1:])]
+            variants += _with_merged_axes(shape)
+    shapes = {_without_ones(dims) for dims in variants}
+    return {dims for dims in shapes if len(dims) > 1}
+
+
+def _with_merged_axes(dims: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the shapes in which two neighbouring axes are merged into one."""
+    merged = []
+    for i in range(len(dims) - 1):
+        product = dims[i] * dims[i + 1]
+        merged.append((*dims[:i], product, *dims[i + 2 :]))
+    return merged
 
 
 def kind_of(run: Run, dims: tuple[int, ...]) -> str:
     """Return the kind of memory that a temporary buffer of this shape belongs to."""
-    arch, config = run.model.arch, run.config
-    tokens = {config.prompts.max_tokens, config.row_tokens, config.line_tokens, config.draw_tokens}
-    tokens |= {config.sampling.max_completion_tokens}
-    one = [n for n in dims if n > 1]
-    if _sorted(dims) in _matrices(run):
+    arch = run.model.arch
+    config = run.config
+    sizes = [size for size in dims if size > 1]
+    if _without_ones(dims) in _matrices(run):
         return MATRICES
-    if {arch.vocab_size, arch.vocab_size // run.mesh.shape["tensor"]} & set(one):
+    vocabularies = {
+        arch.vocab_size,
+        arch.vocab_size // run.mesh.shape["tensor"],
+    }
+    if not vocabularies.isdisjoint(sizes):
         return LOGITS
-    if tokens & set(one):
-        return KEPT if one[0] == arch.num_layers else LAYER
+    token_counts = {
+        config.prompts.max_tokens,
+        config.row_tokens,
+        config.line_tokens,
+        config.draw_tokens,
+        config.sampling.max_completion_tokens,
+    }
+    if not token_counts.isdisjoint(sizes):
+        return KEPT if sizes[0] == arch.num_layers else LAYER
     return OTHER
 
 
@@ -101,80 +121,109 @@ def made_of(run: Run, row: Row) -> dict[str, float]:
 
 def suggestions(run: Run, row: Row, most: int = 3) -> list[str]:
     """Return the settings that reduce this program's memory most, for its largest kinds of memory first."""
-    found: list[str] = []
+    suggested: list[str] = []
+    advice = _Advice(run, row.name)
     for kind in made_of(run, row):
-        for text in _settings(run, kind, row.name):
-            if text not in found:
-                found.append(text)
+        for text in advice.for_kind(kind):
+            if text not in suggested:
+                suggested.append(text)
                 break
-    return found[:most] or ["more chips"]
+    return suggested[:most] or ["more chips"]
 
 
-def _settings(run: Run, kind: str, program: str) -> Iterator[str]:
-    """Yield the settings that reduce a kind of memory, the best first, with values that divide."""
-    config, arch, mesh = run.config, run.model.arch, run.mesh.shape
-    data, fsdp, tensor = (mesh[axis] for axis in ("data", "fsdp", "tensor"))
-    half_data = f" with mesh.data={data // 2}" if config.mesh.data else ""  # 0: derived from the other axes
-    rows, shards = (
-        config.update.micro_batch_size,
-        sharding.num_ring_shards(config, run.mesh),
-    )
-    unit = shards * (config.rows_per_draw if config.algorithm.surrogate.facts.siblings else 1)
-    learns = program in ("update", "annotate", "score_open")
+class _Advice:
+    """Settings that reduce the memory of one program of a run, with values that divide."""
 
-    def more_fsdp():
-        if data % 2 == 0:
-            yield f"mesh.fsdp={2 * fsdp}{half_data} (now {fsdp})"
+    def __init__(self, run: Run, program: str):
+        self._run = run
+        self._config = run.config
+        self._is_learner = program in ("update", "annotate", "score_open")
+        mesh = run.mesh.shape
+        self._data = mesh["data"]
+        self._fsdp = mesh["fsdp"]
+        self._tensor = mesh["tensor"]
+        self._half_data = f" with mesh.data={self._data // 2}" if self._config.mesh.data else ""  # 0: derived
 
-    def more_tensor():
-        fits = arch.num_kv_heads % (2 * tensor) == config.mesh.sampler_tensor % (2 * tensor) == 0
-        if fits and (data % 2 == 0 or fsdp % 2 == 0):
-            less = half_data if data % 2 == 0 else f" with mesh.fsdp={fsdp // 2}"
-            yield f"mesh.tensor={2 * tensor}{less} (now {tensor})"
+    def for_kind(self, kind: str) -> Iterator[str]:
+        """Yield the settings that reduce a kind of memory, the best first."""
+        if kind in (STATE, FROZEN, MATRICES):
+            yield from self._more_fsdp()
+            if kind == STATE:
+                yield from self._smaller_moments()
+            yield from self._more_tensor()
+        elif kind == RING:
+            yield from self._smaller_ring()
+        elif kind == PUBLISHED:
+            yield from self._more_tensor()
+        elif kind == LOGITS and self._is_learner:
+            yield from self._smaller_logits()
+            yield from self._more_tensor()
+        elif kind != SLOTS and self._is_learner:
+            if kind == KEPT and self._run.model.remat != "full":
+                yield f"model.remat='full' (now {self._run.model.remat!r})"
+            yield from self._smaller_micro_batch()
+            yield from self._more_tensor()
+        else:
+            yield from self._fewer_slots()
+            yield from self._more_tensor()
 
-    def smaller_micro_batch():
-        if config.update.micro_batch_tokens:
-            yield f"a lower update.micro_batch_tokens (now {config.update.micro_batch_tokens})"
-        elif rows % (2 * unit) == 0:
-            yield f"update.micro_batch_size={rows // 2} (now {rows})"
-        elif (smaller := rows // unit // 2 * unit) and config.update.batch_size % smaller == 0:
-            yield f"update.micro_batch_size={smaller} (now {rows})"
+    def _more_fsdp(self) -> Iterator[str]:
+        if self._data % 2 == 0:
+            yield f"mesh.fsdp={2 * self._fsdp}{self._half_data} (now {self._fsdp})"
 
-    def fewer_slots():
-        half, meshes = config.num_slots // 2, (run.mesh, run.sampler.mesh)
-        if half and half % math.lcm(*map(sharding.num_data_shards, meshes)) == 0:
-            yield f"rollout.slots={half} (now {config.num_slots})"
+    def _more_tensor(self) -> Iterator[str]:
+        doubled = 2 * self._tensor
+        divides_heads = self._run.model.arch.num_kv_heads % doubled == 0
+        divides_sampler = self._config.mesh.sampler_tensor % doubled == 0
+        if not (divides_heads and divides_sampler):
+            return
+        if self._data % 2 == 0:
+            yield f"mesh.tensor={doubled}{self._half_data} (now {self._tensor})"
+        elif self._fsdp % 2 == 0:
+            yield f"mesh.tensor={doubled} with mesh.fsdp={self._fsdp // 2} (now {self._tensor})"
 
-    if kind in (STATE, FROZEN, MATRICES):
-        yield from more_fsdp()
-        if kind == STATE and not config.optimizer.offload:
-            yield "optimizer.offload=True"
-            if config.optimizer.name != "adafactor" and config.optimizer.moment_dtype == "float32":
-                yield "optimizer.moment_dtype='bfloat16'"
-        yield from more_tensor()
-    elif kind == RING:
+    def _smaller_moments(self) -> Iterator[str]:
+        optimizer = self._config.optimizer
+        if optimizer.offload:
+            return
+        yield "optimizer.offload=True"
+        if optimizer.name != "adafactor" and optimizer.moment_dtype == "float32":
+            yield "optimizer.moment_dtype='bfloat16'"
+
+    def _smaller_ring(self) -> Iterator[str]:
+        config = self._config
         if config.replay.memory != "host":
             yield "replay.memory='host'"
         if config.ring_capacity > config.rows_per_iteration:
             yield f"a lower replay.capacity (now {config.ring_capacity})"
-    elif kind == SLOTS:
-        yield from fewer_slots()
-        yield from more_tensor()
-    elif kind == PUBLISHED:
-        yield from more_tensor()
-    elif kind == LOGITS and learns:
-        chunk = run.learner.update.config.logp_chunk_tokens
+
+    def _smaller_logits(self) -> Iterator[str]:
+        chunk = self._run.learner.update.config.logp_chunk_tokens
         if chunk > 128:
             yield f"update.logp_chunk_tokens={chunk // 2} (now {chunk})"
-        yield from more_tensor()
-    elif learns:
-        if kind == KEPT and run.model.remat != "full":
-            yield f"model.remat='full' (now {run.model.remat!r})"
-        yield from smaller_micro_batch()
-        yield from more_tensor()
-    else:
-        yield from fewer_slots()
-        yield from more_tensor()
+
+    def _smaller_micro_batch(self) -> Iterator[str]:
+        update = self._config.update
+        if update.micro_batch_tokens:
+            yield f"a lower update.micro_batch_tokens (now {update.micro_batch_tokens})"
+            return
+        rows = update.micro_batch_size
+        unit = sharding.num_ring_shards(self._config, self._run.mesh)
+        if self._config.algorithm.surrogate.facts.siblings:
+            unit *= self._config.rows_per_draw
+        if rows % (2 * unit) == 0:
+            yield f"update.micro_batch_size={rows // 2} (now {rows})"
+            return
+        smaller = rows // unit // 2 * unit
+        if smaller and update.batch_size % smaller == 0:
+            yield f"update.micro_batch_size={smaller} (now {rows})"
+
+    def _fewer_slots(self) -> Iterator[str]:
+        half = self._config.num_slots // 2
+        learner_shards = sharding.num_data_shards(self._run.mesh)
+        sampler_shards = sharding.num_data_shards(self._run.sampler.mesh)
+        if half and half % math.lcm(learner_shards, sampler_shards) == 0:
+            yield f"rollout.slots={half} (now {self._config.num_slots})"
 
 
 def ring_that_fits(run: Run, spare_bytes: float) -> int | None:
@@ -185,9 +234,9 @@ def ring_that_fits(run: Run, spare_bytes: float) -> int | None:
     config = run.config
     if config.replay.memory == "host" or config.replay.capacity_tokens:
         return None
-    each = sharding.device_bytes(run.learner.abstract_ring) / config.ring_capacity
-    unit = math.lcm(
-        sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw,
-        config.rows_per_iteration,
-    )
-    return max(0, int((config.ring_capacity + spare_bytes / each) // unit) * unit)
+    rollout_bytes = sharding.device_bytes(run.learner.abstract_ring) / config.ring_capacity
+    rows_of_all_shards = sharding.num_ring_shards(config, run.mesh) * config.rows_per_draw
+    unit = math.lcm(rows_of_all_shards, config.rows_per_iteration)
+    capacity = config.ring_capacity + spare_bytes / rollout_bytes
+    num_units = int(capacity // unit)
+    return max(0, num_units * unit)
