@@ -27,7 +27,8 @@ class Chart:
     limits: tuple[float | None, float | None] = (0, None)
 
 
-ANY, SHARE = (None, None), (0, 1)
+ANY = (None, None)
+SHARE = (0, 1)
 
 
 def _by_age(metric: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from jaxrl_llm.runtime.run_record import read_run_record
 from jaxrl_llm.settings.schema import function_defaults
 
 Rows = list[dict[str, Any]]
+Series = tuple[str, list[tuple[int, float]]]  # the colour and the points (iteration, value) of a line
 # Shown below the iteration axis, because iterations that reuse rollouts cost less compute than other iterations.
 COMPUTE_AXIS = "iteration / compute until then: sum of B + mu R, in rollouts trained"
 
@@ -45,49 +46,77 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
         raise ConfigError(f"{workdir / 'metrics.jsonl'} is empty: no iteration was finished")
     record_path = workdir / "config.json"
     record = read_run_record(record_path) if record_path.is_file() else None
-    before = read_evaluation(workdir / "eval_before.json")
-    after = read_evaluation(workdir / "eval_after.json")
-    samples = read_samples(workdir / "samples.jsonl")
-    steps = (step_of(path.name) for path in workdir.glob("checkpoints/*"))
-    newest = max((step for step in steps if step is not None), default=0)
-    made_with = (record.made_with or {}) if record is not None else {}
     try:
         config = recorded(record.settings) if record is not None else None
     except ConfigError as error:
         raise ConfigError(f"{record_path}: {error}") from None
-    title, made_of = workdir.resolve().name, ""
+    before = read_evaluation(workdir / "eval_before.json")
+    after = read_evaluation(workdir / "eval_after.json")
+    samples = read_samples(workdir / "samples.jsonl")
+    last = max(metrics[-1]["iteration"], _newest_checkpoint(workdir))
+    subtitle = ""
     if config is not None:
-        if max(metrics[-1]["iteration"], newest) < config.num_iterations:
+        if last < config.num_iterations:
             after = None  # the run is not finished: the file comes from an earlier, shorter run
-        made_of = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
-    # Versions, commit, devices and processor as recorded in config.json.
-    names = ("commit", "devices", "processor")
-    named = {
-        **made_with.get("versions", {}),
-        **{name: made_with.get(name, "") for name in names},
-    }
-    packages = [item for item in named.items() if item[1]]
-    rows = [page.row(f"<code>{name}</code>", page.text(x.unit), page.text(x.meaning)) for name, x in METRICS.items()]
-    glossary = page.table(("name", "unit", "meaning"), rows)
+        subtitle = f"{config.model.path} on {config.prompts.name or config.prompts.source}, seed {config.seed}"
+    made_with = (record.made_with or {}) if record is not None else {}
+    title = workdir.resolve().name
     sections = [
-        page.header(title, made_of),
-        _cards(metrics, config, before, after, newest),
+        page.header(title, subtitle),
+        _cards(metrics, config, before, after, last),
         page.section("Curves", _charts(metrics)),
         page.section("Before and after", _before_after(before, after)),
         page.section("Rollouts during training", _rollouts(samples)),
         page.section("Settings", _settings(config) if config is not None else ""),
-        page.section(
-            "Made with",
-            page.table(("package", "version"), [page.row(*map(page.text, x)) for x in packages]),
-        ),
-        page.section("What the metrics mean", page.folded(f"{len(METRICS)} metrics", glossary)),
+        page.section("Made with", _made_with(made_with)),
+        page.section("What the metrics mean", _glossary()),
     ]
     return page.write_page(workdir / "report.html", title, sections)
 
 
-def _values(metrics: Rows, name: str) -> list[tuple[int, float]]:
+def _newest_checkpoint(workdir: pathlib.Path) -> int:
+    """Return the iteration of the newest checkpoint, 0 if there is none."""
+    newest = 0
+    for path in workdir.glob("checkpoints/*"):
+        step = step_of(path.name)
+        if step is not None:
+            newest = max(newest, step)
+    return newest
+
+
+def _made_with(made_with: Mapping[str, Any]) -> str:
+    """Return a table of versions, commit, devices and processor, as recorded in config.json."""
+    named = dict(made_with.get("versions", {}))
+    for name in ("commit", "devices", "processor"):
+        named[name] = made_with.get(name, "")
+    rows = []
+    for name, value in named.items():
+        if value:
+            rows.append(page.row(page.text(name), page.text(value)))
+    return page.table(("package", "version"), rows)
+
+
+def _glossary() -> str:
+    """Return a folded table of all metrics."""
+    rows = []
+    for name, metric in METRICS.items():
+        rows.append(page.row(f"<code>{name}</code>", page.text(metric.unit), page.text(metric.meaning)))
+    return page.folded(f"{len(METRICS)} metrics", page.table(("name", "unit", "meaning"), rows))
+
+
+def _points(metrics: Rows, name: str) -> list[tuple[int, float]]:
     """Return (iteration, value) for each row in which the metric is a number."""
-    return [(row["iteration"], row[name]) for row in metrics if name in row and row[name] is not None]
+    points = []
+    for row in metrics:
+        value = row.get(name)
+        if value is not None:
+            points.append((row["iteration"], value))
+    return points
+
+
+def _values(metrics: Rows, name: str) -> list[float]:
+    """Return the values of a metric that are numbers, in the order of the iterations."""
+    return [value for _, value in _points(metrics, name)]
 
 
 def _cards(
@@ -95,61 +124,72 @@ def _cards(
     config: Config | None,
     before: dict | None,
     after: dict | None,
-    newest: int,
+    last: int,
 ) -> str:
-    """Return the cards with the most important numbers. ``newest`` is the iteration of the newest checkpoint."""
-
-    def card(title: str, value: str, note: str = "") -> str:
-        return f'<div class="card"><span>{title}</span><b>{value}</b><small>{note}</small></div>'
-
-    def of(name: str) -> list[float]:
-        return [value for _, value in _values(metrics, name)]
-
-    rates = {
-        "held-out, before and after": [e["pass_rate"] for e in (before, after) if e and e.get("pass_rate") is not None],
-        "held-out, first and last": of("eval/pass_rate"),
-        "training rollouts, first and last": of("rollout/pass_rate"),
-    }
-    best = max(rates, key=lambda name: min(len(rates[name]), 2))  # entries below the first one need at least two values
-    cards = []
-    for title, values, form, note in (
-        ("Pass rate", rates[best], ".0%", best),
-        ("Reward", of("rollout/reward_mean"), ".2f", "first and last iteration"),
-        ("Entropy, nats", of("update/entropy_nats"), ".2f", "first and last iteration"),
-        (
-            "Completion, tokens",
-            of("rollout/completion_length_tokens"),
-            ".1f",
-            "first and last iteration",
-        ),
-    ):
-        if values:
-            ends = [format(value, form) for value in (*values[:1], *values[1:][-1:])]
-            cards.append(card(title, " <i>&rarr;</i> ".join(ends), note))
+    """Return the cards with the most important numbers. ``last`` is the last finished iteration."""
+    pass_rates, note = _pass_rates(metrics, before, after)
+    cards = [
+        _first_and_last("Pass rate", pass_rates, ".0%", note),
+        _first_and_last("Reward", _values(metrics, "rollout/reward_mean"), ".2f"),
+        _first_and_last("Entropy, nats", _values(metrics, "update/entropy_nats"), ".2f"),
+        _first_and_last("Completion, tokens", _values(metrics, "rollout/completion_length_tokens"), ".1f"),
+    ]
     planned = f"of {config.num_iterations} planned" if config is not None else ""
-    if missing := max(metrics[-1]["iteration"], newest) - len(metrics):
-        planned += f"; {missing} more are not in metrics.jsonl"
-    cards.append(card("Iterations", f"{len(metrics)}", planned))
-    if seconds := sum(of("time/iteration_s")):
-        generated = sum(of("tokens/generated"))
-        cards.append(
-            card(
-                "Wall time",
-                _duration(seconds),
-                f"{generated:,.0f} tokens generated" if generated else "",
-            )
-        )
+    num_missing = last - len(metrics)
+    if num_missing:
+        planned += f"; {num_missing} more are not in metrics.jsonl"
+    cards.append(_card("Iterations", f"{len(metrics)}", planned))
+    seconds = sum(_values(metrics, "time/iteration_s"))
+    if seconds:
+        generated = sum(_values(metrics, "tokens/generated"))
+        note = f"{generated:,.0f} tokens generated" if generated else ""
+        cards.append(_card("Wall time", _duration(seconds), note))
     return f'<div class="cards">{"".join(cards)}</div>'
 
 
+def _card(title: str, value: str, note: str = "") -> str:
+    return f'<div class="card"><span>{title}</span><b>{value}</b><small>{note}</small></div>'
+
+
+def _first_and_last(title: str, values: list[float], form: str, note: str = "first and last iteration") -> str:
+    """Return a card with the first and the last value, with the only value, or "" without values."""
+    if not values:
+        return ""
+    ends = [values[0]]
+    if len(values) > 1:
+        ends.append(values[-1])
+    return _card(title, " <i>&rarr;</i> ".join(format(value, form) for value in ends), note)
+
+
+def _pass_rates(metrics: Rows, before: dict | None, after: dict | None) -> tuple[list[float], str]:
+    """Return the pass rates of the first source that has two values, and its name.
+
+    If no source has two values, the first source with one value is used.
+    """
+    evaluated = []
+    for evaluation in (before, after):
+        if evaluation is not None and evaluation.get("pass_rate") is not None:
+            evaluated.append(evaluation["pass_rate"])
+    by_source = {
+        "held-out, before and after": evaluated,
+        "held-out, first and last": _values(metrics, "eval/pass_rate"),
+        "training rollouts, first and last": _values(metrics, "rollout/pass_rate"),
+    }
+    for num_values in (2, 1):
+        for source, rates in by_source.items():
+            if len(rates) >= num_values:
+                return rates, source
+    return [], ""
+
+
 def _duration(seconds: float) -> str:
-    minutes, s = divmod(round(seconds), 60)
-    hours, m = divmod(minutes, 60)
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
     if hours:
-        return f"{hours} h {m} min"
-    if m:
-        return f"{m} min {s} s"
-    return f"{s} s"
+        return f"{hours} h {minutes} min"
+    if minutes:
+        return f"{minutes} min {seconds} s"
+    return f"{seconds} s"
 
 
 def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
@@ -157,15 +197,20 @@ def _compute_at(metrics: Rows) -> Callable[[float], str] | None:
 
     The text is "" for a number that is not an iteration. Return None if the run did not measure its compute.
     """
-    spent = dict(_values(metrics, "time/compute_rollouts"))
+    compute = dict(_points(metrics, "time/compute_rollouts"))
+    if not compute:
+        return None
 
     def shown(x: float) -> str:
-        for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (0, "")):
-            if x in spent and spent[x] >= size:
-                return f"{spent[x] / (size or 1):.3g}{unit}"
-        return ""
+        if x not in compute:
+            return ""
+        spent = compute[x]
+        for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+            if spent >= size:
+                return f"{spent / size:.3g}{unit}"
+        return f"{spent:.3g}"
 
-    return shown if spent else None
+    return shown
 
 
 def _charts(metrics: Rows) -> str:
@@ -173,36 +218,36 @@ def _charts(metrics: Rows) -> str:
     compute_at = _compute_at(metrics)
     axis = COMPUTE_AXIS if compute_at else "iteration"
     for chart in CHARTS:
-        series = [(i, label, _values(metrics, name)) for i, (label, name) in enumerate(chart.lines.items())]
-        series = [one for one in series if one[2]]
+        series: list[Series] = []
+        keys = []
+        for number, (label, name) in enumerate(chart.lines.items()):
+            points = _points(metrics, name)
+            if points:
+                series.append((SERIES[number], points))
+                keys.append((number, label, "line"))
         if not series:
             continue
-        keys = [(i, label, "line") for i, label, _ in series]
-        if chart.dots and _values(metrics, chart.dots[1]):
+        if chart.dots and _points(metrics, chart.dots[1]):
             keys.append((len(chart.lines), chart.dots[0], "dot"))
-        draw = functools.partial(
-            _draw,
-            chart=chart,
-            metrics=metrics,
-            series=[(SERIES[i], v) for i, _, v in series],
-        )
+        draw = functools.partial(_draw, chart=chart, metrics=metrics, series=series)
         svg = page.picture(draw, label=chart.title, x_label=axis, salt=chart.title, second_x=compute_at)
         figures.append(page.figure(chart.title, chart.unit, page.legend(keys), svg))
     return page.figures(figures)
 
 
-def _draw(axes: Any, *, chart: Chart, metrics: Rows, series: list) -> None:
-    """Draw a chart on ``axes``. ``series`` has the colour and the points of each line."""
+def _draw(axes: Any, *, chart: Chart, metrics: Rows, series: list[Series]) -> None:
+    """Draw a chart on ``axes``."""
     if chart.stacked:
         _draw_stack(axes, series)
     else:
-        _draw_lines(axes, series, dict(_values(metrics, chart.band)))
-    if chart.dots and (points := _values(metrics, chart.dots[1])):
-        colour = SERIES[len(chart.lines)]
+        half_widths = dict(_points(metrics, chart.band))
+        _draw_lines(axes, series, half_widths)
+    points = _points(metrics, chart.dots[1]) if chart.dots else []
+    if points:
         axes.plot(
             *zip(*points, strict=True),
             "o-",
-            color=colour,
+            color=SERIES[len(chart.lines)],
             markersize=5,
             linewidth=1,
             clip_on=False,
@@ -211,34 +256,39 @@ def _draw(axes: Any, *, chart: Chart, metrics: Rows, series: list) -> None:
     axes.set_ylim(*chart.limits)
 
 
-def _draw_lines(axes: Any, series: list, width: dict[int, float]) -> None:
-    for colour, values in series:
-        style = {
-            "linewidth": 1.8,
-            "marker": "o" if len(values) < 3 else "",
-            "markersize": 4,
-        }
-        axes.plot(*zip(*values, strict=True), color=colour, solid_capstyle="round", **style)
-    if points := [(x, y - width[x], y + width[x]) for x, y in series[0][1] if x in width]:
-        axes.fill_between(*zip(*points, strict=True), color=SERIES[0], alpha=0.15, linewidth=0)
-
-
-def _draw_stack(axes: Any, series: list) -> None:
-    """Draw the series stacked, so that the top line is their sum in each iteration."""
-    iterations = np.unique([x for _, values in series for x, _ in values])
-    floor = np.zeros(len(iterations))
-    for colour, values in series:
-        known = dict(values)
-        top = floor + [known.get(x, 0.0) for x in iterations.tolist()]
-        # Draw all iterations as one shape, because one bar per iteration takes seconds from a thousand iterations on.
-        axes.stairs(
-            top,
-            np.append(iterations - 0.5, iterations[-1] + 0.5),
-            baseline=floor,
-            fill=True,
+def _draw_lines(axes: Any, series: list[Series], half_widths: dict[int, float]) -> None:
+    """Draw one line per series, and a band around the first line at the iterations that have a half-width."""
+    for colour, points in series:
+        axes.plot(
+            *zip(*points, strict=True),
             color=colour,
+            solid_capstyle="round",
+            linewidth=1.8,
+            marker="o" if len(points) < 3 else "",
+            markersize=4,
         )
-        floor = top
+    _, first_points = series[0]
+    band = []
+    for iteration, value in first_points:
+        if iteration in half_widths:
+            half_width = half_widths[iteration]
+            band.append((iteration, value - half_width, value + half_width))
+    if band:
+        axes.fill_between(*zip(*band, strict=True), color=SERIES[0], alpha=0.15, linewidth=0)
+
+
+def _draw_stack(axes: Any, series: list[Series]) -> None:
+    """Draw the series stacked, so that the top line is their sum in each iteration."""
+    iterations = np.unique([iteration for _, points in series for iteration, _ in points])
+    edges = np.append(iterations - 0.5, iterations[-1] + 0.5)
+    baseline = np.zeros(len(iterations))
+    for colour, points in series:
+        by_iteration = dict(points)
+        heights = [by_iteration.get(iteration, 0.0) for iteration in iterations.tolist()]
+        top = baseline + heights
+        # One shape for all iterations, because one bar per iteration takes seconds from a thousand iterations on.
+        axes.stairs(top, edges, baseline=baseline, fill=True, color=colour)
+        baseline = top
     if len(iterations) == 1:
         axes.set_xlim(iterations[0] - 3, iterations[0] + 3)
 
@@ -260,33 +310,52 @@ def _reward(value: float | None) -> str:
 
 def _before_after(before: dict | None, after: dict | None) -> str:
     """Return a table of the first eight questions with their first answers before and after training."""
-    answers: dict[tuple[int, str], dict[str, str]] = {}
-    for moment, evaluation in (("before", before), ("after", after)):
-        for i, sample in enumerate(evaluation["samples"][:: evaluation["num_samples"]][:8] if evaluation else ()):
-            cell = _reward(sample["reward"]) + _text(sample["completion"])
-            answers.setdefault((i, _text(sample["prompt"])), {})[moment] = cell
-    rows = [page.row(prompt, of.get("before", ""), of.get("after", "")) for (_, prompt), of in answers.items()]
+    cells_before = _first_answers(before)
+    cells_after = _first_answers(after)
+    rows = []
+    for question in {**cells_before, **cells_after}:
+        _, prompt = question
+        rows.append(page.row(prompt, cells_before.get(question, ""), cells_after.get(question, "")))
     return page.table(("question", "before", "after"), rows, "samples")
+
+
+def _first_answers(evaluation: dict | None) -> dict[tuple[int, str], str]:
+    """Return the first answer to each of the first eight questions, by (number, prompt) of the question, as HTML."""
+    if evaluation is None:
+        return {}
+    answers = {}
+    first_samples = evaluation["samples"][:: evaluation["num_samples"]]
+    for number, sample in enumerate(first_samples[:8]):
+        question = (number, _text(sample["prompt"]))
+        answers[question] = _reward(sample["reward"]) + _text(sample["completion"])
+    return answers
 
 
 def _rollouts(samples: Rows) -> str:
     """Return a table of up to four rollouts each of the first and the last iteration in samples.jsonl."""
+    if not samples:
+        return ""
     rows = []
-    for iteration in sorted({row["iteration"] for row in (*samples[:1], *samples[-1:])}):
-        for row in [row for row in samples if row["iteration"] == iteration][:4]:
-            parts = ", ".join(f"{name} {_plain(value)}" for name, value in row["parts"].items())
-            facts = [
-                f"iteration {iteration}",
-                f"stop: {row['stop_reason']}",
-                f"policy {_plain(row['policy_version'])}",
-                f"age {_plain(row['age'])}",
-            ]
-            if len(row["parts"]) > 1:
-                facts.append(parts)
-            notes = "<br>".join(map(page.text, facts))
-            answer = _reward(row["reward"]) + _text(row["completion"])
-            rows.append(page.row(_text(row["prompt"]), answer, f"<small>{notes}</small>"))
+    for iteration in sorted({samples[0]["iteration"], samples[-1]["iteration"]}):
+        of_iteration = [sample for sample in samples if sample["iteration"] == iteration]
+        rows += [_rollout_row(sample) for sample in of_iteration[:4]]
     return page.table(("prompt", "completion", ""), rows, "samples")
+
+
+def _rollout_row(sample: dict[str, Any]) -> str:
+    """Return one row of the table of rollouts."""
+    facts = [
+        f"iteration {sample['iteration']}",
+        f"stop: {sample['stop_reason']}",
+        f"policy {_plain(sample['policy_version'])}",
+        f"age {_plain(sample['age'])}",
+    ]
+    parts = sample["parts"]
+    if len(parts) > 1:
+        facts.append(", ".join(f"{name} {_plain(value)}" for name, value in parts.items()))
+    notes = "<br>".join(page.text(fact) for fact in facts)
+    answer = _reward(sample["reward"]) + _text(sample["completion"])
+    return page.row(_text(sample["prompt"]), answer, f"<small>{notes}</small>")
 
 
 def _plain(value: Any) -> str:
@@ -297,29 +366,34 @@ def _plain(value: Any) -> str:
 
 def _settings(config: Config) -> str:
     """Return a visible table of the changed settings and a folded table of the settings at their default."""
-    values = flatten(config)
-    default = flatten(Config()) | function_defaults(config)
+    defaults = flatten(Config()) | function_defaults(config)
+    changed = []
+    unchanged = []
+    for name, value in flatten(config).items():
+        name_cell = f"<code>{page.text(name)}</code>"
+        default = defaults.get(name)
+        if value != default:
+            changed.append(page.row(name_cell, _json_text(value), _json_text(default)))
+        else:
+            unchanged.append(page.row(name_cell, _json_text(value)))
+    visible_table = page.table(("changed", "value", "default"), changed, "changed")
+    folded_table = page.table(("setting", "value"), unchanged)
+    return visible_table + page.folded(f"{len(unchanged)} settings at their default", folded_table)
 
-    def rows(names: list[str], *columns: dict[str, Any]) -> list[str]:
-        lines = []
-        for name in names:
-            cells = [page.text(json.dumps(column.get(name), ensure_ascii=False)) for column in columns]
-            lines.append(page.row(f"<code>{page.text(name)}</code>", *cells))
-        return lines
 
-    changed = [name for name in values if values[name] != default.get(name)]
-    same = [name for name in values if values[name] == default.get(name)]
-    rest = page.table(("setting", "value"), rows(same, values))
-    first = page.table(("changed", "value", "default"), rows(changed, values, default), "changed")
-    return first + page.folded(f"{len(same)} settings at their default", rest)
+def _json_text(value: Any) -> str:
+    return page.text(json.dumps(value, ensure_ascii=False))
 
 
 def print_samples(workdir: pathlib.Path) -> None:
     """Print three held-out completions of the trained model, or its last three rollouts without an evaluation."""
     evaluation = read_evaluation(workdir / "eval_after.json")
-    rows = evaluation["samples"][:: evaluation["num_samples"]][:3] if evaluation else None
-    if rows is None:
-        rows = read_samples(workdir / "samples.jsonl", ANSWER_FIELDS)[-3:]
-    for row in rows:
-        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
-        print(f"  {prompt.strip()!r} -> {row['completion'].strip()!r}  reward {row['reward']}")
+    if evaluation:
+        samples = evaluation["samples"][:: evaluation["num_samples"]][:3]
+    else:
+        samples = read_samples(workdir / "samples.jsonl", ANSWER_FIELDS)[-3:]
+    for sample in samples:
+        prompt = sample["prompt"]
+        if not isinstance(prompt, str):
+            prompt = prompt[-1]["content"]
+        print(f"  {prompt.strip()!r} -> {sample['completion'].strip()!r}  reward {sample['reward']}")

@@ -14,7 +14,7 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import rich.console
 import rich.progress
@@ -61,16 +61,17 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
         rewards: the rewards of all rows of the groups.
         num_tied: number of degenerate groups, which give no learning signal.
     """
-    scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
     num_rollouts = len(rewards.outcome)
-    tokens = sum(size for group in groups for size in group.lengths)
-    turns = [count for group in groups for count in group.turns]
-    ended = collections.Counter(reason for group in groups for reason in group.stop_reasons)
+    tokens = 0
+    turns: list[int] = []
+    ended: collections.Counter[int] = collections.Counter()
+    for group in groups:
+        tokens += sum(group.lengths)
+        turns += group.turns
+        ended.update(group.stop_reasons)
     return {
         "rollout/generated_rows": num_rollouts,
-        "rollout/reward_mean": float(scored.mean()) if len(scored) else math.nan,
-        "rollout/reward_std": float(scored.std()) if len(scored) else math.nan,
-        "rollout/pass_rate": float((scored >= config.rewards.pass_threshold).mean()) if len(scored) else math.nan,
+        **_reward_values(config, rewards),
         "rollout/completion_length_tokens": tokens / num_rollouts,
         "rollout/truncated_frac": ended[STOP_LENGTH] / num_rollouts,
         "rollout/stop_string_frac": ended[STOP_STRING] / num_rollouts,
@@ -87,6 +88,23 @@ def rollout_values(config: Config, groups: Sequence[Any], rewards: Rewards, num_
             [len(group.lengths) for group in groups],
             rewards,
         ),
+    }
+
+
+def _reward_values(config: Config, rewards: Rewards) -> dict[str, float]:
+    """Return the mean, the standard deviation and the pass rate of the scored rollouts, NaN if none is scored."""
+    scored = rewards.total[rewards.outcome == OUTCOME_SCORE]
+    if len(scored) == 0:
+        return {
+            "rollout/reward_mean": math.nan,
+            "rollout/reward_std": math.nan,
+            "rollout/pass_rate": math.nan,
+        }
+    passed = scored >= config.rewards.pass_threshold
+    return {
+        "rollout/reward_mean": float(scored.mean()),
+        "rollout/reward_std": float(scored.std()),
+        "rollout/pass_rate": float(passed.mean()),
     }
 
 
@@ -112,9 +130,9 @@ def draw_warning(values: dict[str, float]) -> str | None:
     errors, because a normal deviate exceeds six about once in 5e8 times. Differences up to 1e-3 nats count as rounding.
     The function also returns the warning if a value is NaN.
     """
-    names = ("sampled_entropy_nats", "model_entropy_nats", "sampled_entropy_error_nats")
-    numbers = [values.get(f"rollout/{name}", 0.0) for name in names]
-    sampled, model, error = (math.nan if x is None else x for x in numbers)
+    sampled = _number(values, "rollout/sampled_entropy_nats")
+    model = _number(values, "rollout/model_entropy_nats")
+    error = _number(values, "rollout/sampled_entropy_error_nats")
     if abs(sampled - model) <= max(6 * error, 1e-3):
         return None
     return (
@@ -123,17 +141,17 @@ def draw_warning(values: dict[str, float]) -> str | None:
     )
 
 
+def _number(values: Mapping[str, float | None], name: str) -> float:
+    """Return a metric as a number: 0 if it is missing, NaN if it is None."""
+    value = values.get(name, 0.0)
+    return math.nan if value is None else value
+
+
 def update_values(config: Config, sums: dict[str, Any]) -> dict[str, float]:
     """Return the metrics of the iteration's updates: divide their sums by their counts. Means are taken only here."""
-    sums = sums | {"reused_count": int(sums["real_count"]) - int(sums["first_use_count"])}
-    values: dict[str, float] = {}
-    for name, (total, count) in RATIOS.items():
-        if total in sums:
-            values[name] = float(sums[total]) / float(sums[count]) if sums[count] > 0 else math.nan
-    for name, copied in COPIED.items():
-        if copied.name in sums:
-            is_defined = not copied.count or sums[copied.count] > 0
-            values[name] = copied.kind(sums[copied.name]) if is_defined else math.nan
+    reused_count = int(sums["real_count"]) - int(sums["first_use_count"])
+    sums = sums | {"reused_count": reused_count}
+    values = _ratios(sums) | _copied_values(sums)
     values["update/ess_frac"] = _effective_share(
         float(sums["ratio_sum"]),
         float(sums["ratio_square_sum"]),
@@ -156,7 +174,35 @@ def update_values(config: Config, sums: dict[str, Any]) -> dict[str, float]:
 
 def _effective_share(total: float, square: float, count: float) -> float:
     """Return the effective sample size of weights as a fraction of their count, from their sum and sum of squares."""
-    return total**2 / (count * square) if count * square else math.nan
+    if count * square == 0:
+        return math.nan
+    return total**2 / (count * square)
+
+
+def _ratios(sums: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are ratios of two sums, NaN if the denominator is 0."""
+    values = {}
+    for name, (numerator, denominator) in RATIOS.items():
+        if numerator not in sums:
+            continue
+        if sums[denominator] > 0:
+            values[name] = float(sums[numerator]) / float(sums[denominator])
+        else:
+            values[name] = math.nan
+    return values
+
+
+def _copied_values(sums: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that are values of the learner, NaN if their count is 0."""
+    values = {}
+    for name, copied in COPIED.items():
+        if copied.name not in sums:
+            continue
+        if copied.count and not sums[copied.count] > 0:
+            values[name] = math.nan
+        else:
+            values[name] = copied.kind(sums[copied.name])
+    return values
 
 
 def _values_by_age(by_age: Mapping[str, Any]) -> dict[str, float]:
@@ -176,10 +222,16 @@ def _values_by_age(by_age: Mapping[str, Any]) -> dict[str, float]:
 def _explained_variance(sums: Mapping[str, Any]) -> float:
     """Return 1 - variance of the critic's error / variance of the return, NaN if all returns are equal."""
     count = float(sums["token_count"])
-    return_moment = count * float(sums["return_square_sum"]) - float(sums["return_sum"]) ** 2
-    error_moment = count * float(sums["value_error_square_sum"]) - float(sums["value_error_sum"]) ** 2
-    rounding = 1e-5 * count * float(sums["return_square_sum"])  # a variance above the rounding error of the sums
-    return 1 - error_moment / return_moment if return_moment > rounding else math.nan
+    return_sum = float(sums["return_sum"])
+    return_squares = float(sums["return_square_sum"])
+    error_sum = float(sums["value_error_sum"])
+    error_squares = float(sums["value_error_square_sum"])
+    return_moment = count * return_squares - return_sum**2
+    error_moment = count * error_squares - error_sum**2
+    rounding = 1e-5 * count * return_squares  # above the error of the sums
+    if return_moment <= rounding:
+        return math.nan
+    return 1 - error_moment / return_moment
 
 
 def cost_values(config: Config, values: dict[str, float], before: float) -> dict[str, float]:
@@ -194,15 +246,20 @@ def cost_values(config: Config, values: dict[str, float], before: float) -> dict
     Source: Arnal et al. 2026, arXiv:2604.08706, section 4. Differs: generation and training alternate on one mesh, so
     mu is a ratio of seconds, not of workers. B counts the rows that were actually drawn.
     """
-    generated, trained = values["rollout/generated_rows"], values["replay/drawn_rows"]
+    generated = values["rollout/generated_rows"]
+    trained = values["replay/drawn_rows"]
     generate_s = values["time/generate_s"] + values["time/reward_s"]
     update_s = values["time/update_s"]
-    measured = generate_s / generated / (update_s / trained) if trained and update_s > 0 else math.nan
+    measured = math.nan
+    if trained and update_s > 0:
+        measured = generate_s / generated / (update_s / trained)
     ratio = config.replay.cost_ratio or measured
     cost = trained + ratio * generated
+    if not math.isfinite(cost):
+        cost = 0.0
     return {
         "time/cost_ratio": measured,
-        "time/compute_rollouts": before + (cost if math.isfinite(cost) else 0.0),
+        "time/compute_rollouts": before + cost,
     }
 
 
@@ -215,8 +272,9 @@ class MetricsWriter:
     def __init__(self, workdir: str | os.PathLike, config: MetricsConfig):
         self._workdir = pathlib.Path(workdir)
         self._workdir.mkdir(parents=True, exist_ok=True)
-        names = (*FILES, SHARED_FILE) if config.share_rollouts else FILES
-        names = names if hosts.is_first() else ()
+        names: tuple[str, ...] = ()
+        if hosts.is_first():
+            names = (*FILES, SHARED_FILE) if config.share_rollouts else FILES
         self._files = {name: open(self._workdir / name, "ab") for name in names}  # noqa: SIM115, closed in close()
         self._use_tensorboard = config.tensorboard and hosts.is_first()
         self._tensorboard: RecordWriter | None = None
@@ -229,23 +287,33 @@ class MetricsWriter:
         Raises:
             KeyError: ``METRICS`` does not declare one of the names.
         """
-        if unknown := values.keys() - METRICS.keys():
+        unknown = values.keys() - METRICS.keys()
+        if unknown:
             raise KeyError(f"not declared in METRICS: {', '.join(sorted(unknown))}")
         numbers = plain_numbers(values)
         self.append({"metrics.jsonl": [{"iteration": iteration, **numbers}]})
         if self._use_tensorboard:
-            named = [item for item in numbers.items() if item[1] is not None]
-            events = [Event(step=iteration, wall_time=time.time(), summary=scalar(*item)) for item in named]
-            if self._tensorboard is None:
-                (self._workdir / "tensorboard").mkdir(exist_ok=True)
-                path = self._workdir / "tensorboard" / f"events.out.tfevents.{time.time_ns()}"
-                self._tensorboard = RecordWriter(str(path))
-                # A START event makes TensorBoard hide the events of a killed run from this iteration on.
-                start = Event(step=iteration, session_log=SessionLog(status=SessionLog.START))
-                events = [Event(file_version="brain.Event:2"), start, *events]
-            for event in events:
-                self._tensorboard.write(event.SerializeToString())
-            self._tensorboard.flush()
+            self._write_events(iteration, numbers)
+
+    def _write_events(self, iteration: int, numbers: Mapping[str, float | None]) -> None:
+        """Write the metrics that are numbers as TensorBoard events."""
+        events = []
+        if self._tensorboard is None:
+            folder = self._workdir / "tensorboard"
+            folder.mkdir(exist_ok=True)
+            path = folder / f"events.out.tfevents.{time.time_ns()}"
+            self._tensorboard = RecordWriter(str(path))
+            # A START event makes TensorBoard hide the events of a killed run from this iteration on.
+            start = SessionLog(status=SessionLog.START)
+            events.append(Event(file_version="brain.Event:2"))
+            events.append(Event(step=iteration, session_log=start))
+        for name, number in numbers.items():
+            if number is not None:
+                summary = scalar(name, number)
+                events.append(Event(step=iteration, wall_time=time.time(), summary=summary))
+        for event in events:
+            self._tensorboard.write(event.SerializeToString())
+        self._tensorboard.flush()
 
     def state(self) -> dict[str, int]:
         """Return the size in bytes of each file, for the checkpoint."""
@@ -266,33 +334,31 @@ class MetricsWriter:
         Returns:
             One warning for each file whose size differs from its size in ``state``.
         """
-        said = []
+        warnings = []
         for name, file in self._files.items():
-            path, size = (
-                self._workdir / name,
-                state.get(name, file.tell() if state else 0),
-            )
+            path = self._workdir / name
+            expected_size = state.get(name, file.tell() if state else 0)
             if name in FILES:
-                data = path.read_bytes()
-                last = iteration if is_written or name != "metrics.jsonl" else iteration - 1
-                whole = filter(json_lines.is_whole, data.splitlines(keepends=True))
-                kept = b"".join(line for line in whole if json.loads(line).get("iteration", 0) <= last)
-                file.truncate(same := len(kept) if data.startswith(kept) else 0)
-                file.write(kept[same:])
-            # After a warning the sizes may belong to another machine's files; lines of this file have no iteration.
-            elif not said:
-                file.truncate(min(size, file.tell()))
-            if (now := file.seek(0, os.SEEK_END)) != size:
-                said.append(f"warning: {path} has lost lines: it has {now} bytes, but the checkpoint expects {size}")
-        return said
+                last = iteration
+                if name == "metrics.jsonl" and not is_written:
+                    last -= 1
+                _keep_lines(file, path.read_bytes(), last)
+            elif not warnings:
+                # Lines of this file have no iteration. After a warning, the sizes may be of another machine's files.
+                file.truncate(min(expected_size, file.tell()))
+            size = file.seek(0, os.SEEK_END)
+            if size != expected_size:
+                warnings.append(
+                    f"warning: {path} has lost lines: it has {size} bytes, but the checkpoint expects {expected_size}"
+                )
+        return warnings
 
     def close(self) -> None:
         with contextlib.ExitStack() as stack:  # close every file, even if closing another file fails on a full disk
-            for file in (
-                *self._files.values(),
-                *([self._tensorboard] if self._tensorboard else []),
-            ):
+            for file in self._files.values():
                 stack.callback(file.close)
+            if self._tensorboard is not None:
+                stack.callback(self._tensorboard.close)
 
     def append(self, lines: Mapping[str, list[dict[str, Any]]]) -> None:
         """Append JSON objects to files, one per line. ``lines`` maps file names to objects.
@@ -305,9 +371,30 @@ class MetricsWriter:
             self._files[name].flush()
 
 
-def plain_numbers(values: dict[str, Any]) -> dict[str, float | int | None]:
+def _keep_lines(file: IO[bytes], data: bytes, last: int) -> None:
+    """Remove the lines of later iterations than ``last``, and the lines that cannot be read.
+
+    Args:
+        file: the file, opened to append.
+        data: the content of the file.
+    """
+    kept_lines = []
+    for line in data.splitlines(keepends=True):
+        if json_lines.is_whole(line) and json.loads(line).get("iteration", 0) <= last:
+            kept_lines.append(line)
+    kept = b"".join(kept_lines)
+    num_unchanged = len(kept) if data.startswith(kept) else 0
+    file.truncate(num_unchanged)
+    file.write(kept[num_unchanged:])
+
+
+def plain_numbers(values: Mapping[str, Any]) -> dict[str, float | int | None]:
     """Return the metrics as JSON values. Non-finite numbers become None, which JSON writes as null."""
-    return {name: x if x is None or isinstance(x, int) else json_lines.finite(float(x)) for name, x in values.items()}
+    numbers: dict[str, float | int | None] = {}
+    for name, value in values.items():
+        is_plain = value is None or isinstance(value, int)
+        numbers[name] = value if is_plain else json_lines.finite(float(value))
+    return numbers
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
@@ -366,7 +453,8 @@ class Progress:
         ``values`` are metrics as for ``MetricsWriter.write``; any of them may be missing.
         """
         self._times.append(time.monotonic())
-        if warning := draw_warning(values):
+        warning = draw_warning(values)
+        if warning is not None:
             self.note(warning)
         line = progress_line(iteration, self._total, values, self._remaining_s(iteration))
         if self._bar is None:
@@ -385,7 +473,8 @@ class Progress:
     def _remaining_s(self, iteration: int) -> float:
         # The first iteration includes compilation, so use its time only while no other iteration is finished.
         times = self._times[1:] if len(self._times) > 2 else self._times
-        return (times[-1] - times[0]) / (len(times) - 1) * (self._total - iteration)
+        seconds_per_iteration = (times[-1] - times[0]) / (len(times) - 1)
+        return seconds_per_iteration * (self._total - iteration)
 
 
 def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_s: float) -> str:
@@ -393,20 +482,30 @@ def progress_line(iteration: int, total: int, values: dict[str, Any], remaining_
     numbers = plain_numbers(values)
 
     def shown(name: str, form: str) -> str:
-        return "-" if (number := numbers.get(name)) is None else format(number, form)
+        number = numbers.get(name)
+        return "-" if number is None else format(number, form)
 
     failed = values.get("reward/timeout_count", 0) + values.get("reward/error_count", 0)
-    minutes, seconds = divmod(round(remaining_s), 60)
-    hours, minutes = divmod(minutes, 60)
-    eta = f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-    parts = (
+    parts = [
         f"iteration {iteration}/{total}",
         f"reward {shown('rollout/reward_mean', '.3f')}",
         f"pass {shown('rollout/pass_rate', '.3f')}",
-        *([f"failed {failed}"] if failed else []),
+    ]
+    if failed:
+        parts.append(f"failed {failed}")
+    parts += [
         f"generate {shown('throughput/generate_tokens_per_s', ',.0f')} tok/s",
         f"update {shown('throughput/update_tokens_per_s', ',.0f')} tok/s",
         f"staleness {shown('replay/age_mean_steps', '.2f')}",
-        f"ETA {eta}",
-    )
+        f"ETA {_clock(remaining_s)}",
+    ]
     return " | ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    """Return a duration as ``4:05`` or ``1:04:05``."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{minutes}:{seconds:02d}"

@@ -21,9 +21,14 @@ from jaxrl_llm.settings.schema import visible
 PAGE = pathlib.Path(__file__).with_name("page.html")  # text of the page's frame and its style sheet
 
 # Drawn colour -> style-sheet variable. Matplotlib writes colours in lower case.
-INK, FAINT = "#010101", "#020202"
-SERIES = tuple(f"#{3 + i:02x}{3 + i:02x}{3 + i:02x}" for i in range(8))
-COLOURS = {INK: "var(--muted)", FAINT: "var(--line)"} | {c: f"var(--series-{i})" for i, c in enumerate(SERIES)}
+INK = "#010101"
+FAINT = "#020202"
+SERIES = ("#030303", "#040404", "#050505", "#060606", "#070707", "#080808", "#090909", "#0a0a0a")
+COLOURS = {
+    INK: "var(--muted)",
+    FAINT: "var(--line)",
+    **{colour: f"var(--series-{i})" for i, colour in enumerate(SERIES)},
+}
 DASHES = ("-", "--", ":", "-.")  # with more series than colours, the colours repeat with the next line style
 
 
@@ -34,14 +39,17 @@ def text(value: Any) -> str:
 
 def stroke(number: int) -> tuple[str, str]:
     """Return the colour and the line style of the ``number``-th series of a picture."""
-    return SERIES[number % len(SERIES)], DASHES[number // len(SERIES) % len(DASHES)]
+    round_of_colours, colour = divmod(number, len(SERIES))
+    return SERIES[colour], DASHES[round_of_colours % len(DASHES)]
 
 
 def write_page(path: pathlib.Path, title: str, sections: Sequence[str]) -> pathlib.Path:
     """Write the whole page to ``path`` and return the path. ``title`` is plain text; ``sections`` are HTML."""
-    before, after = PAGE.read_text(encoding="utf-8").split("{{body}}")
-    page = before.replace("{{title}}", text(title)) + "\n".join(sections) + after
-    bucket.write_whole(path, page)
+    frame = PAGE.read_text(encoding="utf-8")
+    before, after = frame.split("{{body}}")
+    head = before.replace("{{title}}", text(title))
+    body = "\n".join(sections)
+    bucket.write_whole(path, head + body + after)
     return path
 
 
@@ -54,7 +62,8 @@ def header(title: str, note: str) -> str:
 
 
 def row(*cells: str) -> str:
-    return "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    joined = "".join(f"<td>{cell}</td>" for cell in cells)
+    return f"<tr>{joined}</tr>"
 
 
 def folded(summary: str, body: str) -> str:
@@ -65,8 +74,9 @@ def table(head: Sequence[str], rows: Sequence[str], classes: str = "") -> str:
     """Return an HTML table of rows made by ``row``, or "" if there are no rows."""
     if not rows:
         return ""
-    cells = "".join(f"<th>{name}</th>" for name in head)
-    return f'<div class="scroll"><table class="{classes}"><thead><tr>{cells}</tr></thead>{"".join(rows)}</table></div>'
+    names = "".join(f"<th>{name}</th>" for name in head)
+    body = "".join(rows)
+    return f'<div class="scroll"><table class="{classes}"><thead><tr>{names}</tr></thead>{body}</table></div>'
 
 
 def legend(keys: Sequence[tuple[int, str, str]]) -> str:
@@ -77,12 +87,15 @@ def legend(keys: Sequence[tuple[int, str, str]]) -> str:
     """
     if len(keys) < 2:
         return ""
-
-    def key(i: int, label: str, mark: str) -> str:
-        broken = " broken" if mark == "line" and stroke(i)[1] != "-" else ""
-        return f'<span><i class="{mark}{broken}" style="--key:var(--series-{i % len(SERIES)})"></i>{label}</span>'
-
-    return f'<div class="legend">{"".join(key(*each) for each in keys)}</div>'
+    entries = []
+    for number, label, mark in keys:
+        _, line_style = stroke(number)
+        classes = mark
+        if mark == "line" and line_style != "-":
+            classes += " broken"
+        colour = f"var(--series-{number % len(SERIES)})"
+        entries.append(f'<span><i class="{classes}" style="--key:{colour}"></i>{label}</span>')
+    return f'<div class="legend">{"".join(entries)}</div>'
 
 
 def figure(title: str, unit: str, keys: str, svg: str) -> str:
@@ -116,32 +129,51 @@ def picture(
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    # Write text as text, not as outlines, so that it has the page's font.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": 9}):
+    style = {
+        "svg.fonttype": "none",  # text stays text, in the page's font
+        "svg.hashsalt": salt,
+        "font.size": 9,
+    }
+    out = io.StringIO()
+    with matplotlib.rc_context(style):
         drawn = Figure(figsize=(4.6, 2.5), layout="constrained")
         axes = drawn.add_subplot()
         draw(axes)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole_x))
-        if second_x:
-            axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}\n{second_x(x)}"))
-        axes.grid(axis="y", color=FAINT, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(FAINT)
-        axes.tick_params(colors=INK, length=0)
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.get_offset_text().set_color(INK)
+        if second_x is not None:
+
+            def two_labels(x: float, _: int) -> str:
+                return f"{x:g}\n{second_x(x)}"
+
+            axes.xaxis.set_major_formatter(FuncFormatter(two_labels))
+        _style_axes(axes)
         axes.set_xlabel(x_label, color=INK, loc="right", fontsize=8)
-        out = io.StringIO()
         drawn.savefig(
             out,
             format="svg",
             transparent=True,
             metadata={"Date": None, "Creator": None},
         )
-    svg = out.getvalue()
-    # SVG groups would have the same ids in several pictures of a page. Nothing refers to these ids, so remove them.
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg[svg.index("<svg") :])
-    for placeholder, shown in COLOURS.items():
-        svg = svg.replace(placeholder, shown)
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{text(label)}" ', 1)
+    return _inline(out.getvalue(), label)
+
+
+def _style_axes(axes: Any) -> None:
+    """Give axes the page's style: horizontal grid lines, no frame, placeholder colours."""
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(colors=INK, length=0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_offset_text().set_color(INK)
+
+
+def _inline(svg: str, label: str) -> str:
+    """Return an SVG file as an ``<svg>`` element in the colours of the style sheet, with the text alternative."""
+    element = svg[svg.index("<svg") :]
+    # The ids of groups would be the same in several pictures of a page. Nothing refers to them, so drop them.
+    element = re.sub(r'<g id="[^"]*"', "<g", element)
+    for placeholder, variable in COLOURS.items():
+        element = element.replace(placeholder, variable)
+    attributes = f'role="img" aria-label="{text(label)}"'
+    return element.replace("<svg ", f"<svg {attributes} ", 1)

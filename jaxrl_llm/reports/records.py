@@ -28,36 +28,48 @@ class Kind(NamedTuple):
 
 
 def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER and math.isfinite(value))
+    if value is None:
+        return True
+    return isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER and math.isfinite(value)
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
+def _is_size(value: Any) -> bool:
+    return _is_count(value) and value > 0
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
+    return isinstance(value, dict) and _is_text(value.get("role")) and "content" in value
 
 
 def _is_prompt(value: Any) -> bool:
-    is_conversation = isinstance(value, list) and len(value) > 0 and all(map(_is_message, value))
-    return isinstance(value, str) or is_conversation
+    if _is_list(value):
+        return len(value) > 0 and all(_is_message(message) for message in value)
+    return _is_text(value)
 
 
 def _is_parts(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(_is_number, value.values()))
+    return isinstance(value, dict) and all(_is_number(number) for number in value.values())
 
 
 NUMBER = Kind(_is_number, f"a number of at most {LARGEST_NUMBER:g}, or null")
 COUNT = Kind(_is_count, f"a whole number from 0 to {LARGEST_COUNT:,}")
-SIZE = Kind(
-    lambda value: _is_count(value) and value > 0,
-    f"a whole number from 1 to {LARGEST_COUNT:,}",
-)
-TEXT = Kind(lambda value: isinstance(value, str), "text")
+SIZE = Kind(_is_size, f"a whole number from 1 to {LARGEST_COUNT:,}")
+TEXT = Kind(_is_text, "text")
 PROMPT = Kind(_is_prompt, "text, or a list of messages with role and content")
 PARTS = Kind(_is_parts, "an object of numbers")
-LIST = Kind(lambda value: isinstance(value, list), "a list")
+LIST = Kind(_is_list, "a list")
 
 SAMPLE_FIELDS = {
     "iteration": COUNT,
@@ -82,11 +94,9 @@ def read_metric_rows(path: Path) -> list[dict[str, Any]]:
     """
     rows = read_log(path)
     for number, row in enumerate(rows, start=1):
-        _check_row(
-            row,
-            {"iteration": COUNT} | dict.fromkeys(row.keys() - {"iteration"}, NUMBER),
-            f"{path}:{number}",
-        )
+        fields = dict.fromkeys(row, NUMBER)
+        fields["iteration"] = COUNT
+        _check_row(row, fields, f"{path}:{number}")
     return rows
 
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxrl_llm.actor import evaluation
-from jaxrl_llm.sweeps.table import RESAMPLES
+from jaxrl_llm.sweeps.effects import BOUNDS, RESAMPLES
 
 
 class Interval(NamedTuple):
@@ -43,12 +43,19 @@ class Interval(NamedTuple):
 
         The first draw is the figure itself. Infinite draws ("never") count as the largest.
         """
-        low, high = np.quantile(draws[1:], (0.025, 0.975), method="closest_observation")
-        return cls(float(draws[0]), float(low), float(high))
+        low, high = np.quantile(draws[1:], BOUNDS, method="closest_observation")
+        return cls(
+            value=float(draws[0]),
+            low=float(low),
+            high=float(high),
+        )
 
     def text(self, form: str = ".2f", never: str = "never") -> str:
         """Return the interval as text, ``0.48 (0.43-0.53)`` or ``5% (-26% to 42%)``."""
-        value, low, high = (format(x, form) if math.isfinite(x) else never for x in self)
+        texts = []
+        for number in self:
+            texts.append(format(number, form) if math.isfinite(number) else never)
+        value, low, high = texts
         if value == low == high == never:
             return never
         has_signs = self.low < 0 or form.startswith("+")
@@ -73,11 +80,13 @@ class Resampling:
     ):
         generator = np.random.default_rng(seed)
         once = np.ones((1, num_runs), int)
-        drawn_runs = generator.multinomial(num_runs, np.full(num_runs, 1 / num_runs), size=resamples)
+        equal_runs = np.full(num_runs, 1 / num_runs)
+        drawn_runs = generator.multinomial(num_runs, equal_runs, size=resamples)
         run_counts = np.concatenate([once, drawn_runs])
         self.runs = run_counts / num_runs
         # [1 + resamples, runs, questions]
-        question_counts = generator.multinomial(run_counts * num_questions, np.full(num_questions, 1 / num_questions))
+        equal_questions = np.full(num_questions, 1 / num_questions)
+        question_counts = generator.multinomial(run_counts * num_questions, equal_questions)
         question_counts[0] = 1
         self._shares = question_counts / (num_runs * num_questions)
 
@@ -102,7 +111,9 @@ def smooth(curves: np.ndarray, width: int = 3) -> np.ndarray:
     reach = width // 2
     means = []
     for i in range(curves.shape[-1]):
-        window = curves[..., max(0, i - reach) : i + reach + 1]
+        first = max(0, i - reach)
+        last = i + reach
+        window = curves[..., first : last + 1]
         means.append(window.mean(axis=-1))
     return np.stack(means, axis=-1)
 
@@ -139,5 +150,7 @@ def pass_at_k(passed: np.ndarray, samples: int, k: int) -> np.ndarray:
     Args:
         passed: [..., questions], number of the ``samples`` answers that passed.
     """
-    by_count = np.array([evaluation.pass_at_k(samples, num_passed, k) for num_passed in range(samples + 1)])
-    return by_count[passed]
+    by_count = []
+    for num_passed in range(samples + 1):
+        by_count.append(evaluation.pass_at_k(samples, num_passed, k))
+    return np.array(by_count)[passed]

@@ -121,11 +121,14 @@ class Sweep:
 
     def _check_label(self, point: Point, *, without: str) -> None:
         """Raise ConfigError if ``label`` fails for a point, or returns something other than text."""
+        fault = ""
         try:
             label = self.name_of(point, without=without)
-            fault = "" if isinstance(label, str) else f"returns {label!r:.80}, not text"
         except Exception as error:
             fault = f"raises {type(error).__name__}: {error}"
+        else:
+            if not isinstance(label, str):
+                fault = f"returns {label!r:.80}, not text"
         if fault:
             left_out = f" without {without}" if without else ""
             raise ConfigError(f"label {fault}, for the point {point}{left_out} (label does not receive the seed)")
@@ -175,9 +178,9 @@ def product(*parts: Sequence[Point]) -> list[Point]:
     merged_points = []
     for combination in itertools.product(*parts):
         fields = list(itertools.chain.from_iterable(combination))
-        repeated = sorted({field for field in fields if fields.count(field) > 1})
+        repeated = {field for field in fields if fields.count(field) > 1}
         if repeated:
-            raise ConfigError(f"product: more than one part sets {', '.join(repeated)}")
+            raise ConfigError(f"product: more than one part sets {', '.join(sorted(repeated))}")
         merged: Point = {}
         for point in combination:
             merged |= point
@@ -200,7 +203,10 @@ def random(choices: Mapping[str, Values], *, num: int, seed: int) -> list[Point]
     points = []
     for i in range(num):
         generator = np.random.default_rng([seed, i])
-        points.append({field: _draw(values, generator) for field, values in choices.items()})
+        point = {}
+        for field, values in choices.items():
+            point[field] = _draw(values, generator)
+        points.append(point)
     return points
 
 
@@ -236,12 +242,20 @@ def point_name(point: Point) -> str:
 
     The name depends only on the point. Other points and the sweep's base config do not change it.
     """
-    fields = sorted(point, key=lambda field: (field == SEED, field))
-    settings = "_".join(f"{_last_part(field)}={point[field]}" for field in fields) or "base"
-    readable = re.sub(r"[^A-Za-z0-9.=+-]+", "_", settings)[:80]
+    settings = []
+    for field in sorted(point, key=_seed_last):
+        name = _last_part(field)
+        settings.append(f"{name}={point[field]}")
+    text = "_".join(settings) or "base"
+    readable = re.sub(r"[^A-Za-z0-9.=+-]+", "_", text)[:80]
     content = json.dumps(point, sort_keys=True)
     digest = hashlib.sha256(content.encode()).hexdigest()[:8]
     return f"{readable}_{digest}"
+
+
+def _seed_last(field: str) -> tuple[bool, str]:
+    """Return the sort key of a setting: by name, the seed last."""
+    return field == SEED, field
 
 
 def plain(value: Any) -> Any:
@@ -271,8 +285,7 @@ def freeze_points(
         base = base.to_dict()
     frozen = {}
     for point in points:
-        if not isinstance(point, dict) or not all(isinstance(field, str) for field in point):
-            raise ConfigError(f"point={point!r} of a sweep must be {{setting: value}}")
+        _check_is_point(point)
         try:
             point = plain(point)
             _check_overrides(point, overrides)
@@ -284,6 +297,13 @@ def freeze_points(
     if not frozen:
         raise ConfigError("the sweep has no point")
     return frozen
+
+
+def _check_is_point(point: Any) -> None:
+    """Raise ConfigError if a point is not a dictionary of settings by name."""
+    is_point = isinstance(point, dict) and all(isinstance(field, str) for field in point)
+    if not is_point:
+        raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
 
 
 def _check_overrides(point: Point, overrides: Collection[str]) -> None:
