@@ -16,7 +16,7 @@ is a shell command that is run once per point, with {command}, {name} and {workd
 
 These commands do not include the sweep's ``after``. --workers=N calls it for points that have ended elsewhere.
 
-Owns: which points run when, and where. Does not know: training (train), the content of the page (table).
+Owns: which points run when, and where. Does not know: training (train), the content of the page (sweeps.page).
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ from jaxrl_llm.runtime.stop import StopRequest
 from jaxrl_llm.settings.functions import resolve
 from jaxrl_llm.settings.schema import differences, flatten, visible
 from jaxrl_llm.sweeps import table
+from jaxrl_llm.sweeps.page import write_page
 from jaxrl_llm.sweeps.points import AFTER, Point, Sweep, freeze_points, plain, point_name
 from jaxrl_llm.sweeps.table import FIRST, THEN, Run
 
@@ -275,7 +276,7 @@ def write_results(
         if run.status == "finished":
             runs[i] = dataclasses.replace(run, before=before(folder / run.name))
     units = {name: metric.unit for name, metric in METRICS.items()}
-    table.write_page(folder / "sweep.html", runs, sweep, units)
+    write_page(folder / "sweep.html", runs, sweep, units)
 
 
 # ---- elsewhere -------------------------------------------------------------------------------------------------

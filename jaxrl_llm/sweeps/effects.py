@@ -105,7 +105,8 @@ def _knob(
         picks: [resamples, runs] numbers of the runs of each resample.
     """
     names = list(dict.fromkeys(names_of_runs))
-    is_member = np.equal.outer(np.array(names), np.array(names_of_runs))
+    # [names, runs]
+    is_member = np.array(names, object)[:, None] == np.array(names_of_runs, object)
     counts = is_member.sum(axis=1)
     means = is_member @ y / counts
     drawn = is_member[:, picks]  # [names, resamples, runs]

@@ -94,14 +94,16 @@ class Sweep:
             without: a setting that is left out, in addition to the seed.
         """
         settings = {}
-        for field, value in sorted(point.items()):
+        for field in sorted(point):
             if field not in (SEED, without):
-                settings[field] = value
+                settings[field] = point[field]
         if self.label:
             return self.label(settings) or "base"
         parts = []
         for field, value in settings.items():
-            name = _last_part(field) if self._has_unique_last_parts else field
+            name = field
+            if self._has_unique_last_parts:
+                name = _last_part(field)
             parts.append(f"{name} {value}")
         return ", ".join(parts) or "base"
 
@@ -153,7 +155,11 @@ def _last_part(field: str) -> str:
 def grid(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
     """Return every combination of the values. The last setting changes fastest."""
     combinations = itertools.product(*choices.values())
-    return [dict(zip(choices, values, strict=True)) for values in combinations]
+    return [_point(choices, values) for values in combinations]
+
+
+def _point(fields: Iterable[str], values: Iterable[Any]) -> Point:
+    return dict(zip(fields, values, strict=True))
 
 
 def zipped(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
@@ -166,7 +172,7 @@ def zipped(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
     if len(set(lengths.values())) > 1:
         raise ConfigError(f"zipped settings must have equally many values; they have {lengths}")
     rows = zip(*choices.values(), strict=True)
-    return [dict(zip(choices, values, strict=True)) for values in rows]
+    return [_point(choices, values) for values in rows]
 
 
 def product(*parts: Sequence[Point]) -> list[Point]:
@@ -309,8 +315,10 @@ def _check_is_point(point: Any) -> None:
 def _check_overrides(point: Point, overrides: Collection[str]) -> None:
     """Raise ConfigError if a point would undo a setting of the command line, wholly or in part."""
     for field, override_field in itertools.product(point, overrides):
-        contains = f"{override_field}.".startswith(f"{field}.")
-        is_part = f"{field}.".startswith(f"{override_field}.")
+        path = f"{field}."
+        override_path = f"{override_field}."
+        contains = override_path.startswith(path)
+        is_part = path.startswith(override_path)
         if contains or is_part:
             raise ConfigError(
                 f"--config.{override_field} cannot be used with this sweep, because the point sets {field}"

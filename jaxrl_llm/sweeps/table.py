@@ -28,6 +28,8 @@ ITERATION = "iteration"
 FIRST = "first"
 THEN = "then"
 
+Numbers = Mapping[str, float | None]  # by name; None = the run does not have the number
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -38,8 +40,8 @@ class Run:
     status: str
     rows: Sequence[Mapping[str, Any]]  # rows of metrics.jsonl
     made_with: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # from config.json: versions, commit
-    after: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # result of the sweep's ``after``
-    before: Mapping[str, float | None] = dataclasses.field(default_factory=dict)  # metrics before any training
+    after: Numbers = dataclasses.field(default_factory=dict)  # result of the sweep's ``after``
+    before: Numbers = dataclasses.field(default_factory=dict)  # metrics before any training
     stage: str = FIRST
     lost_rows: int = 0  # number of rows on another machine's disk, because the run was resumed from a bucket
 
@@ -65,15 +67,16 @@ Curve = tuple[np.ndarray, np.ndarray]
 
 def curve(run: Run, metric: str, x_axis: str) -> Curve:
     """Return (x, value) of the rows that have a number for both."""
-    xs = []
+    all_x = []
     values = []
     for row in run.rows:
         x = row.get(x_axis)
         value = row.get(metric)
-        if x is not None and value is not None:
-            xs.append(x)
-            values.append(value)
-    return np.array(xs, float), np.array(values, float)
+        if x is None or value is None:
+            continue
+        all_x.append(x)
+        values.append(value)
+    return np.array(all_x, float), np.array(values, float)
 
 
 def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
@@ -101,10 +104,7 @@ def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
 def _first_x(run: Run, sweep: Sweep, metric: str, threshold: float) -> float | None:
     """Return the x at which a metric first reaches a threshold; None if it does not, or may have in lost rows."""
     x, y = curve(run, metric, sweep.x_axis)
-    if metric in sweep.lower_is_better:
-        is_reached = y <= threshold
-    else:
-        is_reached = y >= threshold
+    is_reached = y <= threshold if metric in sweep.lower_is_better else y >= threshold
     if run.lost_rows or not is_reached.any():
         return None
     return float(x[is_reached][0])
@@ -218,12 +218,12 @@ def band(curves: Sequence[Curve]) -> Band | None:
     curves = [(x, y) for x, y in curves if len(x)]
     if not curves:
         return None
-    x_of_curves = [x for x, _ in curves]
-    all_x = np.unique(np.concatenate(x_of_curves))
-    interpolated = []
+    all_x = np.unique(np.concatenate([x for x, _ in curves]))
+    values = []
     for x, y in curves:
-        interpolated.append(np.interp(all_x, x, y, left=np.nan, right=np.nan))
-    low, median, high = np.nanquantile(np.stack(interpolated), QUARTILES, axis=0)
+        interpolated = np.interp(all_x, x, y, left=np.nan, right=np.nan)
+        values.append(interpolated)
+    low, median, high = np.nanquantile(np.stack(values), QUARTILES, axis=0)
     return Band(all_x, low, median, high)
 
 
@@ -232,7 +232,8 @@ def median_curve(curves: Sequence[Curve]) -> Curve:
     first_x, _ = curves[0]
     low = max(x[0] for x, _ in curves)
     high = min(x[-1] for x, _ in curves)
-    common_x = first_x[(first_x >= low) & (first_x <= high)]
+    is_common = (first_x >= low) & (first_x <= high)
+    common_x = first_x[is_common]
     interpolated = [np.interp(common_x, x, y) for x, y in curves]
     return common_x, np.median(interpolated, axis=0)
 
@@ -245,9 +246,10 @@ def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool
     costs = [(x_sign * x, y_sign * y) for x, y in points]
     optimal = []
     for i, cost in enumerate(costs):
-        if not any(_dominates(other, cost) for other in costs):
+        is_dominated = any(_dominates(other, cost) for other in costs)
+        if not is_dominated:
             optimal.append(i)
-    return sorted(optimal, key=lambda i: points[i])
+    return sorted(optimal, key=points.__getitem__)
 
 
 def _dominates(cost: tuple[float, float], other: tuple[float, float]) -> bool:

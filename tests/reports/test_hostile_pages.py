@@ -22,9 +22,9 @@ from jaxrl_llm.commands import sweep as sweep_module
 from jaxrl_llm.config import ConfigError, freeze, recorded, to_json
 from jaxrl_llm.reports import html as report
 from jaxrl_llm.settings.schema import visible
-from jaxrl_llm.sweeps import table as sweep_report
+from jaxrl_llm.sweeps.page import write_page
 from jaxrl_llm.sweeps.points import Sweep, freeze_points, point_name
-from jaxrl_llm.sweeps.table import Run
+from jaxrl_llm.sweeps.table import Run, write_table
 from jaxrl_llm.types import OUTCOME_ERROR, Rewards
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -91,7 +91,7 @@ def test_no_element_or_attribute_of_a_sweeps_page_comes_from_data(tmp_path):
         ]
         sweep = Sweep([run.point for run in runs], facet="model.path", pareto=(("tokens/trained", metric),))
         (tmp_path / folder).mkdir()
-        return sweep_report.write_page(tmp_path / folder / "sweep.html", runs, sweep, {metric: text}).read_text()
+        return write_page(tmp_path / folder / "sweep.html", runs, sweep, {metric: text}).read_text()
 
     plain, evil = page_of("plain", "a"), page_of(EVIL, "<script>&")
     before, after = Page(plain), Page(evil)
@@ -136,7 +136,7 @@ def test_no_text_of_a_table_is_a_formula_and_numbers_stay_numbers(tmp_path):
         for i, text in enumerate(texts)
     ]
     sweep = Sweep([run.point for run in runs], label=lambda point: point["prompts.system_prompt"])
-    sweep_report.write_table(tmp_path / "table.csv", runs, sweep)
+    write_table(tmp_path / "table.csv", runs, sweep)
     with open(tmp_path / "table.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     shown = [*("'" + text for text in texts[:7]), *texts[7:]]

@@ -29,6 +29,8 @@ from jaxrl_llm.config import Config, ConfigError, freeze
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime.run_record import record
 from jaxrl_llm.settings.use import use
+from jaxrl_llm.sweeps.effects import knobs
+from jaxrl_llm.sweeps.page import write_page
 from jaxrl_llm.sweeps.points import Sweep, freeze_points, grid, product, seeds
 from jaxrl_llm.sweeps.table import (
     THEN,
@@ -39,8 +41,6 @@ from jaxrl_llm.sweeps.table import (
     figures,
     front,
     groups,
-    knobs,
-    write_page,
     write_table,
 )
 
