@@ -10,10 +10,12 @@ format. Does not know: which questions are asked, the meaning of the numbers.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+Numbers = dict[int, tuple[float, ...]]  # question id -> numbers of one method
 
 
 class Ledger:
@@ -23,7 +25,7 @@ class Ledger:
         self._ids: dict[bytes, int] = {}
         self._num_data = 0  # number of questions in the data; they have the first ids
         self._answers: dict[int, tuple[int, int]] = {}  # passed, scored
-        self._numbers: dict[str, dict[int, tuple[float, ...]]] = {}
+        self._numbers: dict[str, Numbers] = {}
 
     def question_id(self, tokens: Any, hidden: str = "") -> int:
         """Return the id of a question and register the question if it is new.
@@ -32,9 +34,11 @@ class Ledger:
             tokens: the prompt's token ids, [n] integers without padding.
             hidden: text that only the environment knows (``Example.hidden``).
         """
-        content = np.asarray(tokens, np.int32).tobytes() + hidden.encode()
+        token_bytes = np.asarray(tokens, np.int32).tobytes()
+        content = token_bytes + hidden.encode()
         digest = hashlib.blake2b(content, digest_size=16).digest()
-        return self._ids.setdefault(digest, len(self._ids))
+        next_id = len(self._ids)
+        return self._ids.setdefault(digest, next_id)
 
     def close_data(self) -> None:
         """Mark the end of the data's questions. Questions that are registered later are saved in checkpoints."""
@@ -42,13 +46,16 @@ class Ledger:
 
     def observe(self, questions: Sequence[int], passed: np.ndarray, scored: np.ndarray) -> None:
         """Count answers, [B] bool each. The rows of one question's group must be adjacent."""
-        passed_by_question = (passed & scored).reshape(len(questions), -1)
-        scored_by_question = scored.reshape(len(questions), -1)
-        num_passed = np.sum(passed_by_question, axis=1).tolist()
-        num_scored = np.sum(scored_by_question, axis=1).tolist()
-        for question, new_passed, new_scored in zip(questions, num_passed, num_scored, strict=True):
-            old_passed, old_scored = self.answers(question)
-            self._answers[question] = (old_passed + new_passed, old_scored + new_scored)
+        num_questions = len(questions)
+        is_passed = (passed & scored).reshape(num_questions, -1)
+        is_scored = scored.reshape(num_questions, -1)
+        new_passed = is_passed.sum(axis=1).tolist()
+        new_scored = is_scored.sum(axis=1).tolist()
+        for i, question in enumerate(questions):
+            num_passed, num_scored = self.answers(question)
+            num_passed += new_passed[i]
+            num_scored += new_scored[i]
+            self._answers[question] = (num_passed, num_scored)
 
     def answers(self, question: int) -> tuple[int, int]:
         """Return ``(passed, scored)``: the number of answers that passed and the number that have a score."""
@@ -62,28 +69,35 @@ class Ledger:
                 questions.add(question)
         return questions
 
-    def numbers(self, name: str) -> dict[int, tuple[float, ...]]:
+    def numbers(self, name: str) -> Numbers:
         """Return the mutable table (question id -> numbers) that a method keeps under ``name``."""
         return self._numbers.setdefault(name, {})
 
     def state(self) -> dict[str, Any]:
         """Return the state that ``restore`` needs, as plain JSON."""
-        tables = {}
-        for name, table in self._numbers.items():
-            tables[name] = [[question, *numbers] for question, numbers in table.items()]
-        other_digests = list(self._ids)[self._num_data :]
+        digests = list(self._ids)
+        other_digests = digests[self._num_data :]
         return {
             "others": [digest.hex() for digest in other_digests],
-            "answers": [[question, *counts] for question, counts in self._answers.items()],
-            "numbers": tables,
+            "answers": _rows(self._answers),
+            "numbers": {name: _rows(table) for name, table in self._numbers.items()},
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         """Load a saved state. The ledger must already contain the same data's questions."""
-        for digest in state["others"]:
-            self._ids.setdefault(bytes.fromhex(digest), len(self._ids))
-        self._answers = {question: (passed, scored) for question, passed, scored in state["answers"]}
+        for text in state["others"]:
+            digest = bytes.fromhex(text)
+            next_id = len(self._ids)
+            self._ids.setdefault(digest, next_id)
+        self._answers = {}
+        for question, passed, scored in state["answers"]:
+            self._answers[question] = (passed, scored)
         for name, rows in state["numbers"].items():
             table = self.numbers(name)
             for question, *numbers in rows:
                 table[question] = tuple(numbers)
+
+
+def _rows(table: Mapping[int, tuple[float, ...]]) -> list[list[float]]:
+    """Return a table as rows [question id, numbers...], for JSON."""
+    return [[question, *numbers] for question, numbers in table.items()]

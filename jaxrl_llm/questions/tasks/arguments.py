@@ -10,25 +10,38 @@ from typing import Any
 
 from jaxrl_llm.settings.schema import ConfigError
 
+Allowed = Mapping[str, tuple[int, int, int]]  # argument -> (default, least, most)
 
-def checked(arguments: Mapping[str, Any], allowed: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
+
+def checked(arguments: Mapping[str, Any], allowed: Allowed) -> dict[str, Any]:
     """Return every argument in the order of ``allowed``. Missing arguments have their default.
 
     Args:
-        allowed: argument -> (default, least, most). An argument with a bool as default is a switch.
+        allowed: the arguments of the task. An argument with a bool as default is a switch.
 
     Raises:
         ConfigError: an unknown argument, or a value that is not allowed.
     """
     for name, value in arguments.items():
-        if name not in allowed:
-            names = f"is not one of {', '.join(allowed)}" if allowed else "is set, but prompts.source takes none"
-            raise ConfigError(f"prompts.arguments.{name}={value!r} {names}")
-        default, least, most = allowed[name]
-        is_switch = isinstance(default, bool)
-        has_type = isinstance(value, int) and isinstance(value, bool) == is_switch
-        if not has_type or not least <= value <= most:
-            form = "True or False" if is_switch else f"a whole number of at least {least} and at most {most}"
-            raise ConfigError(f"prompts.arguments.{name}={value!r} must be {form}")
-    defaults = {name: default for name, (default, _, _) in allowed.items()}
-    return defaults | dict(arguments)
+        rule = _violated_rule(name, value, allowed)
+        if rule:
+            raise ConfigError(f"prompts.arguments.{name}={value!r} {rule}")
+    values = {}
+    for name, (default, _, _) in allowed.items():
+        values[name] = arguments.get(name, default)
+    return values
+
+
+def _violated_rule(name: str, value: Any, allowed: Allowed) -> str:
+    """Return the rule that an argument violates, or "" if it is allowed."""
+    if not allowed:
+        return "is set, but prompts.source takes none"
+    if name not in allowed:
+        return f"is not one of {', '.join(allowed)}"
+    default, least, most = allowed[name]
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "must be True or False"
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not least <= value <= most:
+        return f"must be a whole number of at least {least} and at most {most}"
+    return ""

@@ -33,9 +33,17 @@ if TYPE_CHECKING:
 SCORER = "jaxrl_llm.questions.tasks.arithmetic:reward"
 
 # argument -> (default, least, most)
-ARGUMENTS = {"terms": (2, 2, 100), "largest": (99, 1, 10**9), "modulus": (0, 0, 10**9)}
+ARGUMENTS = {
+    "terms": (2, 2, 100),
+    "largest": (99, 1, 10**9),
+    "modulus": (0, 0, 10**9),
+}
 # Part of the questions -> remainders of a question's checksum that belong to this part.
-PARTS = {"": range(8), "train": range(1, 8), "test": range(1)}
+PARTS = {
+    "": range(8),
+    "train": range(1, 8),
+    "test": range(1),
+}
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -56,16 +64,22 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
             f"prompts.name={config.name!r} is no part of the sums: prompts.name and eval.name take '', 'train', 'test'"
         )
     examples = []
-    rows = np.random.default_rng(seed).integers(0, largest + 1, (config.size, terms)).tolist()
+    generator = np.random.default_rng(seed)
+    rows = generator.integers(0, largest + 1, (config.size, terms)).tolist()
     for i, row in enumerate(rows, start=1):
-        total = sum(row) % modulus if modulus else sum(row)
-        question = "+".join(map(str, row)) + (f" mod {modulus}=" if modulus else "=")
-        if zlib.crc32(question.encode()) % 8 not in PARTS[config.name]:
+        question = "+".join(map(str, row))
+        total = sum(row)
+        if modulus:
+            question += f" mod {modulus}"
+            total %= modulus
+        question += "="
+        checksum = zlib.crc32(question.encode())
+        if checksum % 8 not in PARTS[config.name]:
             continue
         columns: dict[str, Any] = {"answer": str(total)}
-        partial_sums = [str(x) for x in itertools.accumulate(row)][1:-1]
+        partial_sums = list(itertools.accumulate(row))[1:-1]
         if partial_sums:
-            columns["key_steps"] = partial_sums
+            columns["key_steps"] = [str(partial_sum) for partial_sum in partial_sums]
         examples.append(Example(question, columns, f"arithmetic:{i}"))
     if config.name == "test":  # keep the last copy of each sum
         last_copies = {example.prompt: example for example in reversed(examples)}

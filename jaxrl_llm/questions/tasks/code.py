@@ -33,6 +33,7 @@ import builtins
 import copy
 import dataclasses
 import difflib
+import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,7 @@ from jaxrl_llm.scoring import code_tests
 from jaxrl_llm.settings.schema import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from jaxrl_llm.config import PromptsConfig
     from jaxrl_llm.types import Example
@@ -55,7 +56,7 @@ SECONDS = 1.0
 MOST_PARTS = 100
 GO_ON = "{prompt}\nGo on from here:\n\n{given}"  # for MBPP prompts; a HumanEval prompt is code itself
 
-# key -> its type, per format. NEEDED maps the key that identifies a format to that format.
+# key -> its type, per format.
 MBPP = {
     "text": str,
     "prompt": str,
@@ -66,8 +67,15 @@ MBPP = {
     "challenge_test_list": list,
     "source_file": str,
 }
-HUMAN_EVAL = {"prompt": str, "test": str, "entry_point": str, "canonical_solution": str}
-NEEDED = {"test_list": MBPP, "test": HUMAN_EVAL}
+HUMAN_EVAL = {
+    "prompt": str,
+    "test": str,
+    "entry_point": str,
+    "canonical_solution": str,
+}
+
+Row = dict[str, Any]
+Question = tuple[str, dict[str, Any]]  # the prompt, and the columns
 
 
 def load(config: PromptsConfig, *, seed: int) -> Loaded:
@@ -94,7 +102,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
     settings = _arguments(config.arguments)
     _try_sandbox(settings["sandbox"])
 
-    def question_of_line(line: bytes) -> tuple[str, dict[str, Any]]:
+    def question_of_line(line: bytes) -> Question:
         prompt, columns = question(parse(line), settings)
         if settings["check_solutions"]:
             _check_solution(prompt, columns)
@@ -102,7 +110,7 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
     try:
         loaded = load_rows(config, lines, question_of_line)
-        return dataclasses.replace(loaded, laddered=lambda examples: laddered(config, examples))
+        return dataclasses.replace(loaded, laddered=functools.partial(laddered, config))
     finally:
         code_tests.close()  # end the sandboxes that checked solutions, because rewards are computed in other processes
 
@@ -118,20 +126,25 @@ def _arguments(arguments: dict[str, Any]) -> dict[str, Any]:
         "sandbox": {},
     }
     _check_names(where, arguments, defaults)
-    settings = defaults | arguments
+    settings: dict[str, Any] = defaults | arguments
     shown = settings["shown_tests"]
-    template = settings["template"]
-    if not isinstance(shown, int) or isinstance(shown, bool) or shown < -1:
+    if not _is_integer(shown) or shown < -1:
         raise ConfigError(f"{where}.shown_tests={shown!r} must be a whole number of at least -1 (all)")
+    template = settings["template"]
     if not isinstance(template, str) or "{text}" not in template:
         raise ConfigError(f"{where}.template={template!r:.80} must be text with {{text}}, and {{tests}} where they go")
     parts = settings["given_parts"]
-    if not isinstance(parts, int) or isinstance(parts, bool) or not 0 <= parts <= MOST_PARTS:
+    if not _is_integer(parts) or not 0 <= parts <= MOST_PARTS:
         raise ConfigError(f"{where}.given_parts={parts!r} must be a whole number from 0 to {MOST_PARTS}")
-    if not isinstance(settings["check_solutions"], bool):
-        raise ConfigError(f"{where}.check_solutions={settings['check_solutions']!r} must be True or False")
+    check_solutions = settings["check_solutions"]
+    if not isinstance(check_solutions, bool):
+        raise ConfigError(f"{where}.check_solutions={check_solutions!r} must be True or False")
     settings["sandbox"] = _sandbox_settings(f"{where}.sandbox", settings["sandbox"])
     return settings
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _sandbox_settings(where: str, sandbox: Any) -> dict[str, Any]:
@@ -141,8 +154,9 @@ def _sandbox_settings(where: str, sandbox: Any) -> dict[str, Any]:
     limits = [field.name for field in dataclasses.fields(Limits)]
     _check_names(where, sandbox, [*limits, "isolation", "required"])
     settings: dict[str, Any] = {"seconds": SECONDS, **sandbox}
+    given_limits = {name: settings[name] for name in limits if name in settings}
     try:
-        Limits(**{name: value for name, value in settings.items() if name in limits})
+        Limits(**given_limits)
     except ValueError as error:
         raise ConfigError(f"{where}.{error}") from error
     if not isinstance(settings.get("required", False), bool):
@@ -151,9 +165,10 @@ def _sandbox_settings(where: str, sandbox: Any) -> dict[str, Any]:
 
 
 def _check_names(where: str, settings: dict[str, Any], names: Iterable[str]) -> None:
+    known = ", ".join(names)
     for name, value in settings.items():
         if name not in names:
-            raise ConfigError(f"{where}.{name}={value!r:.80} is not one of {', '.join(names)}")
+            raise ConfigError(f"{where}.{name}={value!r:.80} is not one of {known}")
 
 
 def _try_sandbox(settings: dict[str, Any]) -> None:
@@ -168,7 +183,7 @@ def _try_sandbox(settings: dict[str, Any]) -> None:
         raise ConfigError(f"prompts.arguments.sandbox={settings!r:.200}: {error}") from error
 
 
-def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def question(row: Any, settings: dict[str, Any]) -> Question:
     """Return ``(prompt, columns)`` of a row.
 
     Raises:
@@ -177,20 +192,20 @@ def question(row: Any, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(row, dict):
         raise BadRowError(f"must be an object, not {type(row).__name__}")
     row = {key: value for key, value in row.items() if value is not None}
-    forms = [form for key, form in NEEDED.items() if key in row]
-    if len(forms) != 1:
+    is_mbpp = "test_list" in row
+    is_human_eval = "test" in row
+    if is_mbpp == is_human_eval:
         keys = f"{sorted(row)!s:.300}"
         raise BadRowError(f"must have one of `test_list` (MBPP) and `test` (HumanEval); its keys are {keys}")
-    (form,) = forms
+    form = MBPP if is_mbpp else HUMAN_EVAL
     for key, value in row.items():
         if key != "task_id":
             _check_key(key, value, form)
-    prompt, columns = _of_mbpp(row, settings) if form is MBPP else _of_human_eval(row)
-    return prompt, columns | {
-        "given": "",
-        "task_id": row.get("task_id"),
-        "sandbox": settings["sandbox"],
-    }
+    prompt, columns = _of_mbpp(row, settings) if is_mbpp else _of_human_eval(row)
+    columns["given"] = ""
+    columns["task_id"] = row.get("task_id")
+    columns["sandbox"] = settings["sandbox"]
+    return prompt, columns
 
 
 def _check_key(key: str, value: Any, form: dict[str, type]) -> None:
@@ -199,9 +214,14 @@ def _check_key(key: str, value: Any, form: dict[str, type]) -> None:
         near = difflib.get_close_matches(key, form, n=1)
         hint = f"; did you mean `{near[0]}`" if near else f": its form has {', '.join(form)}, task_id"
         raise BadRowError(f"unknown key `{key}`{hint}")
-    kind = form[key]
-    if not isinstance(value, kind) or (kind is list and not all(isinstance(x, str) for x in value)):
-        raise BadRowError(f"`{key}` must be {'text' if kind is str else 'a list of texts'}, not {value!r:.60}")
+    if form[key] is str:
+        words = "text"
+        is_valid = isinstance(value, str)
+    else:
+        words = "a list of texts"
+        is_valid = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    if not is_valid:
+        raise BadRowError(f"`{key}` must be {words}, not {value!r:.60}")
 
 
 def laddered(config: PromptsConfig, examples: Sequence[Example]) -> list[Example]:
@@ -214,17 +234,9 @@ def laddered(config: PromptsConfig, examples: Sequence[Example]) -> list[Example
     parts = config.arguments.get("given_parts", 0)
     ladders = []
     for i, example in enumerate(examples):
-        lines = (example.columns["solution"] or "").splitlines(keepends=True)
-        counts = dict.fromkeys(len(lines) * k // (parts + 1) for k in range(parts, 0, -1))
-        form = "{prompt}{given}" if example.columns["prefix"] else GO_ON
-        for count in counts:
-            if count == 0:
-                continue
-            given = "".join(lines[:count])
-            prompt = form.format(prompt=example.prompt, given=given)
-            columns = example.columns | {"given": given}
-            ladders.append(dataclasses.replace(example, prompt=prompt, columns=columns, ladder=f"{i}"))
-        ladders.append(dataclasses.replace(example, ladder=f"{i}" if parts else ""))
+        ladder = str(i) if parts else ""
+        ladders += _easier_versions(example, parts, ladder)
+        ladders.append(dataclasses.replace(example, ladder=ladder))
     if parts and config.retire_pass_rate == 0:
         raise ConfigError(
             f"prompts.retire_pass_rate=0.0 must be above 0 with prompts.arguments.given_parts={parts}: a question "
@@ -235,6 +247,29 @@ def laddered(config: PromptsConfig, examples: Sequence[Example]) -> list[Example
             f"prompts.arguments.given_parts={parts} needs solutions, and no question of {config.name!r} has one"
         )
     return ladders
+
+
+def _easier_versions(example: Example, parts: int, ladder: str) -> list[Example]:
+    """Return the versions of a question that give ``parts`` parts of its solution or fewer, the easiest first."""
+    solution = example.columns["solution"] or ""
+    lines = solution.splitlines(keepends=True)
+    form = "{prompt}{given}" if example.columns["prefix"] else GO_ON
+    versions = []
+    last_count = 0
+    for part in range(parts, 0, -1):
+        count = len(lines) * part // (parts + 1)
+        if count in (0, last_count):
+            continue
+        last_count = count
+        given = "".join(lines[:count])
+        version = dataclasses.replace(
+            example,
+            prompt=form.format(prompt=example.prompt, given=given),
+            columns=example.columns | {"given": given},
+            ladder=ladder,
+        )
+        versions.append(version)
+    return versions
 
 
 def _check_solution(prompt: str, columns: dict[str, Any]) -> None:
@@ -249,31 +284,29 @@ def _check_solution(prompt: str, columns: dict[str, Any]) -> None:
         raise BadRowError(f"its own solution passes {share:.0%} of its tests")
 
 
-def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _of_mbpp(row: Row, settings: dict[str, Any]) -> Question:
     texts = [row[key] for key in ("text", "prompt") if row.get(key)]
     if len(texts) != 1:
         raise BadRowError("must have one of `text` and `prompt`, and not empty")
-    tests = row["test_list"] + row.get("challenge_test_list", [])
-    if not row["test_list"]:
+    tests = row["test_list"]
+    challenge_tests = row.get("challenge_test_list", [])
+    if not tests:
         raise BadRowError("`test_list` is empty")
     setup = "\n".join([*row.get("test_imports", []), row.get("test_setup_code", "")])
     _parsed("test_imports` or `test_setup_code", setup)
-    trees = []
-    for key in ("test_list", "challenge_test_list"):
-        for i, test in enumerate(row.get(key, [])):
-            tree = _parsed(f"{key}[{i}]", test)
-            if not tree.body:
-                raise BadRowError(f"`{key}[{i}]`={test!r:.60} tests nothing: it has no statement")
-            trees.append(tree)
-    shown = row["test_list"][: None if settings["shown_tests"] == -1 else settings["shown_tests"]]
-    prompt = settings["template"].replace("{tests}", "\n".join(shown)).replace("{text}", texts[0])
+    trees = _test_trees("test_list", tests) + _test_trees("challenge_test_list", challenge_tests)
+    num_shown = settings["shown_tests"]
+    shown = tests if num_shown == -1 else tests[:num_shown]
+    prompt = settings["template"].replace("{tests}", "\n".join(shown))
+    prompt = prompt.replace("{text}", texts[0])
     solution = row.get("code")
-    setup = _with_imports(setup, trees, _tree(solution))
-    names, classes = _under_test(trees, _tree(setup), _tree(solution))
+    solution_tree = _tree(solution)
+    setup = _with_imports(setup, trees, solution_tree)
+    names, classes = _under_test(trees, _tree(setup), solution_tree)
     if not names:
         raise BadRowError("`test_list` uses no name that an answer could define: all are built-ins or the setup's own")
     columns = {
-        "tests": tests,
+        "tests": tests + challenge_tests,
         "setup": setup,
         "prefix": "",
         "names": names,
@@ -284,20 +317,32 @@ def _of_mbpp(row: dict[str, Any], settings: dict[str, Any]) -> tuple[str, dict[s
     return prompt, columns
 
 
-def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _test_trees(key: str, tests: list[str]) -> list[ast.Module]:
+    """Return the parsed tests of a key of the row. Raise BadRowError for a test that is not Python or is empty."""
+    trees = []
+    for i, test in enumerate(tests):
+        tree = _parsed(f"{key}[{i}]", test)
+        if not tree.body:
+            raise BadRowError(f"`{key}[{i}]`={test!r:.60} tests nothing: it has no statement")
+        trees.append(tree)
+    return trees
+
+
+def _of_human_eval(row: Row) -> Question:
     for key in ("prompt", "entry_point"):
         if not row.get(key):
             raise BadRowError(f"`{key}` is missing or empty")
     name = row["entry_point"]
     if not name.isidentifier():
         raise BadRowError(f"`entry_point` must be the name of a function, not {name!r:.60}")
-    if not any(name in line for line in row["prompt"].splitlines() if line.startswith(("def ", "async def "))):
-        raise BadRowError(f"`prompt` does not begin a function {name!r:.60}, which is `entry_point`")
-    tree = _parsed("test", row["test"])
-    tests = [f"{part}\ncheck({name})" for part in _one_assertion_each(tree)]
     prompt = row["prompt"]
-    tree = _tree(_without_last_definition(prompt))
-    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    first_lines = [line for line in prompt.splitlines() if line.startswith(("def ", "async def "))]
+    if not any(name in line for line in first_lines):
+        raise BadRowError(f"`prompt` does not begin a function {name!r:.60}, which is `entry_point`")
+    test_tree = _parsed("test", row["test"])
+    tests = [f"{part}\ncheck({name})" for part in _one_assertion_each(test_tree)]
+    prompt_tree = _tree(_without_last_definition(prompt))
+    classes = [node.name for node in prompt_tree.body if isinstance(node, ast.ClassDef)]
     columns = {
         "tests": tests,
         "setup": "",
@@ -312,7 +357,8 @@ def _of_human_eval(row: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def _without_last_definition(prompt: str) -> str:
     """Return the code of a prompt before the function that it begins."""
-    return prompt[: max(prompt.rfind("\ndef "), prompt.rfind("\nasync def "), 0)]
+    last = max(prompt.rfind("\ndef "), prompt.rfind("\nasync def "))
+    return prompt[: max(last, 0)]
 
 
 def _tree(code: str | None) -> ast.Module:
@@ -329,18 +375,34 @@ def _with_imports(setup: str, tests: list[ast.Module], solution: ast.Module) -> 
     Tests of MBPP's first edition use modules that only its solutions import. The tests need the real module, because a
     module from the program would be the program's own object.
     """
-    bound = {name for tree in [*tests, _tree(setup)] for name in _bound(tree)} | _defined(solution)
-    nodes = [node for tree in tests for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    used = dict.fromkeys(node.value.id for node in nodes if isinstance(node.value, ast.Name))
-    modules = [name for name in used if name in sys.stdlib_module_names and name not in bound]
-    return "\n".join([*(f"import {name}" for name in modules), setup])
+    bound = _bound_in_any([*tests, _tree(setup)])
+    bound |= {definition.name for definition in _definitions(solution)}
+    modules: dict[str, None] = {}
+    for node in _all_nodes(tests):
+        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+            continue
+        name = node.value.id
+        if name in sys.stdlib_module_names and name not in bound:
+            modules[name] = None
+    imports = [f"import {name}" for name in modules]
+    return "\n".join([*imports, setup])
 
 
-def _defined(solution: ast.Module) -> set[str]:
-    return {node.name for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+def _all_nodes(trees: Iterable[ast.Module]) -> Iterator[ast.AST]:
+    for tree in trees:
+        yield from ast.walk(tree)
 
 
-def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module) -> tuple[list[str], list[str]]:
+def _definitions(solution: ast.Module) -> list[ast.FunctionDef | ast.ClassDef]:
+    """Return the functions and classes that a solution defines."""
+    return [node for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+
+
+def _under_test(
+    tests: list[ast.Module],
+    setup: ast.Module,
+    solution: ast.Module,
+) -> tuple[list[str], list[str]]:
     """Return the names that the tests take from an answer, and the classes among these names.
 
     A name belongs to the result in three cases:
@@ -352,18 +414,24 @@ def _under_test(tests: list[ast.Module], setup: ast.Module, solution: ast.Module
 
     Without a solution, a class is a name that begins in upper case, if the tests read attributes of objects.
     """
-    used = {name: None for tree in [*tests, setup] for name in _names(tree, ast.Load)}
-    bound = {name for tree in [*tests, setup] for name in _bound(tree)}
-    definitions = [node for node in solution.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    trees = [*tests, setup]
+    used: dict[str, None] = {}
+    for tree in trees:
+        used.update(dict.fromkeys(_names(tree, ast.Load)))
+    bound = _bound_in_any(trees)
+    definitions = _definitions(solution)
     names = [name for name in used if name not in bound and not hasattr(builtins, name)]
-    names += [node.name for node in definitions if node.name in used and node.name not in names]
+    for definition in definitions:
+        if definition.name in used and definition.name not in names:
+            names.append(definition.name)
     if not names:
-        names += dict.fromkeys(name for tree in tests for name in _innermost_calls(tree))
+        for tree in tests:
+            names += [name for name in _innermost_calls(tree) if name not in names]
     if solution.body:
-        classes = [node.name for node in definitions if isinstance(node, ast.ClassDef)]
+        classes = [definition.name for definition in definitions if isinstance(definition, ast.ClassDef)]
         return names, [name for name in classes if name in names]
-    nodes = [node for tree in [*tests, setup] for node in ast.walk(tree)]
-    if not any(_is_of_object(node, bound) for node in nodes):
+    reads_objects = any(_is_of_object(node, bound) for node in _all_nodes(trees))
+    if not reads_objects:
         return names, []
     return names, [name for name in names if name[0].isupper()]
 
@@ -372,7 +440,17 @@ def _is_of_object(node: ast.AST, bound: set[str]) -> bool:
     """Return whether the node is an attribute of a call's result or of a variable of the tests."""
     if not isinstance(node, ast.Attribute):
         return False
-    return isinstance(node.value, ast.Call) or (isinstance(node.value, ast.Name) and node.value.id in bound)
+    if isinstance(node.value, ast.Name):
+        return node.value.id in bound
+    return isinstance(node.value, ast.Call)
+
+
+def _bound_in_any(trees: Iterable[ast.Module]) -> set[str]:
+    """Return all names that one of the trees binds, in any scope."""
+    bound: set[str] = set()
+    for tree in trees:
+        bound |= _bound(tree)
+    return bound
 
 
 def _bound(tree: ast.Module) -> set[str]:
@@ -392,13 +470,17 @@ def _bound(tree: ast.Module) -> set[str]:
 
 def _innermost_calls(tree: ast.Module) -> list[str]:
     """Return the names of the functions that are called without a call among their arguments."""
-    names = []
+    names: dict[str, None] = {}
     for call in ast.walk(tree):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
-            nodes = [node for argument in call.args for node in ast.walk(argument)]
-            if not any(isinstance(node, ast.Call) for node in nodes):
-                names.append(call.func.id)
-    return names
+            has_inner_call = any(_contains_call(argument) for argument in call.args)
+            if not has_inner_call:
+                names[call.func.id] = None
+    return list(names)
+
+
+def _contains_call(argument: ast.AST) -> bool:
+    return any(isinstance(node, ast.Call) for node in ast.walk(argument))
 
 
 def _one_assertion_each(tree: ast.Module) -> list[str]:
@@ -420,8 +502,9 @@ def _one_assertion_each(tree: ast.Module) -> list[str]:
         return [ast.unparse(tree)]
     texts = []
     for kept in asserting:
+        others = [i for i in asserting if i != kept]
         part = copy.copy(check)
-        part.body = [statement for i, statement in enumerate(check.body) if i == kept or i not in asserting]
+        part.body = [statement for i, statement in enumerate(check.body) if i not in others]
         module = copy.copy(tree)
         module.body = [*tree.body[:place], part, *tree.body[place + 1 :]]
         texts.append(ast.unparse(module))
@@ -441,8 +524,12 @@ def _check_function(tree: ast.Module) -> tuple[int, ast.FunctionDef]:
 
 
 def _names(statement: ast.AST, context: type) -> set[str]:
-    nodes = ast.walk(statement)
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+    """Return the names that a statement loads or stores, by ``context``."""
+    names = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, context):
+            names.add(node.id)
+    return names
 
 
 def _parsed(key: str, code: str) -> ast.Module:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxrl_llm.config import PromptsConfig
 
 Prompt = str | list[dict[str, str]]  # text or messages
+Read = Callable[[Path], Iterable[tuple[int, Any]]]  # yields the rows of a file with their numbers
 SCORER = ""  # a file has no scorer: set rewards.functions
 
 
@@ -72,7 +73,7 @@ def renamed(row: Any, names: dict[str, str]) -> Any:
 
 def load_rows(
     config: PromptsConfig,
-    read: Callable[[Path], Iterable[tuple[int, Any]]],
+    read: Read,
     question_of_row: Callable[[Any], tuple[Prompt, dict[str, Any]]],
 ) -> Loaded:
     """Return the first ``config.size`` questions made from the rows of ``config.name``.
@@ -81,7 +82,7 @@ def load_rows(
     leaves rows unread, a message about them is the first of ``bad_rows``. It raises the same errors as ``load``.
 
     Args:
-        read: function that yields the rows of a file with their numbers.
+        read: function that reads the rows of a file.
         question_of_row: function that returns a row's prompt and columns, or raises BadRowError.
     """
     from jaxrl_llm.types import Example  # imported here because task modules contain scorers and must not import jax
@@ -100,20 +101,20 @@ def load_rows(
                 bad_rows.append(f"{origin}: {error}")
             if len(examples) == config.size > 0:
                 if _has_more(rows):
-                    bad_rows.insert(
-                        0,
-                        f"the rows after {origin} (prompts.size={config.size}; 0 reads all)",
-                    )
+                    unread = f"the rows after {origin} (prompts.size={config.size}; 0 reads all)"
+                    bad_rows.insert(0, unread)
                 break
     except OSError as error:
         raise ConfigError(f"prompts.name={config.name!r} cannot be read: {error.strerror or error}") from error
     if not examples:
-        reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}" if bad_rows else "it is empty"
+        reason = "it is empty"
+        if bad_rows:
+            reason = f"none of its {len(bad_rows)} rows can be used; {bad_rows[0]}"
         raise ConfigError(f"prompts.name={config.name!r} holds no question: {reason}")
     return Loaded(tuple(examples), tuple(bad_rows))
 
 
-def _all_rows(paths: Iterable[Path], read: Callable[[Path], Iterable[tuple[int, Any]]]) -> Iterator[tuple[str, Any]]:
+def _all_rows(paths: Iterable[Path], read: Read) -> Iterator[tuple[str, Any]]:
     """Yield the rows of all files, each with its origin ("file:row")."""
     for path in paths:
         for number, row in read(path):
@@ -131,7 +132,8 @@ def files_of(name: str) -> list[Path]:
         raise IsADirectoryError(f"Is a directory: its files are {name.rstrip('/')}/*")
     if path.exists() or not glob.has_magic(name):
         return [path]
-    matches = [Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match)]
+    paths = glob.glob(str(path), recursive=True)
+    matches = [Path(match) for match in paths if os.path.isfile(match)]
     if not matches:
         raise FileNotFoundError("No such file is there")
     return sorted(matches)
@@ -186,7 +188,10 @@ def question(row: Any) -> tuple[Prompt, dict[str, Any]]:
     for key in ("prompts", "completions"):
         if key in row:
             raise BadRowError(f"column `{key}` has the name of an argument of every reward function")
-    return prompt, {key: value for key, value in row.items() if key not in ("prompt", "messages")}
+    columns = dict(row)
+    columns.pop("prompt", None)
+    columns.pop("messages", None)
+    return prompt, columns
 
 
 def prompt_of(row: Any) -> Prompt:
@@ -196,16 +201,18 @@ def prompt_of(row: Any) -> Prompt:
     """
     if not isinstance(row, dict):
         raise BadRowError(f"must be an object with `prompt` or `messages`, not {type(row).__name__}")
-    keys = [key for key in ("prompt", "messages") if row.get(key) is not None]
-    if len(keys) != 1:
+    prompt = row.get("prompt")
+    messages = row.get("messages")
+    has_one = (prompt is None) != (messages is None)
+    if not has_one:
         raise BadRowError(f"must have one of `prompt` and `messages`; its columns are {sorted(row)!s:.300}")
-    (key,) = keys
-    prompt = row[key]
-    if key == "prompt" and isinstance(prompt, str):
-        if not prompt:
-            raise BadRowError("`prompt` is empty")
-        return prompt
-    return _messages(prompt, key)
+    if prompt is None:
+        return _messages(messages, "messages")
+    if not isinstance(prompt, str):
+        return _messages(prompt, "prompt")
+    if not prompt:
+        raise BadRowError("`prompt` is empty")
+    return prompt
 
 
 def _messages(messages: Any, key: str) -> list[dict[str, str]]:
@@ -213,11 +220,15 @@ def _messages(messages: Any, key: str) -> list[dict[str, str]]:
         kinds = "text or a list of messages" if key == "prompt" else "a list of messages"
         raise BadRowError(f"`{key}` must be {kinds}, not {messages!r:.60}")
     for message in messages:
-        is_message = isinstance(message, dict)
-        if not is_message or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        if not _has_texts(message, "role", "content"):
             raise BadRowError(f"a message must have texts `role` and `content`, not {message!r:.60}")
         if message.get("tool_calls"):
             raise BadRowError("a message has `tool_calls`, which are not read: its `content` must say what it calls")
     if messages[-1]["role"] == "assistant":
         raise BadRowError(f"`{key}` ends with the assistant's own message: nothing is left to answer")
     return [{"role": message["role"], "content": message["content"]} for message in messages]
+
+
+def _has_texts(message: Any, *keys: str) -> bool:
+    """Return whether a message is an object with a text for each of ``keys``."""
+    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in keys)

@@ -28,9 +28,13 @@ def load(config: PromptsConfig, *, seed: int) -> Loaded:
 
     del seed
     checked(config.arguments, {})
-    letters = [string.ascii_lowercase[i % 26] for i in range(config.size)]
-    columns = {"allowed": string.ascii_lowercase}
-    return Loaded(tuple(Example(f"Write letters like {x}:", columns, f"letters:{i}") for i, x in enumerate(letters, 1)))
+    alphabet = string.ascii_lowercase
+    columns = {"allowed": alphabet}
+    examples = []
+    for i in range(config.size):
+        letter = alphabet[i % len(alphabet)]
+        examples.append(Example(f"Write letters like {letter}:", columns, f"letters:{i + 1}"))
+    return Loaded(tuple(examples))
 
 
 def reward(prompts: list, completions: list[str], *, allowed: list[str], **columns) -> list[float]:
@@ -38,7 +42,8 @@ def reward(prompts: list, completions: list[str], *, allowed: list[str], **colum
 
     A random model with the byte tokenizer scores 0.1 (26 of 256 bytes).
     """
-    return [
-        sum(x in good for x in text) / len(text) if text else 0.0
-        for text, good in zip(completions, allowed, strict=True)
-    ]
+    scores = []
+    for text, good in zip(completions, allowed, strict=True):
+        num_good = sum(character in good for character in text)
+        scores.append(num_good / len(text) if text else 0.0)
+    return scores
