@@ -241,6 +241,13 @@ def test_names_are_what_the_tests_take_from_an_answer(loaded, row, names, classe
     assert example.columns["classes"] == classes
 
 
+def test_names_have_the_order_of_the_tests_in_every_process(loaded):
+    """A checkpoint records a hash of the columns, so that the order must not depend on Python's hash seed."""
+    tests = ["assert eta(delta, alpha) == 1", "assert gamma(beta, zeta, epsilon) == 2"]
+    (example,) = loaded({"text": "Write seven functions.", "test_list": tests}).examples
+    assert example.columns["names"] == ["eta", "delta", "alpha", "gamma", "beta", "zeta", "epsilon"]
+
+
 def test_a_standard_module_without_an_import_is_python_s_own(loaded):
     rows = [{"text": "t", "test_list": [f"assert math.floor(f(1)) == 1{more}"]} for more in ("", "; math = 1")]
     setups = [example.columns["setup"].strip() for example in loaded(*rows).examples]

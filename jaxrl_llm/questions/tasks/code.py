@@ -455,7 +455,7 @@ def _bound_in_any(trees: Iterable[ast.Module]) -> set[str]:
 
 def _bound(tree: ast.Module) -> set[str]:
     """Return all names that the code binds, in any scope."""
-    bound = _names(tree, ast.Store)
+    bound = set(_names(tree, ast.Store))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             bound.add(node.name)
@@ -497,9 +497,10 @@ def _one_assertion_each(tree: ast.Module) -> list[str]:
         has_assertion = any(isinstance(node, ast.Assert) for node in ast.walk(statement))
         if has_assertion and not isinstance(statement, definitions):
             asserting.append(i)
-        needed |= _names(statement, ast.Load) - _names(statement, ast.Store)
-    if any(_names(check.body[i], ast.Store) & needed for i in asserting):
-        return [ast.unparse(tree)]
+        needed |= set(_names(statement, ast.Load)) - set(_names(statement, ast.Store))
+    for i in asserting:
+        if not needed.isdisjoint(_names(check.body[i], ast.Store)):
+            return [ast.unparse(tree)]
     texts = []
     for kept in asserting:
         others = [i for i in asserting if i != kept]
@@ -523,13 +524,17 @@ def _check_function(tree: ast.Module) -> tuple[int, ast.FunctionDef]:
     raise BadRowError("`test` does not define a function check(candidate)")
 
 
-def _names(statement: ast.AST, context: type) -> set[str]:
-    """Return the names that a statement loads or stores, by ``context``."""
-    names = set()
+def _names(statement: ast.AST, context: type) -> list[str]:
+    """Return the names that a statement loads or stores, by ``context``.
+
+    The order is that of the syntax tree, because the names are a column of the question. A set would have another order
+    in each process, and a resumed run compares the columns with its checkpoint.
+    """
+    names: dict[str, None] = {}
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and isinstance(node.ctx, context):
-            names.add(node.id)
-    return names
+            names[node.id] = None
+    return list(names)
 
 
 def _parsed(key: str, code: str) -> ast.Module:
