@@ -29,8 +29,15 @@ class ConfigError(ValueError):
 
 def visible(text: str) -> str:
     """Replace control characters, bidirectional controls and lone surrogates by escapes such as ``\\x1b``."""
-    hidden = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
-    return re.sub(hidden, lambda match: ascii(match[0])[1:-1], text)
+    return re.sub(HIDDEN, _escaped, text)
+
+
+HIDDEN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+
+
+def _escaped(match: re.Match[str]) -> str:
+    quoted = ascii(match[0])
+    return quoted[1:-1]
 
 
 MOST = 2**31 - 1  # largest count, because counts are int32 on the devices
@@ -96,8 +103,10 @@ def near(key: str, names: Collection[str], prefix: str = "") -> str:
     """Return a hint for an unknown key: the most similar names, or all names if none is similar."""
     similar = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
     if not similar:
-        return f"known: {', '.join(names)}"
-    return f"did you mean {', '.join(prefix + name for name in similar)}"
+        known = ", ".join(names)
+        return f"known: {known}"
+    suggested = ", ".join(prefix + name for name in similar)
+    return f"did you mean {suggested}"
 
 
 def check_name(key: Any, path: str) -> None:
@@ -110,7 +119,8 @@ def out_of_bounds(value: float, low: float, high: float, closed: bool = True) ->
     """Return the rule that a number violates, or "" if the number is allowed. ``closed`` allows ``low`` itself."""
     is_inside = low <= value <= high and (closed or value != low)
     if not is_inside:
-        return f"must be {'at least' if closed else 'more than'} {low} and at most {high}"
+        above_low = f"at least {low}" if closed else f"more than {low}"
+        return f"must be {above_low} and at most {high}"
     if 0 < abs(value) < SMALLEST:
         return f"must be 0 or of a size of at least {SMALLEST}"
     return ""
@@ -138,13 +148,15 @@ def build(cls: type[Group], mapping: Any, prefix: str = "") -> Group:
         if is_replaced_setting(cls, key, value, path):
             continue
         if key not in fields:
-            raise ConfigError(f"unknown config key {path}={value!r:.200}; {near(key, fields, prefix)}")
-        slot = fields[key].metadata.get("slot")
+            hint = near(key, fields, prefix)
+            raise ConfigError(f"unknown config key {path}={value!r:.200}; {hint}")
+        field = fields[key]
+        slot = field.metadata.get("slot")
         if slot:
-            values[key] = slot.choose(value, path, fields[key].default)
+            values[key] = slot.choose(value, path, field.default)
         else:
-            hint = hints[key]
-            values[key] = convert(UNSIGNED.get(hint, hint), value, path)
+            kind = hints[key]
+            values[key] = convert(UNSIGNED.get(kind, kind), value, path)
     return cls(**values)
 
 
@@ -192,24 +204,32 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     if origin is dict:
         if isinstance(value, dict):
             return {key: _read_all(item) for key, item in value.items()}
+    elif isinstance(value, bool):
+        if hint is bool:
+            return value
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, int | float):
             return _to_float(value)
-    elif isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+    elif isinstance(value, hint):
         return value
-    name = hint.__name__ if isinstance(hint, type) else hint
-    raise ConfigError(f"{path}={value!r:.200} must be of type {name}, not {type(value).__name__}")
+    expected = hint.__name__ if isinstance(hint, type) else hint
+    found = type(value).__name__
+    raise ConfigError(f"{path}={value!r:.200} must be of type {expected}, not {found}")
 
 
 def _convert_bounded(hint: Any, value: Any, path: str) -> Any:
     """Convert the value of an ``Annotated`` type and check its bounds."""
     kind, bounds, *_ = typing.get_args(hint)
     value = convert(kind, value, path)
-    if not isinstance(bounds, Bounds) or (bounds.or_zero and value == 0):
+    if not isinstance(bounds, Bounds):
+        return value
+    if bounds.or_zero and value == 0:
         return value
     violated = out_of_bounds(value, bounds.low, bounds.high, bounds.closed)
+    if violated and bounds.or_zero:
+        violated += ", or 0"
     if violated:
-        raise ConfigError(f"{path}={value!r:.200} {violated}{', or 0' if bounds.or_zero else ''}")
+        raise ConfigError(f"{path}={value!r:.200} {violated}")
     return value
 
 
@@ -219,19 +239,25 @@ def _convert_choice(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, Text):
         value = convert(type(choices[0]), value, path)
     if value not in choices:
-        raise ConfigError(f"{path}={value!r:.200} is not one of {', '.join(map(repr, choices))}")
+        listed = ", ".join(repr(choice) for choice in choices)
+        raise ConfigError(f"{path}={value!r:.200} is not one of {listed}")
     return value
 
 
 def _convert_tuple(hint: Any, value: Any, path: str) -> tuple[Any, ...]:
     """Convert a list or a tuple to ``tuple[item, ...]``."""
-    item = typing.get_args(hint)[0]
-    if isinstance(value, (list, tuple)):
-        return tuple(convert(item, member, f"{path}[{i}]") for i, member in enumerate(value))
-    arguments = typing.get_args(item)
-    member = arguments[0] if arguments else item  # the type of a bounded number, or the first of the choices
-    example = (member(1) if isinstance(member, type) else member,)
-    raise ConfigError(f"{path}={value!r:.200} must be a list such as {example}, not {type(value).__name__}")
+    item_hint = typing.get_args(hint)[0]
+    if isinstance(value, list | tuple):
+        items = []
+        for i, item in enumerate(value):
+            items.append(convert(item_hint, item, f"{path}[{i}]"))
+        return tuple(items)
+    arguments = typing.get_args(item_hint)
+    example = arguments[0] if arguments else item_hint  # the type of a bounded number, or the first of the choices
+    if isinstance(example, type):
+        example = example(1)
+    found = type(value).__name__
+    raise ConfigError(f"{path}={value!r:.200} must be a list such as {(example,)}, not {found}")
 
 
 def _to_float(value: float) -> float:
@@ -291,7 +317,8 @@ def override(node: Any, path: str, value: Any) -> Any:
       function, it is added.
     """
     if not path:
-        return names(value) if isinstance(node, list) and isinstance(value, Text) else value
+        is_list_in_text = isinstance(node, list) and isinstance(value, Text)
+        return names(value) if is_list_in_text else value
     if _is_function_list(node):
         return _override_function(node, path, value)
     key, _, rest = path.partition(".")
@@ -301,12 +328,16 @@ def override(node: Any, path: str, value: Any) -> Any:
 
 def _is_function_list(node: Any) -> bool:
     """Return whether a value is a list of functions: names, or mappings of a name and settings."""
-    return isinstance(node, (list, tuple)) and all(isinstance(x, str) or hasattr(x, "keys") for x in node)
+    if not isinstance(node, list | tuple):
+        return False
+    return all(isinstance(item, str) or hasattr(item, "keys") for item in node)
 
 
 def _override_function(node: Collection[Any], path: str, value: Any) -> list[Any]:
     """Return the list of functions with ``value`` at ``path``, which begins with the name of a function."""
-    functions = [{"name": str(function)} if isinstance(function, str) else dict(function) for function in node]
+    functions: list[dict[str, Any]] = []
+    for function in node:
+        functions.append({"name": str(function)} if isinstance(function, str) else dict(function))
     known_names = [str(function.get("name")) for function in functions]
     key, _, rest = path.partition(".")
     # The name of a function in a file has dots, so it is compared as a whole.
@@ -316,7 +347,10 @@ def _override_function(node: Collection[Any], path: str, value: Any) -> list[Any
         rest = path.removeprefix(f"{key}.")
     elif key not in known_names:
         functions.append({"name": key})
-    return [override(function, rest, value) if function.get("name") == key else function for function in functions]
+    for i, function in enumerate(functions):
+        if function.get("name") == key:
+            functions[i] = override(function, rest, value)
+    return functions
 
 
 def _as_group(node: Any) -> dict[str, Any]:
@@ -379,7 +413,10 @@ def flatten(config: Any, *, whole: bool = False) -> dict[str, Any]:
     """
     flat = {}
     for path, slot, value in _leaves(config):
-        flat |= slot.flat(value, path) if slot and not whole else {path: value}
+        if slot and not whole:
+            flat |= slot.flat(value, path)
+        else:
+            flat[path] = value
     return flat
 
 
@@ -404,20 +441,27 @@ def chosen_functions(config: Any) -> dict[str, Any]:
 def plain_text(value: Any) -> str:
     """Return a setting's value as text for an error message. Functions appear with their names and settings."""
     if _is_function_tuple(value):
-        return f"({', '.join(map(str, value))})"
-    return repr(str(value)) if hasattr(value, "mapping") else repr(value)
+        functions = ", ".join(str(function) for function in value)
+        return f"({functions})"
+    if hasattr(value, "mapping"):
+        return repr(str(value))
+    return repr(value)
 
 
 def plain(value: Any) -> Any:
     """Return a setting's value in plain types, from which ``build`` makes the same value. A function is a mapping."""
     if _is_function_tuple(value):
         return [function.mapping() for function in value]
-    return value.mapping() if hasattr(value, "mapping") else value
+    if hasattr(value, "mapping"):
+        return value.mapping()
+    return value
 
 
 def _is_function_tuple(value: Any) -> bool:
     """Return whether a value is a tuple of functions with settings (``algorithms.use.Chosen``)."""
-    return isinstance(value, tuple) and len(value) > 0 and hasattr(value[0], "mapping")
+    if not isinstance(value, tuple) or not value:
+        return False
+    return hasattr(value[0], "mapping")
 
 
 def as_mapping(config: Any) -> dict[str, Any]:
@@ -436,5 +480,10 @@ def differences(old: Any, new: Any, *, whole: bool = False) -> dict[str, tuple[A
     """Return ``{path: (old, new)}`` of the fields that differ. If one config lacks a setting, its value is None."""
     before = flatten(old, whole=whole)
     after = flatten(new, whole=whole)
-    pairs = {path: (before.get(path), after.get(path)) for path in {**before, **after}}
-    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+    changed = {}
+    for path in {**before, **after}:
+        old_value = before.get(path)
+        new_value = after.get(path)
+        if old_value != new_value:
+            changed[path] = (old_value, new_value)
+    return changed

@@ -31,6 +31,8 @@ NONE = "none"  # name of an empty slot
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
+Declared = Mapping[str, tuple[Any, Any]]  # name of a setting -> (annotation, default)
+
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
@@ -60,7 +62,8 @@ def read_facts(function: Callable[..., Any] | None, record: type[FactsOfSlot]) -
     defaults = {field.name: field.default for field in dataclasses.fields(record)}
     for name, value in declared.items():
         if name not in defaults:
-            raise ConfigError(f"declares {name}={value!r:.200}, but its slot has no such fact: {near(name, defaults)}")
+            hint = near(name, defaults)
+            raise ConfigError(f"declares {name}={value!r:.200}, but its slot has no such fact: {hint}")
         if isinstance(defaults[name], bool) and not isinstance(value, bool):
             raise ConfigError(f"declares {name}={value!r:.200}, which must be True or False")
     return record(**declared)
@@ -107,16 +110,22 @@ class Chosen(Generic[FactsOfSlot]):
         except Exception as error:
             if not self.source or isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{self._place_of(error)}: {type(error).__name__}: {error}") from error
+            place = self._place_of(error)
+            raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
 
     def _place_of(self, error: Exception) -> str:
         """Return the function's name, and the line of its file that raised the exception, if the file has one."""
-        file = inspect.getsourcefile(self.function) if self.function is not None else None
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-        return f"{self.name}, line {lines[-1]}" if lines else self.name
+        if self.function is None:
+            return self.name
+        file = inspect.getsourcefile(self.function)
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == file]
+        if not lines:
+            return self.name
+        return f"{self.name}, line {lines[-1]}"
 
     def moved(self) -> str:
-        """Return a message if the file of a recorded user's function is missing or has changed, else ""."""
+        """Return the problem with the file of a recorded user's function; "" if the file is unchanged."""
         if not self.source:
             return ""
         if self.function is None:
@@ -143,11 +152,14 @@ class Chosen(Generic[FactsOfSlot]):
         return mapping
 
     def __hash__(self) -> int:
-        return hash((self.name, repr(sorted(self.settings.items())), self.source))
+        settings = repr(sorted(self.settings.items()))
+        return hash((self.name, settings, self.source))
 
     def __str__(self) -> str:
+        if not self.settings:
+            return self.name
         settings = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        return f"{self.name}({settings})" if settings else self.name
+        return f"{self.name}({settings})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +180,7 @@ class Slot:
     facts: type[Facts] = Facts
     several: bool = False
     optional: bool = False
-    settings: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    settings: Declared = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, function in self.table.items():
@@ -189,37 +201,35 @@ class Slot:
             ConfigError: there is no such function or setting, or the setting does not allow the value.
         """
         if not self.several:
-            return self._choose_one(value, path, default.name if default is not None else "")
+            default_name = default.name if default is not None else ""
+            return self._choose_one(value, path, default_name)
         if isinstance(value, Text):
             value = names(value)
-        is_one = isinstance(value, (str, Mapping, Chosen, ml_collections.ConfigDict))
+        is_one = isinstance(value, str | Mapping | Chosen | ml_collections.ConfigDict)
         if is_one or not isinstance(value, Iterable):
             raise ConfigError(f"{path}={value!r:.200} must be a list of use(NAME, ...)")
-        chosen = tuple(self._choose_one(item, f"{path}[{i}]", "") for i, item in enumerate(value))
-        chosen_names = [item.name for item in chosen]
+        chosen = []
+        for i, item in enumerate(value):
+            chosen.append(self._choose_one(item, f"{path}[{i}]", ""))
+        chosen_names = tuple(function.name for function in chosen)
         if len(set(chosen_names)) < len(chosen_names):
-            raise ConfigError(f"{path}={tuple(chosen_names)!r:.200} must not name a function twice: remove one of them")
-        return chosen
+            raise ConfigError(f"{path}={chosen_names!r:.200} must not name a function twice: remove one of them")
+        return tuple(chosen)
 
     def _choose_one(self, value: Any, path: str, default: str) -> Chosen[Any]:
         """Return the function that a name or a mapping names."""
         if isinstance(value, Chosen):
             return value
-        mapping = self._as_mapping(value, path, default)
-        given = {key: setting for key, setting in mapping.items() if key not in ("name", "source")}
-        name = mapping.get("name", default)
+        given = dict(self._as_mapping(value, path, default))
+        name = given.pop("name", default)
+        source = given.pop("source", "")
         if self.optional and name == NONE:
-            for key in given:
-                check_name(key, path)
-                raise ConfigError(
-                    f"{path}.{key}={given[key]!r:.200}: {path}='none' has no settings; {path} may be {self._names()}"
-                )
+            self._check_no_settings(given, path)
             return Chosen(name, facts=self.facts())
         if name in self.table:
             source = ""
             function = self.table[name]
         else:
-            source = mapping.get("source", "")
             try:
                 function, digest = self._load(name, path)
             except ConfigError:
@@ -228,8 +238,21 @@ class Slot:
                 # The config is of a run on another machine. It can be read, but not run.
                 return Chosen(name, given, source, facts=self.facts())
             source = source or digest
-        settings = self._settings(function, name, given, path)
-        return Chosen(name, settings, source, function, read_facts(function, self.facts))
+        return Chosen(
+            name,
+            settings=self._settings(function, name, given, path),
+            source=source,
+            function=function,
+            facts=read_facts(function, self.facts),
+        )
+
+    def _check_no_settings(self, given: Mapping[str, Any], path: str) -> None:
+        """Raise ConfigError if an empty slot is given settings."""
+        for key, value in given.items():
+            check_name(key, path)
+            raise ConfigError(
+                f"{path}.{key}={value!r:.200}: {path}='none' has no settings; {path} may be {self._names()}"
+            )
 
     def _as_mapping(self, value: Any, path: str, default: str) -> Mapping[str, Any]:
         """Return a name or a mapping as a mapping of "name" and settings."""
@@ -252,12 +275,14 @@ class Slot:
         for key, value in given.items():
             check_name(key, path)
             if key not in declared:
-                raise ConfigError(f"unknown setting {path}.{key}={value!r:.200} of {name!r}; {near(key, declared)}")
+                hint = near(key, declared)
+                raise ConfigError(f"unknown setting {path}.{key}={value!r:.200} of {name!r}; {hint}")
         settings = {}
-        for key, (hint, default) in declared.items():
-            if key not in given and default is inspect.Parameter.empty:
+        for key, (annotation, default) in declared.items():
+            value = given.get(key, default)
+            if value is inspect.Parameter.empty:
                 raise ConfigError(f"{path}.{key} must be given: {name!r} has no default for it")
-            settings[key] = convert(hint, given.get(key, default), f"{path}.{key}")
+            settings[key] = convert(annotation, value, f"{path}.{key}")
         return settings
 
     def _names(self) -> str:
@@ -282,32 +307,41 @@ class Slot:
         try:
             function = functions.resolve(name)
             signature = inspect.signature(function)
-            reserved = {"name", "source"} & {*keywords(function)}
+            settings = keywords(function)
             digest = _digest(function)
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{path}={name!r:.200} cannot be used: {type(error).__name__}: {error}") from error
+            kind = type(error).__name__
+            raise ConfigError(f"{path}={name!r:.200} cannot be used: {kind}: {error}") from error
         try:
             read_facts(function, self.facts)
         except ConfigError as error:
             raise ConfigError(f"{path}={name!r:.200} {error}") from error
-        kinds = [parameter.kind for parameter in signature.parameters.values()]
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        num_positional = sum(kind in positional for kind in kinds)
-        is_open = inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.VAR_KEYWORD in kinds
-        if num_positional != len(self.arguments.split(",")) or is_open or reserved:
-            note = ": the settings `name` and `source` are reserved" if reserved else ""
+        has_reserved = "name" in settings or "source" in settings
+        if has_reserved or not self._accepts(signature):
+            note = ": the settings `name` and `source` are reserved" if has_reserved else ""
             raise ConfigError(
                 f"{path}={name!r:.200} must be a function of ({self.arguments}) whose settings are keywords after a *, "
                 f"not of {signature}{note}"
             )
         return function, digest
 
+    def _accepts(self, signature: inspect.Signature) -> bool:
+        """Return whether a function with this signature has the slot's arguments, and only keywords besides."""
+        num_positional = 0
+        for parameter in signature.parameters.values():
+            if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+                return False
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+                num_positional += 1
+        return num_positional == len(self.arguments.split(","))
+
     def flat(self, value: Any, path: str) -> dict[str, Any]:
         """Return ``{path: name, path.setting: value}``.
 
         With several functions it is ``{path: names, path.name.setting: value}``.
         """
-        flat: dict[str, Any] = {path: tuple(item.name for item in value) if self.several else value.name}
+        flat: dict[str, Any] = {}
+        flat[path] = tuple(function.name for function in value) if self.several else value.name
         for place, chosen in self.places(value, path).items():
             for key, setting in chosen.mapping().items():
                 if key != "name":
@@ -317,7 +351,7 @@ class Slot:
     def places(self, value: Any, path: str) -> dict[str, Chosen[Any]]:
         """Return the functions in ``value``, a value of this slot, by their dotted paths in the config."""
         if self.several:
-            return {f"{path}.{item.name}": item for item in value}
+            return {f"{path}.{function.name}": function for function in value}
         return {path: value}
 
     def defaults(self, value: Any, path: str) -> dict[str, Any]:
@@ -329,11 +363,11 @@ class Slot:
         for place, chosen in self.places(value, path).items():
             if chosen.function is None:
                 continue
-            for key, (_, default) in {
-                **self.settings,
-                **keywords(chosen.function),
-            }.items():
-                defaults[f"{place}.{key}"] = "" if default is inspect.Parameter.empty else default
+            declared = {**self.settings, **keywords(chosen.function)}
+            for key, (_, default) in declared.items():
+                if default is inspect.Parameter.empty:
+                    default = ""
+                defaults[f"{place}.{key}"] = default
         return defaults
 
 
@@ -344,7 +378,7 @@ def slot(
     *,
     facts: type[Facts] = Facts,
     several: bool = False,
-    settings: Mapping[str, tuple[Any, Any]] | None = None,
+    settings: Declared | None = None,
 ) -> Any:
     """Return a field of a config's dataclass that holds a function of ``table``, or several; see ``Slot``."""
     place = Slot(
@@ -355,7 +389,8 @@ def slot(
         optional=default == NONE,
         settings=settings or {},
     )
-    return dataclasses.field(default=place.choose(default, "default"), metadata={"slot": place})
+    chosen = place.choose(default, "default")
+    return dataclasses.field(default=chosen, metadata={"slot": place})
 
 
 @functools.cache
