@@ -230,20 +230,10 @@ def act(
     try:
         is_agent = agents.is_agent(environment)
         if not isinstance(environment, type) and not is_agent:
-            text = _text_or_none(
-                awaited(environment(prompt=prompt, turns=list(turns), **columns)),
-                "the environment",
-            )
-            answer = None if text is None else [{"role": "user", "content": text}]
+            answer = _answer_of_function(environment, prompt, turns, columns)
             return [answer, None, None, None, None]
         num_answered = len(turns) if is_over else max(0, len(turns) - 1)
-        episode = _episodes.get(key)
-        is_replayed = False
-        if episode is None or episode.num_turns != num_answered:
-            _forget(key)
-            is_replayed = num_answered == 0 or state is None
-            episode = _new_episode(environment, columns, 0 if is_replayed else num_answered, state)
-            _episodes[key] = episode
+        episode, is_replayed = _episode_after(num_answered, environment, key, columns, state)
         if isinstance(episode, agents.Episode):
             episode.drawn = dict(enumerate(drawn, len(turns) - len(drawn)))
             episode.sizes = sizes
@@ -259,6 +249,42 @@ def act(
     except BaseException as error:  # also catch SystemExit, because an environment must not end this process
         _forget(key)
         return [None, None, message(error), None, None]
+
+
+def _answer_of_function(
+    environment: Callable,
+    prompt: Any,
+    turns: list[str],
+    columns: dict[str, Any],
+) -> list[dict[str, str]] | None:
+    """Return the messages with which a function answers the turns, or None at the end of the episode."""
+    value = awaited(environment(prompt=prompt, turns=list(turns), **columns))
+    text = _text_or_none(value, "the environment")
+    if text is None:
+        return None
+    return [{"role": "user", "content": text}]
+
+
+def _episode_after(
+    num_answered: int,
+    environment: Callable,
+    key: str,
+    columns: dict[str, Any],
+    state: Any,
+) -> tuple[Episode | agents.Episode, bool]:
+    """Return the episode ``key`` after ``num_answered`` turns, and whether its earlier turns must be replayed.
+
+    If this process does not have the episode, a new one continues from ``state``. Without a state it begins anew.
+    """
+    episode = _episodes.get(key)
+    if episode is not None and episode.num_turns == num_answered:
+        return episode, False
+    _forget(key)
+    is_replayed = num_answered == 0 or state is None
+    num_turns = 0 if is_replayed else num_answered
+    episode = _new_episode(environment, columns, num_turns, state)
+    _episodes[key] = episode
+    return episode, is_replayed
 
 
 def _new_episode(

@@ -46,6 +46,7 @@ _NO_CALL = re.compile(r"\s*(?:[^\s<{\[]|<[^f])")  # if this pattern matches afte
 _LATER_CALL = re.compile(rf"{BEGIN}\s*(?:{FUNCTION}|[\[{{])")
 
 Kinds = Mapping[str, Collection[str]]  # JSON schema types that each parameter of a tool accepts
+Function = tuple[str, dict[str, Any] | str]  # name and arguments of a call; a text if they are not JSON
 Step = Generator[None, None, Any]  # a parser step, which yields when it needs more text
 
 
@@ -461,7 +462,7 @@ def calls_of(text: str) -> list[Call]:
     return reader.calls
 
 
-def read(call: Call, kinds: Mapping[str, Kinds]) -> list[tuple[str, dict[str, Any] | str]]:
+def read(call: Call, kinds: Mapping[str, Kinds]) -> list[Function]:
     """Return ``(name, arguments)`` of each function in a call. Arguments may be a string, which need not be JSON.
 
     Args:

@@ -18,9 +18,10 @@ from jaxrl_llm.runtime import json_lines
 
 def functions_of(tools: Any) -> list[dict[str, Any]]:
     """Return the ``tools`` of a request unchanged. Raise ValueError if they are not a list of functions."""
-    items = tools if isinstance(tools, list) else [tools]
+    is_list = isinstance(tools, list)
+    items = tools if is_list else [tools]
     for tool in items:
-        if not isinstance(tools, list) or not _is_tool(tool):
+        if not is_list or not _is_tool(tool):
             raise ValueError(
                 f'tools={tool!r:.200} must be a list of {{"type": "function", "function": {{"name": ..}}}}'
             )
@@ -49,10 +50,11 @@ def with_tool_list(messages: list[dict[str, str]], tools: list[dict[str, Any]]) 
         f"You may call these functions, which are given as JSON:\n<tools>\n{lines}\n</tools>\nTo call one write "
         '<tool_call>{"name": NAME, "arguments": {..}}</tool_call> and nothing after it.'
     )
-    if messages[0]["role"] != "system":
+    first = messages[0]
+    if first["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
-    system = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
-    return [system, *messages[1:]]
+    content = f"{first['content']}\n\n{text}"
+    return [{"role": "system", "content": content}, *messages[1:]]
 
 
 def texts_of(messages: Any, *, apart: bool = False) -> list[dict[str, Any]]:
@@ -78,7 +80,7 @@ def _text_message(message: Any, messages: Any, apart: bool) -> dict[str, Any]:
     role = fields.get("role")
     content = fields.get("content")
     if isinstance(content, list):
-        content = "\n".join(map(_text_of_part, content))
+        content = "\n".join(_text_of_part(part) for part in content)
     calls = fields.get("tool_calls") or []
     try:
         functions = [_function(call["function"]) for call in calls]
@@ -87,15 +89,20 @@ def _text_message(message: Any, messages: Any, apart: bool) -> dict[str, Any]:
     has_content = isinstance(content, str) or (bool(functions) and content is None)
     if not isinstance(role, str) or not has_content:
         raise ValueError(f"messages={messages!r:.200} must be a list of objects with a role and a content, texts")
-    if apart and functions and all(isinstance(function["arguments"], dict) for function in functions):
+    have_objects = all(isinstance(function["arguments"], dict) for function in functions)
+    if apart and functions and have_objects:
         named_calls = []
         for call, function in zip(calls, functions, strict=True):
-            named_calls.append({"type": "function", "function": function, **_text_field("id", call)})
+            named_call = {"type": "function", "function": function}
+            named_calls.append(named_call | _text_field("id", call))
         return {"role": role, "content": content or "", "tool_calls": named_calls}
     lines = [content] if content else []
-    lines += [f"{BEGIN}\n{_json(function)}\n{END}" for function in functions]
-    call_id = _text_field("tool_call_id", fields) if apart else {}
-    return {"role": role, "content": "\n".join(lines), **call_id}
+    for function in functions:
+        lines.append(f"{BEGIN}\n{_json(function)}\n{END}")
+    text_message = {"role": role, "content": "\n".join(lines)}
+    if apart:
+        text_message |= _text_field("tool_call_id", fields)
+    return text_message
 
 
 def _text_field(key: str, fields: dict[str, Any]) -> dict[str, str]:
@@ -105,9 +112,11 @@ def _text_field(key: str, fields: dict[str, Any]) -> dict[str, str]:
 
 
 def _text_of_part(part: Any) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise ValueError(f'content={part!r:.200} must be a text, or a list of {{"type": "text", "text": ..}}')
-    return part["text"]
+    if isinstance(part, dict) and part.get("type") == "text":
+        text = part.get("text")
+        if isinstance(text, str):
+            return text
+    raise ValueError(f'content={part!r:.200} must be a text, or a list of {{"type": "text", "text": ..}}')
 
 
 def _kinds_of(function: dict[str, Any]) -> Kinds:
@@ -157,7 +166,8 @@ class Message:
 
     def __init__(self, tools: Sequence[dict[str, Any]]):
         self.tool_calls: list[dict[str, Any]] = []
-        self._kinds = {tool["function"]["name"]: _kinds_of(tool["function"]) for tool in tools}
+        functions = [tool["function"] for tool in tools]
+        self._kinds = {function["name"]: _kinds_of(function) for function in functions}
         self._reader = tool_calls.Reader() if tools else None
 
     def feed(self, piece: str) -> str:
@@ -172,11 +182,15 @@ class Message:
         functions = self._functions(self._reader.calls)
         for name, arguments in functions:
             text = arguments if isinstance(arguments, str) else _json(arguments)
-            call = {"id": f"call_{uuid.uuid4().hex}", "type": "function"}
-            self.tool_calls.append({**call, "function": {"name": name, "arguments": text}})
+            call = {
+                "id": f"call_{uuid.uuid4().hex}",
+                "type": "function",
+                "function": {"name": name, "arguments": text},
+            }
+            self.tool_calls.append(call)
         return self._reader.rest(is_called=bool(functions))
 
-    def _functions(self, calls: Sequence[tool_calls.Call]) -> list[tuple[str, dict[str, Any] | str]]:
+    def _functions(self, calls: Sequence[tool_calls.Call]) -> list[tool_calls.Function]:
         """Return the (name, arguments) of all calls; [] if any call cannot be parsed."""
         functions = []
         try:

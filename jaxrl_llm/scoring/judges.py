@@ -52,13 +52,31 @@ def asked(text: str, temperature: float = 0.0) -> str:
 
 def _all(texts: list[str], temperature: float = 0.0) -> list[str]:
     """Return the judge's replies in plain characters, without the thought before them."""
+    temperatures = [temperature] * len(texts)
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        replies = list(pool.map(asked, texts, [temperature] * len(texts)))
-    return [plain(without_thought(reply)) for reply in replies]
+        replies = list(pool.map(asked, texts, temperatures))
+    return [_without_thought(reply) for reply in replies]
+
+
+def _without_thought(text: str) -> str:
+    """Return a text in plain characters, without the thought before it."""
+    return plain(without_thought(text))
+
+
+def _says_yes(text: str) -> bool | None:
+    """Return whether the last yes or no of a text is yes, or None without a yes or no."""
+    verdicts = YES_OR_NO.findall(text)
+    if not verdicts:
+        return None
+    return verdicts[-1].lower() == "yes"
 
 
 def _shown(prompt: Any) -> str:
-    return prompt if isinstance(prompt, str) else "\n".join(f"{x['role']}: {x['content']}" for x in prompt)
+    """Return a prompt as the judge reads it: a text, or messages with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    lines = [f"{message['role']}: {message['content']}" for message in prompt]
+    return "\n".join(lines)
 
 
 def judged(prompts: list, completions: list[str], rubric: list | None = None, **columns: Any) -> list[float | None]:
@@ -70,8 +88,9 @@ def judged(prompts: list, completions: list[str], rubric: list | None = None, **
         votes; the served judge is trained elsewhere (``ranked``).
     """
     num_votes = int(os.environ.get("JAXRL_JUDGE_VOTES", "1"))
+    rules = rubric or [RUBRIC] * len(prompts)
     requests = []
-    for prompt, text, rule in zip(prompts, completions, rubric or [RUBRIC] * len(prompts), strict=True):
+    for prompt, text, rule in zip(prompts, completions, rules, strict=True):
         request = (
             f"Question:\n{_shown(prompt)}\n\nAnswer:\n{text}\n\nGrade the answer from 0 to 10 by this rubric: {rule}\n"
             "Say briefly why, then end with a line 'Score: N'."
@@ -81,7 +100,8 @@ def judged(prompts: list, completions: list[str], rubric: list | None = None, **
     grades = [_grade(reply) for reply in _all(requests, temperature)]
     scores: list[float | None] = []
     for first in range(0, len(grades), num_votes):
-        votes = [grade for grade in grades[first : first + num_votes] if grade is not None]
+        grades_of_answer = grades[first : first + num_votes]
+        votes = [grade for grade in grades_of_answer if grade is not None]
         scores.append(sum(votes) / len(votes) if votes else None)
     return scores
 
@@ -91,8 +111,11 @@ def _grade(reply: str) -> float | None:
     matches = list(GRADE.finditer(reply))
     if not matches:
         return None
-    value = grade(reply[matches[-1].end() :])
-    return value / 10 if value is not None and value <= 10 else None
+    after_match = reply[matches[-1].end() :]
+    value = grade(after_match)
+    if value is None or value > 10:
+        return None
+    return value / 10
 
 
 def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[float | None]:
@@ -104,22 +127,39 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
     Source: SPARK, arXiv:2512.03244: a generative judge of steps as the reward, behind a check of the format. Differs:
         the served judge is not trained on labels by agreement, and this package chose the formula of the reward.
     """
-    steps = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
-    gated = [i for i, text in enumerate(completions) if marked(text) is not None]
+    steps_by_completion = {}
     requests = []
-    for i in gated:
-        lines = "\n".join(f"Step {k}: {step}" for k, step in enumerate(steps[i], 1))
+    for i, text in enumerate(completions):
+        if marked(text) is None:
+            continue
+        steps = [line.strip() for line in text.splitlines() if line.strip()]
+        steps_by_completion[i] = steps
+        solution = "\n".join(f"Step {number}: {step}" for number, step in enumerate(steps, 1))
         requests.append(
-            f"Question:\n{_shown(prompts[i])}\n\nSolution:\n{lines}\n\nGo through the steps in order. "
+            f"Question:\n{_shown(prompts[i])}\n\nSolution:\n{solution}\n\nGo through the steps in order. "
             "Write for each one a line 'Step N: right' or 'Step N: wrong'."
         )
     scores: list[float | None] = [0.0] * len(completions)
-    for i, reply in zip(gated, _all(requests), strict=True):
-        verdicts = {int(number): word.lower() for number, word in OF_STEPS.findall(reply)}
-        step_verdicts = [verdicts.get(k) for k in range(1, len(steps[i]) + 1)]
-        num_right = step_verdicts.index("wrong") if "wrong" in step_verdicts else len(step_verdicts)
-        scores[i] = None if None in step_verdicts[:num_right] else num_right / len(step_verdicts)
+    replies = _all(requests)
+    for (i, steps), reply in zip(steps_by_completion.items(), replies, strict=True):
+        scores[i] = _share_before_wrong(reply, len(steps))
     return scores
+
+
+def _share_before_wrong(reply: str, num_steps: int) -> float | None:
+    """Return the share of the steps before the first wrong one, or None if the reply omits one of these steps."""
+    verdicts = {}
+    for number, word in OF_STEPS.findall(reply):
+        verdicts[int(number)] = word.lower()
+    num_right = num_steps
+    for number in range(1, num_steps + 1):
+        if verdicts.get(number) == "wrong":
+            num_right = number - 1
+            break
+    for number in range(1, num_right + 1):
+        if number not in verdicts:
+            return None
+    return num_right / num_steps
 
 
 def meant(
@@ -151,12 +191,13 @@ def meant(
     requests = []
     for i, answer_text in given_answers.items():
         after = "" if following is None else following[i]
-        reference = f"{accepted(answer[i])[0]} {after}".strip()
+        first_accepted = accepted(answer[i])[0]
+        reference = f"{first_accepted} {after}".strip()
         requests.append(template.format(answer_text, reference))
     scores: list[float | None] = [0.0] * len(completions)
     for i, reply in zip(given_answers, _all(requests), strict=True):
-        verdicts = YES_OR_NO.findall(reply)
-        scores[i] = float(verdicts[-1].lower() == "yes") if verdicts else None
+        says_yes = _says_yes(reply)
+        scores[i] = None if says_yes is None else float(says_yes)
     return scores
 
 
@@ -172,9 +213,12 @@ def ranked(prompts: list, completions: list[str], truth: list[list[float]], **co
     """
     rewards = []
     for completion, values in zip(completions, truth, strict=True):
-        text = plain(without_thought(completion))
+        text = _without_thought(completion)
         matches = list(SCORES.finditer(text))
-        scores = listed_numbers(text[matches[-1].end() :]) if matches else []
+        scores = []
+        if matches:
+            after_match = text[matches[-1].end() :]
+            scores = listed_numbers(after_match)
         rewards.append(1.0 if _ranks_best_first(scores, values) else -1.0)
     return rewards
 
@@ -203,13 +247,12 @@ def own(prompts: list, completions: list[str], messages: list, answer: list, **c
     """
     rewards = []
     for row, right in zip(messages, answer, strict=True):
-        first, *later = [message["content"] for message in row if message["role"] == "assistant"]
-        is_right = is_answer(first, right)
+        turns = [message["content"] for message in row if message["role"] == "assistant"]
+        is_right = is_answer(turns[0], right)
         turn_rewards = [float(is_right)]
-        for turn in later:
-            verdicts = YES_OR_NO.findall(plain(without_thought(turn)))
-            says_right = bool(verdicts) and verdicts[-1].lower() == "yes"
-            turn_rewards.append(float(bool(verdicts) and says_right == is_right))
+        for turn in turns[1:]:
+            says_right = _says_yes(_without_thought(turn))
+            turn_rewards.append(float(says_right == is_right))
         rewards.append(turn_rewards)
     return rewards
 

@@ -20,6 +20,8 @@ import os
 import warnings
 from typing import Any
 
+from jaxrl_llm.settings.schema import ConfigError
+
 MODEL = "smollm2-135m-instruct"
 ASKED = "A model was given a task, and this is its answer:\n\n{answer}\n\nWhat was the task?"
 
@@ -38,6 +40,15 @@ def reward(prompts: list, completions: list[str], **columns: Any) -> list[float 
     return rewards
 
 
+def _has_template(tokenizer: Any) -> bool:
+    """Return whether the model has a chat template. A base model has none."""
+    try:
+        tokenizer.encode_prompt("", system_prompt="", chat_template=True)
+    except ConfigError:
+        return False
+    return True
+
+
 @functools.cache
 def _scorer(path: str) -> Any:
     """Return a function ``(asked, question)``: the mean log-prob of the tokens of ``question``, given ``asked``.
@@ -48,7 +59,7 @@ def _scorer(path: str) -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxrl_llm.config import ConfigError, MeshConfig
+    from jaxrl_llm.config import MeshConfig
     from jaxrl_llm.models.files import pretrained
     from jaxrl_llm.models.row_logp import plain_logp
     from jaxrl_llm.models.transformer import Model
@@ -57,23 +68,21 @@ def _scorer(path: str) -> Any:
 
     source = pretrained.resolve(path, setting="JAXRL_LIKELIHOOD_MODEL")
     tokenizer = source.tokenizer()
+    has_template = _has_template(tokenizer)
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     model = Model(source.architecture())
     params = source.load_params(model, mesh, seed=0)
-    has_template = True
-    try:
-        tokenizer.encode_prompt("", system_prompt="", chat_template=True)
-    except ConfigError:  # a base model does not have a chat template
-        has_template = False
+
+    def mean_logp(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
+        logp = plain_logp(model, params, tokens, prompt_length, length)
+        return jnp.sum(logp, axis=1) / (length - prompt_length)
 
     @functools.cache
     def compiled(width: int) -> Any:
-        def mean(params: Any, tokens: jax.Array, prompt_length: jax.Array, length: jax.Array) -> jax.Array:
-            logp = plain_logp(model, params, tokens, prompt_length, length)
-            return jnp.sum(logp, axis=1) / (length - prompt_length)
-
-        shapes = [sharding.rows(mesh, s, jnp.int32) for s in ((1, width), (1,), (1,))]
-        program = Program(mean, (model.abstract_params(mesh), *shapes), sharding.replicated(mesh, 0))
+        tokens = sharding.rows(mesh, (1, width), jnp.int32)
+        length = sharding.rows(mesh, (1,), jnp.int32)
+        arguments = (model.abstract_params(mesh), tokens, length, length)
+        program = Program(mean_logp, arguments, sharding.replicated(mesh, 0))
         return compile_all({"likelihood": program}, mesh)["likelihood"]
 
     def logp_of(asked: str, question: str) -> float | None:

@@ -95,7 +95,11 @@ def reward(prompts: list, completions: list[str], *, answer: list, **columns) ->
             completion.
     """
     labels = {repr(right): _label(right) for right in answer}
-    return [float(_equals(text, labels[repr(right)])) for text, right in zip(completions, answer, strict=True)]
+    scores = []
+    for text, right in zip(completions, answer, strict=True):
+        is_right = _equals(text, labels[repr(right)])
+        scores.append(float(is_right))
+    return scores
 
 
 def _equals(text: str, label: _Label) -> bool:

@@ -42,10 +42,17 @@ class ColumnRequest(NamedTuple):
 
     def empty(self, num: int) -> Columns:
         """Return the columns of ``num`` completions without values."""
-        return {name: np.full((num, *shape), np.nan, np.float32) for name, shape in self.shapes.items()}
+        columns = {}
+        for name, shape in self.shapes.items():
+            columns[name] = np.full((num, *shape), np.nan, np.float32)
+        return columns
 
 
-NO_COLUMNS = ColumnRequest({}, lambda i, spans: [])
+def _no_positions(i: int, spans: list[list[int]]) -> list[int]:
+    return []
+
+
+NO_COLUMNS = ColumnRequest({}, _no_positions)
 
 
 def write_values(columns: Columns, returned: Mapping[str, Any], i: int, request: ColumnRequest) -> list[str]:
@@ -61,7 +68,8 @@ def write_values(columns: Columns, returned: Mapping[str, Any], i: int, request:
             if name not in COLUMNS or not COLUMNS[name].from_rewards:
                 raise ValueError("no column of rewards has this name")
             if name in columns:
-                columns[name][i] = np.fmax(columns[name][i], _value(name, value, i, request))
+                column = columns[name]
+                column[i] = np.fmax(column[i], _value(name, value, i, request))
         except (TypeError, ValueError, IndexError) as error:
             reasons.append(f"returned a wrong {key!r:.100}: {error!s:.200}")
     return reasons
@@ -81,18 +89,25 @@ def _value(name: str, value: Any, i: int, request: ColumnRequest) -> np.ndarray:
     if kind == ROW:
         row[...] = _number(value)
     elif kind == TURN:
-        numbers = [_number(x) for x in value]
+        numbers = [_number(number) for number in value]
         if len(numbers) > len(row):
             raise ValueError(f"it has {len(numbers)} turns, and a completion has at most {len(row)}")
         row[: len(numbers)] = numbers
     else:
-        spans_by_level: dict[float, list[list[int]]] = {}
-        for start, stop, *level in value:
-            spans = spans_by_level.setdefault(_number(*level) if level else 1.0, [])
-            spans.append([operator.index(start), operator.index(stop)])
-        for level, spans in spans_by_level.items():
-            row[request.positions(i, spans)] = level
+        for number, spans in _spans_by_number(value).items():
+            positions = request.positions(i, spans)
+            row[positions] = number
     return row
+
+
+def _spans_by_number(value: Any) -> dict[float, list[list[int]]]:
+    """Return the spans ``[start, stop]`` of a value, by the number that tokens within the spans have."""
+    spans_by_number: dict[float, list[list[int]]] = {}
+    for start, stop, *rest in value:
+        number = _number(*rest) if rest else 1.0
+        span = [operator.index(start), operator.index(stop)]
+        spans_by_number.setdefault(number, []).append(span)
+    return spans_by_number
 
 
 def _number(value: Any) -> float:
@@ -114,6 +129,9 @@ def joined_columns(prompts: Sequence[Sequence[Mapping[str, np.ndarray]]]) -> Col
     """
     joined = {}
     for name in prompts[0][0]:
-        largest = [np.fmax.reduce([columns[name] for columns in functions]) for functions in prompts]
+        largest = []
+        for functions in prompts:
+            values = [columns[name] for columns in functions]
+            largest.append(np.fmax.reduce(values))
         joined[name] = np.nan_to_num(np.concatenate(largest), nan=0.0)
     return joined

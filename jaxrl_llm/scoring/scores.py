@@ -45,7 +45,9 @@ def _has_format(text: str) -> bool:
     if [tag[0] for tag in tags] != ["</think>", "<answer>", "</answer>"]:
         return False
     thought_end, opened, closed = tags
-    return not text[thought_end.end() : opened.start()].strip() and closed.end() == len(text)
+    between = text[thought_end.end() : opened.start()]
+    is_at_end = closed.end() == len(text)
+    return is_at_end and not between.strip()
 
 
 def exact(prompts: list, completions: list[str], answer: list, **columns: Any) -> list[float]:
@@ -63,7 +65,8 @@ def f1(prompts: list, completions: list[str], answer: list, **columns: Any) -> l
     scores = []
     for text, right in zip(completions, answer, strict=True):
         given_words = words(answer_of(text))
-        scores.append(max(_overlap(given_words, words(accepted_text)) for accepted_text in accepted(right)))
+        overlaps = [_overlap(given_words, words(accepted_text)) for accepted_text in accepted(right)]
+        scores.append(max(overlaps))
     return scores
 
 
@@ -97,7 +100,10 @@ def keywords(prompts: list, completions: list[str], keywords: list, **columns: A
 
     Source: IFScale, whose prompts contain hundreds of instructions that each ask for a keyword.
     """
-    return [_share(text, wanted) for text, wanted in zip(completions, keywords, strict=True)]
+    scores = []
+    for text, wanted in zip(completions, keywords, strict=True):
+        scores.append(_share(text, wanted))
+    return scores
 
 
 def _share(text: str, wanted: list) -> float:
@@ -107,20 +113,22 @@ def _share(text: str, wanted: list) -> float:
 
     def contains(item: Any) -> bool:
         if isinstance(item, list | tuple):
-            return any(map(contains, item))
-        item_words = words(str(item))
-        if all_words(str(item)):
+            return any(contains(alternative) for alternative in item)
+        item_text = str(item)
+        item_words = words(item_text)
+        if all_words(item_text):
             phrase = _padded(item_words)
             return phrase in without_articles or phrase in with_articles
-        # A keyword of punctuation only has no words and is searched as text.
-        return bool(item_words) and str(item).strip() in text
+        return bool(item_words) and item_text.strip() in text  # for keywords of punctuation only
 
-    return sum(map(contains, wanted)) / max(len(wanted), 1)
+    num_contained = sum(contains(item) for item in wanted)
+    return num_contained / max(len(wanted), 1)
 
 
 def _padded(text_words: list[str]) -> str:
     """Return the words with spaces around each, so that a phrase is found at word boundaries only."""
-    return f" {' '.join(text_words)} "
+    joined = " ".join(text_words)
+    return f" {joined} "
 
 
 def majority(prompts: list, completions: list[str], **columns: Any) -> list[float]:
@@ -134,10 +142,11 @@ def majority(prompts: list, completions: list[str], **columns: Any) -> list[floa
         same if they are the same number, choice, words or formula.
     """
     answers = [vote(text) for text in completions]
-    votes = collections.Counter(answer for answer in answers if answer)
-    if not votes:
+    given_answers = [answer for answer in answers if answer]
+    if not given_answers:
         return [0.0] * len(completions)
-    (label, _), *_ = votes.most_common(1)
+    votes = collections.Counter(given_answers)
+    ((label, _),) = votes.most_common(1)
     return [float(answer == label) for answer in answers]
 
 
@@ -154,8 +163,11 @@ def short_steps(prompts: list, completions: list[str], answer: list, **columns: 
     """
     scores = []
     for text, right in zip(completions, answer, strict=True):
-        steps = num_steps(text)
-        scores.append((1.0 + SOME_STEPS / (SOME_STEPS + steps)) / 2 if has_number_of(text, right) else 0.0)
+        if not has_number_of(text, right):
+            scores.append(0.0)
+            continue
+        share = SOME_STEPS / (SOME_STEPS + num_steps(text))
+        scores.append((1.0 + share) / 2)
     return scores
 
 
@@ -163,8 +175,9 @@ def num_steps(text: str) -> int:
     """Return the number of paragraphs of a text. A long paragraph counts as several."""
     sizes = [0]
     for line in text.splitlines():
-        if line.strip():
-            sizes[-1] += len(line.strip()) + 1
+        stripped = line.strip()
+        if stripped:
+            sizes[-1] += len(stripped) + 1
         else:
             sizes.append(0)
     return sum(math.ceil(size / STEP_CHARS) for size in sizes)
