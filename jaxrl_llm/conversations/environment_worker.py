@@ -219,11 +219,11 @@ def act(
         system_prompt: ``prompts.system_prompt``, for an agent.
 
     Returns:
-        [answer, reward or None, error message or None, state or None, tools or None].
+        [answer, reward or None, error message or None, state or None, tools of an agent's first request or None].
 
         The answer is messages, an agent's token ids, or None at the end of the episode. When the episode begins, it is
         the text that ``reset`` returned, or an agent's first request. If ``is_over``, the answer is the instance's
-        attributes by name. The tools are the tools of an agent's first request.
+        attributes by name.
     """
     for ended in over:
         _forget(ended)
@@ -237,9 +237,8 @@ def act(
         if isinstance(episode, agents.Episode):
             episode.drawn = dict(enumerate(drawn, len(turns) - len(drawn)))
             episode.sizes = sizes
-            if is_replayed and turns:
-                _check_opening(episode, prompt, template_tools, system_prompt)
-        if is_replayed:
+        if is_replayed and turns:
+            _check_opening(episode, prompt, template_tools, system_prompt)
             _replay(episode, turns, answers)
         if is_over:
             return [episode.shown(), None, None, None, None]
@@ -297,12 +296,17 @@ def _new_episode(
 
 
 def _check_opening(
-    episode: agents.Episode,
+    episode: Episode | agents.Episode,
     prompt: Any,
     template_tools: Sequence[Any],
     system_prompt: str,
 ) -> None:
-    """Raise RuntimeError if a new agent's first request gives another prompt than the question has."""
+    """Raise RuntimeError if a new agent's first request gives another prompt than the question has.
+
+    An environment that is a class does not make the prompt.
+    """
+    if not isinstance(episode, agents.Episode):
+        return
     opening = agents.prompt_of(episode.opening, episode.tools, list(template_tools), system_prompt)
     if opening != prompt:
         raise RuntimeError(f"the agent begins with {opening!r:.100}, not as before with {prompt!r:.100}")

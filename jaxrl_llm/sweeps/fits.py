@@ -85,10 +85,12 @@ def fit(
     num_fitted = int(len(x) * share)
     fitted_x = x[:num_fitted]
     fitted_y = y[:num_fitted]
-    # Bounds and initial values of the ceiling, the middle and the steepness.
+    # Bounds and first values of the ceiling, the middle and the steepness.
+    highest = max(highest, start + 1e-6)
     lowest = np.array((start, x[0] / 100, 0.1))
-    largest = np.array((max(highest, start + 1e-6), x[-1] * 100, 10.0))
-    first_values = np.clip((max(fitted_y), np.median(fitted_x), 1.0), lowest, largest)
+    largest = np.array((highest, x[-1] * 100, 10.0))
+    guess = (max(fitted_y), np.median(fitted_x), 1.0)
+    first_values = np.clip(guess, lowest, largest)
 
     def sigmoid(x: np.ndarray, ceiling: float, middle: float, steepness: float) -> np.ndarray:
         return curve(x, start, ceiling, middle, steepness)

@@ -67,7 +67,8 @@ def _note(runs: Sequence[Run]) -> str:
         count = sum(run.status == status for run in runs)
         if count:
             counts.append(f"{count} {status}")
-    note = f"{len(runs)} points: " + ", ".join(counts)
+    by_status = ", ".join(counts)
+    note = f"{len(runs)} points: {by_status}"
     num_incomplete = sum(run.lost_rows > 0 for run in runs)
     if num_incomplete:
         note += f"; {num_incomplete} without rows that another machine's disk has: see their status"
@@ -164,29 +165,33 @@ def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Units) -> str:
     metric = sweep.metrics[0]
     if metric in sweep.lower_is_better:
         return ""
-    sigmoids = []
+    sigmoids: list[tuple[str, fits.Sigmoid]] = []
     without_start = []
-    highest = 1.0 if units.get(metric) == "fraction" else np.inf
+    is_fraction = units.get(metric) == "fraction"
+    highest = 1.0 if is_fraction else np.inf
     for members in groups(runs).values():
         curves = [curve(run, metric, sweep.x_axis) for run in members]
         if not all(fits.is_long_enough(x) for x, _ in curves):
             continue
         label = _label(members[0], sweep)
-        starts = [run.before.get(metric) for run in members]
-        numbers = [start for start in starts if start is not None]
-        if len(numbers) < len(members):
+        start = _median_start(members, metric)
+        if start is None:
             without_start.append(label)
             continue
         x, y = median_curve(curves)
-        start = float(np.median(numbers))
         sigmoid = fits.fit(x, y, start=start, highest=highest)
         if sigmoid:
             sigmoids.append((label, sigmoid))
-    sigmoids.sort(key=lambda pair: -pair[1].ceiling)
+    sigmoids.sort(key=_ceiling, reverse=True)
     rows = []
     for label, sigmoid in sigmoids:
-        parameters = (sigmoid.ceiling, sigmoid.middle, sigmoid.steepness, sigmoid.error)
-        rows.append(page.row(label, *map(_number, parameters)))
+        cells = [
+            _number(sigmoid.ceiling),
+            _number(sigmoid.middle),
+            _number(sigmoid.steepness),
+            _number(sigmoid.error),
+        ]
+        rows.append(page.row(label, *cells))
     head = ("settings", "ceiling A", "middle", "steepness B", "error on the second half, from the first")
     text = page.table(head, rows, "fits")
     if without_start:
@@ -195,16 +200,33 @@ def _fit_table(runs: Sequence[Run], sweep: Sweep, units: Units) -> str:
     return text
 
 
+def _median_start(runs: Sequence[Run], metric: str) -> float | None:
+    """Return the median of the runs' start values, or None if a run has none."""
+    starts = []
+    for run in runs:
+        start = run.before.get(metric)
+        if start is None:
+            return None
+        starts.append(start)
+    return float(np.median(starts))
+
+
+def _ceiling(labelled: tuple[str, fits.Sigmoid]) -> float:
+    _, sigmoid = labelled
+    return sigmoid.ceiling
+
+
 def _record_table(runs: Sequence[Run]) -> str:
     """Return a table of runs by version. Several lines mean that the sweep mixes commits or versions."""
     counts: collections.Counter[str] = collections.Counter()
     for run in runs:
+        made_with = run.made_with
         packages = []
-        for name, version in run.made_with.get("versions", {}).items():
+        for name, version in made_with.get("versions", {}).items():
             packages.append(f"{name} {version}")
         versions = ", ".join(packages)
-        commit = run.made_with.get("commit") or "unknown"
-        devices = run.made_with.get("devices") or "unknown"
+        commit = made_with.get("commit") or "unknown"
+        devices = made_with.get("devices") or "unknown"
         counts[f"commit {commit}; {devices}; {versions}"] += 1
     rows = []
     for record, count in counts.items():

@@ -31,7 +31,8 @@ from jaxrl_llm.settings.schema import override
 Point = dict[str, Any]  # {"update.batch_size": 64, ...}: differences from the sweep file's get_config()
 
 # Values of a setting for ``random``: a sequence, or a function that draws a value.
-Values = Sequence[Any] | Callable[[np.random.Generator], Any]
+Draw = Callable[[np.random.Generator], Any]
+Values = Sequence[Any] | Draw
 
 # Files in a point's folder.
 REPORT = "report.html"
@@ -114,7 +115,8 @@ class Sweep:
             points: points from ``freeze_points``, as the page and the table receive them.
         """
         for metric, value in self.thresholds.items():
-            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number:
                 raise ConfigError(f"thresholds[{metric!r}]={value!r} must be a number")
         for point in points:
             self._check_label(point, without="")
@@ -169,7 +171,8 @@ def zipped(choices: Mapping[str, Sequence[Any]]) -> list[Point]:
         ConfigError: the settings have different numbers of values.
     """
     lengths = {field: len(values) for field, values in choices.items()}
-    if len(set(lengths.values())) > 1:
+    different_lengths = set(lengths.values())
+    if len(different_lengths) > 1:
         raise ConfigError(f"zipped settings must have equally many values; they have {lengths}")
     rows = zip(*choices.values(), strict=True)
     return [_point(choices, values) for values in rows]
@@ -186,7 +189,8 @@ def product(*parts: Sequence[Point]) -> list[Point]:
         fields = list(itertools.chain.from_iterable(combination))
         repeated = {field for field in fields if fields.count(field) > 1}
         if repeated:
-            raise ConfigError(f"product: more than one part sets {', '.join(sorted(repeated))}")
+            names = ", ".join(sorted(repeated))
+            raise ConfigError(f"product: more than one part sets {names}")
         merged: Point = {}
         for point in combination:
             merged |= point
@@ -224,7 +228,7 @@ def _draw(values: Values, generator: np.random.Generator) -> Any:
     return values[position]
 
 
-def uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
+def uniform(low: float, high: float) -> Draw:
     """Return a function for ``random`` that draws a number of [low, high)."""
 
     def draw(generator: np.random.Generator) -> float:
@@ -233,11 +237,13 @@ def uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
     return draw
 
 
-def log_uniform(low: float, high: float) -> Callable[[np.random.Generator], float]:
+def log_uniform(low: float, high: float) -> Draw:
     """Return a function for ``random`` that draws a number of [low, high) with a uniform logarithm."""
+    log_low = math.log(low)
+    log_high = math.log(high)
 
     def draw(generator: np.random.Generator) -> float:
-        logarithm = generator.uniform(math.log(low), math.log(high))
+        logarithm = generator.uniform(log_low, log_high)
         return math.exp(logarithm)
 
     return draw
@@ -255,8 +261,8 @@ def point_name(point: Point) -> str:
     text = "_".join(settings) or "base"
     readable = re.sub(r"[^A-Za-z0-9.=+-]+", "_", text)[:80]
     content = json.dumps(point, sort_keys=True)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
-    return f"{readable}_{digest}"
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    return f"{readable}_{digest[:8]}"
 
 
 def _seed_last(field: str) -> tuple[bool, str]:

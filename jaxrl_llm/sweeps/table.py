@@ -91,7 +91,8 @@ def figures(run: Run, sweep: Sweep) -> dict[str, float | None]:
         best = None
         if len(y):
             last = float(y[-1])
-            best = float(y.min() if metric in sweep.lower_is_better else y.max())
+            is_lower_better = metric in sweep.lower_is_better
+            best = float(y.min() if is_lower_better else y.max())
         numbers[f"{metric} last"] = last
         if metric in sweep.metrics:
             numbers[f"{metric} best"] = best
@@ -238,7 +239,10 @@ def median_curve(curves: Sequence[Curve]) -> Curve:
     return common_x, np.median(interpolated, axis=0)
 
 
-def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool) -> list[int]:
+XY = tuple[float, float]  # a point of two figures
+
+
+def front(points: Sequence[XY], *, lower_x: bool, lower_y: bool) -> list[int]:
     """Return the indices of the Pareto-optimal points, sorted by the first figure."""
     # Change signs so that less is better for both figures.
     x_sign = 1 if lower_x else -1
@@ -252,7 +256,7 @@ def front(points: Sequence[tuple[float, float]], *, lower_x: bool, lower_y: bool
     return sorted(optimal, key=points.__getitem__)
 
 
-def _dominates(cost: tuple[float, float], other: tuple[float, float]) -> bool:
+def _dominates(cost: XY, other: XY) -> bool:
     """Return whether a point is at least as good as another one in both figures, and differs from it."""
     x, y = cost
     other_x, other_y = other
@@ -270,11 +274,14 @@ def write_table(path: pathlib.Path, runs: Sequence[Run], sweep: Sweep) -> None:
     has_lost_rows = any(run.lost_rows for run in runs)
     lines = []
     for run in runs:
+        num_iterations = 0
+        if run.rows:
+            num_iterations = run.rows[-1][ITERATION]
         line: dict[str, Any] = {
             "point": run.name,
             "label": sweep.name_of(run.point),
             "status": run.status,
-            "iterations": run.rows[-1][ITERATION] if run.rows else 0,
+            "iterations": num_iterations,
         }
         if has_lost_rows:
             line["lost_rows"] = run.lost_rows
