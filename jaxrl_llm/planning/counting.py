@@ -281,7 +281,7 @@ class _Counter:
         """Add the operations of one instruction. A custom call with unknown operations is listed as uncounted."""
         if instruction.op not in ("dot", "convolution", "custom-call"):
             return
-        operands = _operand_shapes(inside, instruction)
+        operands = inside.operand_shapes(instruction)
         if instruction.op == "dot":
             region.flops += operations.dot_flops(instruction, operands[0][0])
             return
@@ -318,7 +318,7 @@ class _Counter:
             return
         if "all-reduce-scatter" in inside.name:  # a TPU's compiler writes a reduce-scatter like this
             kind = "reduce-scatter"
-        inputs = _joined(_operand_shapes(inside, instruction))
+        inputs = _joined(inside.operand_shapes(instruction))
         sent = collectives.sent(kind, instruction, self.num_devices, inputs)
         if sent.chips > 1:
             region.sent.append(sent)
@@ -394,11 +394,6 @@ def _branch_cost(regions: list[Region]) -> tuple[float, float]:
     flops = sum(region.turns * region.flops for region in regions)
     hbm_bytes = sum(region.turns * region.hbm_bytes for region in regions)
     return flops, hbm_bytes
-
-
-def _operand_shapes(inside: Computation, instruction: Instruction) -> list[tuple[Shape, ...]]:
-    """Return the shapes of each operand. An operand that is a tuple has several."""
-    return [inside.instructions[name].shapes for name in instruction.operands if name in inside.instructions]
 
 
 def _joined(shapes_of_operands: list[tuple[Shape, ...]]) -> list[Shape]:

@@ -90,6 +90,14 @@ class Computation:
                 found.setdefault(name, []).append(instruction)
         return found
 
+    def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
+        """Return the shapes of each operand in this computation. An operand that is a tuple has several."""
+        shapes = []
+        for name in instruction.operands:
+            if name in self.instructions:
+                shapes.append(self.instructions[name].shapes)
+        return shapes
+
     @functools.cached_property
     def parameters(self) -> dict[int, Instruction]:
         return {int(x.literal): x for x in self.instructions.values() if x.op == "parameter"}
@@ -210,7 +218,7 @@ def sizes(text: str, *ops: str) -> list[int]:
 
 
 def moved(text: str, *kinds: str) -> list[int]:
-    """Return the number of elements of each array that a collective of these ``kinds`` produces. () = all kinds.
+    """Return the number of elements of each array that a collective of one of the ``kinds`` produces. () = all kinds.
 
     Collectives may be split into a start and a done instruction.
     """

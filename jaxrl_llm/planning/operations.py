@@ -16,7 +16,13 @@ from collections.abc import Callable
 from jaxrl_llm.planning.hlo import Instruction, Shape
 
 # Splash attention kernel -> number of matrix multiplications of [queries, keys] by the head size.
-SPLASH_PRODUCTS = {"mha_fwd": 2, "mqa_fwd": 2, "dq": 3, "fused": 5, "dkv": 4}
+SPLASH_PRODUCTS = {
+    "mha_fwd": 2,
+    "mqa_fwd": 2,
+    "dq": 3,
+    "fused": 5,
+    "dkv": 4,
+}
 # Data types of arrays that kernels multiply. Other operands are masks and indices.
 MULTIPLIED = ("bf16", "f32")
 
@@ -27,12 +33,8 @@ AttendedShare = Callable[[int, int, int], float]
 def dot_flops(dot: Instruction, lhs: Shape) -> float:
     """Return the operations of a ``dot`` instruction whose left operand has the shape ``lhs``."""
     contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.attributes)
-    summed = 1
-    if contracting:
-        for dim in contracting[1].split(","):
-            if dim:
-                summed *= lhs.dims[int(dim)]
-    return 2.0 * dot.shapes[0].size * summed
+    listed = contracting[1] if contracting else ""
+    return 2.0 * dot.shapes[0].size * _summed_size(listed, lhs)
 
 
 def library_flops(call: Instruction, lhs: Shape) -> float | None:
@@ -40,8 +42,15 @@ def library_flops(call: Instruction, lhs: Shape) -> float | None:
     contracting = re.search(r'lhs_contracting_dimensions\\*":\[([^\]]*)\]', call.attributes)
     if contracting is None:
         return None
-    summed = math.prod(lhs.dims[int(dim)] for dim in re.findall(r"\d+", contracting[1]))
-    return 2.0 * call.shapes[0].size * summed
+    return 2.0 * call.shapes[0].size * _summed_size(contracting[1], lhs)
+
+
+def _summed_size(listed: str, lhs: Shape) -> int:
+    """Return the product of the sizes of the left operand's dimensions that a text lists."""
+    size = 1
+    for dim in re.findall(r"\d+", listed):
+        size *= lhs.dims[int(dim)]
+    return size
 
 
 def convolution_flops(convolution: Instruction, lhs: Shape, rhs: Shape) -> float:
@@ -90,7 +99,11 @@ def _low_padding(window: str, default: list[int]) -> list[int]:
     found = re.search(r"pad=([\dx_-]+)", window)
     if found is None:
         return default
-    return [int(low_and_high.split("_")[0]) for low_and_high in found[1].split("x")]
+    low_padding = []
+    for low_and_high in found[1].split("x"):
+        low, _, _ = low_and_high.partition("_")
+        low_padding.append(int(low))
+    return low_padding
 
 
 def _pairs_without_padding(
@@ -150,9 +163,11 @@ def _expert_flops(kernel: Instruction, multiplied: list[tuple[int, ...]]) -> flo
     Even loads of the experts are assumed.
     """
     matrices = [dims for dims in multiplied if len(dims) == 2]
+    rows_size = math.prod(matrices[0])
+    out_width = kernel.shapes[0].dims[-1]
     found = re.search(r"experts_in_(\d+)_parts", kernel.attributes)
     num_parts = int(found[1]) if found else 1
-    return 2.0 * math.prod(matrices[0]) * kernel.shapes[0].dims[-1] / num_parts
+    return 2.0 * rows_size * out_width / num_parts
 
 
 def _decode_attention_flops(kernel: Instruction, four_dims: list[tuple[int, int, int, int]]) -> float:
@@ -161,17 +176,17 @@ def _decode_attention_flops(kernel: Instruction, four_dims: list[tuple[int, int,
     Queries [B, K, R, H] meet caches of C tokens: [B, K, C, H], or [B, K, H, C] in memory order.
     """
     B, K, R, _ = kernel.shapes[0].dims
-    caches = [dims for dims in four_dims if dims[:2] == (B, K)]
-    return 4.0 * R * max(math.prod(dims) for dims in caches)
+    cache_sizes = [math.prod(dims) for dims in four_dims if dims[:2] == (B, K)]
+    return 4.0 * R * max(cache_sizes)
 
 
-def _splash_flops(kernel: Instruction, multiplied: list[tuple[int, ...]], attended: AttendedShare) -> float | None:
+def _splash_flops(
+    kernel: Instruction,
+    multiplied: list[tuple[int, ...]],
+    attended: AttendedShare,
+) -> float | None:
     """Return the operations of a Splash attention kernel, or None if its kind is not known."""
-    num_products = None
-    for kind, number in SPLASH_PRODUCTS.items():
-        if kind in kernel.name:
-            num_products = number
-            break
+    num_products = _splash_products(kernel.name)
     arrays = [dims for dims in multiplied if len(dims) >= 3]
     if num_products is None or len(arrays) < 2:
         return None
@@ -180,6 +195,17 @@ def _splash_flops(kernel: Instruction, multiplied: list[tuple[int, ...]], attend
     *_, T, H = queries
     *_, S, _ = keys
     num_heads = math.prod(queries[:-2])  # of all rows
+    block = T
     found = re.search(r'block_q(?:_\w+)?\\*": (\d+)', kernel.attributes)
-    block = min(int(found[1]), T) if found else T
-    return 2.0 * num_products * num_heads * T * S * H * attended(T, S, block)
+    if found:
+        block = min(int(found[1]), T)
+    whole = 2.0 * num_products * num_heads * T * S * H
+    return whole * attended(T, S, block)
+
+
+def _splash_products(kernel_name: str) -> int | None:
+    """Return the number of matrix multiplications of a Splash kernel, or None if its kind is not known."""
+    for kind, number in SPLASH_PRODUCTS.items():
+        if kind in kernel_name:
+            return number
+    return None

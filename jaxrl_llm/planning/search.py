@@ -47,13 +47,15 @@ class Layout:
         return dataclasses.replace(config, mesh=self.mesh, update=update, model=model)
 
     def __str__(self) -> str:
-        mesh = " ".join(f"mesh.{axis}={getattr(self.mesh, axis)}" for axis in sharding.MESH_AXES)
-        return f"{mesh} update.micro_batch_size={self.micro_batch_size} model.remat={self.remat}"
+        settings = [f"mesh.{axis}={getattr(self.mesh, axis)}" for axis in sharding.MESH_AXES]
+        settings.append(f"update.micro_batch_size={self.micro_batch_size}")
+        settings.append(f"model.remat={self.remat}")
+        return " ".join(settings)
 
 
 def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator[MeshConfig]:
     """Yield the meshes whose axes divide the model's experts, heads and key-value heads evenly."""
-    divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
+    divisors = _divisors(num_devices)
     for fsdp, expert, context, tensor in itertools.product(divisors, repeat=4):
         num_used = fsdp * expert * context * tensor
         if num_devices % num_used or arch.num_kv_heads % tensor:
@@ -63,14 +65,24 @@ def meshes(config: MeshConfig, arch: Architecture, num_devices: int) -> Iterator
         if context > 1 and arch.num_heads % (context * tensor):
             continue
         data = num_devices // num_used
-        yield dataclasses.replace(config, data=data, fsdp=fsdp, expert=expert, context=context, tensor=tensor)
+        yield dataclasses.replace(
+            config,
+            data=data,
+            fsdp=fsdp,
+            expert=expert,
+            context=context,
+            tensor=tensor,
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
-    """Yield all layouts of a mesh. Many of them do not divide the run's sizes."""
-    batch = config.update.batch_size
-    sizes = [n for n in range(1, batch + 1) if batch % n == 0]
-    if config.update.micro_batch_tokens > 0:  # with packing, the number of rows is not used
+    """Yield all layouts of a mesh. Many do not divide the run's numbers."""
+    sizes = _divisors(config.update.batch_size)
+    if config.update.micro_batch_tokens > 0:  # packed: the number of rows is not used
         sizes = [config.update.micro_batch_size]
     for size in sizes:
         for remat in REMATS:
@@ -81,7 +93,9 @@ def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
     """Return estimated seconds of an iteration, by the algebra of weights and activations. It only ranks layouts."""
     mesh = config.mesh
     num_chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
-    recomputation = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0) / 6.0
+    # Passes over the weights: 2 forward and 4 backward, without rematerialisation.
+    num_passes = {"none": 6.0, "dots": 6.7}.get(config.model.remat, 8.0)
+    recomputation = num_passes / 6.0
     flops = cost.model_flops(config, arch) * recomputation / num_chips
     read_bytes, sent_bytes = _bytes_moved(config, arch, num_chips)
     operation_seconds = flops / chip.tflops / 1e12
@@ -112,7 +126,8 @@ def _bytes_moved(config: Config, arch: Architecture, num_chips: int) -> tuple[fl
     learner_activations = 2 * itemsize * learner_tokens * arch.num_layers
     sent_bytes += _activation_bytes(learner_activations, arch, mesh, tensor=mesh.tensor)
     if mesh.context > 1:  # only the learner splits rows over the context axis
-        sent_bytes += learner_activations * 2 * (arch.num_heads + arch.num_kv_heads) * arch.head_size
+        num_heads = arch.num_heads + arch.num_kv_heads
+        sent_bytes += learner_activations * 2 * num_heads * arch.head_size
     sampler_activations = itemsize * (num_slots * num_steps) * arch.num_layers
     sent_bytes += _activation_bytes(sampler_activations, arch, mesh, tensor=sampler_tensor)
 
@@ -149,8 +164,10 @@ def kept_for_backward(config: Config, arch: Architecture) -> float:
     row_tokens = config.update.micro_batch_size * config.sampling.max_completion_tokens
     num_parts = mesh.data * mesh.fsdp * mesh.expert * mesh.context
     tokens = (config.update.micro_batch_tokens or row_tokens) / num_parts
-    ffn = arch.ffn * max(1, arch.experts_per_token) / mesh.tensor
-    mlp_values = {"none": 6, "dots": 2}.get(config.model.remat, 0) * ffn
+    num_experts = max(1, arch.experts_per_token)
+    ffn = arch.ffn * num_experts / mesh.tensor
+    num_arrays = {"none": 6, "dots": 2}.get(config.model.remat, 0)
+    mlp_values = num_arrays * ffn
     return _itemsize(config) * arch.num_layers * tokens * (arch.width + mlp_values)
 
 
@@ -212,7 +229,7 @@ class Trial:
 
     Attributes:
         refused: programs that do not fit.
-        peak_bytes: memory of the largest program, with the arrays beside it.
+        peak_bytes: memory in use while the largest program runs, including the resident arrays.
     """
 
     layout: Layout
@@ -223,7 +240,11 @@ class Trial:
     def __str__(self) -> str:
         if self.refused:
             return f"{self.layout}: does not fit: {', '.join(self.refused)}"
-        return f"{self.layout}: at least {self.iteration.seconds:.3g} s, {self.peak_bytes / 2**30:.2f} GiB"
+        return f"{self.layout}: at least {self.iteration.seconds:.3g} s, {self.peak_gib:.2f} GiB"
+
+    @property
+    def peak_gib(self) -> float:
+        return self.peak_bytes / 2**30
 
 
 def search(
@@ -274,24 +295,25 @@ def search(
     fitting.sort(key=_least_seconds)
     for trial in fitting[:shown]:
         least = trial.iteration
-        gib = trial.peak_bytes / 2**30
-        print(f"{least.seconds:9.3g} s  MFU {least.mfu:6.1%}  {gib:6.2f} GiB  {trial.layout}")
+        print(f"{least.seconds:9.3g} s  MFU {least.mfu:6.1%}  {trial.peak_gib:6.2f} GiB  {trial.layout}")
     return 0
 
 
 def _compile(run: Run, names: tuple[str, ...]) -> list[Row]:
     """Compile the programs with these names that the run has."""
     programs = run.programs()
-    return list(compile_rows(run, [name for name in names if name in programs]))
+    present = [name for name in names if name in programs]
+    return list(compile_rows(run, present))
 
 
 def _trial(run: Run, layout: Layout, rows: list[Row], chip: Chip) -> Trial:
     """Return the result of a layout from its compiled programs."""
     memories = {row.name: row.memory for row in rows if row.memory}
     in_use = in_use_bytes(memories, **run.beside)
+    limit = chip.hbm_gib * 2**30
     refused = []
     for row in rows:
-        if not row.memory or in_use[row.name] > chip.hbm_gib * 2**30:
+        if not row.memory or in_use[row.name] > limit:
             refused.append(row.name)
     counts = {row.name: row.counts for row in rows if row.counts}
     return Trial(

@@ -63,7 +63,7 @@ class Traffic:
         op = instruction.op
         if op.endswith("-done") or op in FREE:
             return
-        inputs = [inside.instructions[name].shapes for name in instruction.operands if name in inside.instructions]
+        inputs = inside.operand_shapes(instruction)
         results = instruction.shapes
         if op in ("copy-start", "slice-start") and len(results) >= 2:
             target, source = results[:2]
@@ -106,7 +106,7 @@ class Traffic:
             yield _written(shape.space, self._result_bytes(callee, result_name, shape.num_bytes))
 
     def _of_call(self, instruction: Instruction, inputs: list[tuple[Shape, ...]]) -> Iterator[Access]:
-        """Yield the arrays that a custom call, or any instruction without a rule of its own, reads and writes."""
+        """Yield the arrays that a custom call reads and writes. The same rule is for all other instructions."""
         read_share = 1.0
         if instruction.op == "custom-call":
             read_share = self._read_share(instruction.name)
@@ -180,7 +180,9 @@ class Traffic:
 
 def is_free_call(instruction: Instruction) -> bool:
     """Return whether an instruction is a custom call that moves no bytes."""
-    return instruction.op == "custom-call" and any(name in instruction.attributes for name in FREE_CALLS)
+    if instruction.op != "custom-call":
+        return False
+    return any(name in instruction.attributes for name in FREE_CALLS)
 
 
 def _without_workspace(instruction: Instruction) -> tuple[Shape, ...]:

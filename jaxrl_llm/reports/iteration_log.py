@@ -7,7 +7,7 @@
 A run can stop between ``record`` and ``complete``, for example during an evaluation. The checkpoint then keeps the
 metrics, and the resumed run completes the iteration.
 
-Owns: the order of these steps, the time of an iteration, the compute. Does not know: what an iteration does.
+Owns: the order of the steps above, the time of an iteration, the compute. Does not know: the work of an iteration.
 """
 
 from __future__ import annotations

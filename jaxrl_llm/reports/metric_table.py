@@ -25,9 +25,9 @@ AGE_LABELS = (
 )
 # The reward function that uses the majority answer to a question as its label (TTRL).
 VOTE = "jaxrl_llm.scoring.scores:majority"
-# Number of turns with a reward metric of their own. The rewards of later turns count only in the total.
+# Number of turns that each have a reward metric. The rewards of later turns count only in the total.
 TURNS_SHOWN = 4
-# Number of reward functions with a metric of their own. The scores of later functions count only in the total.
+# Number of reward functions that each have a metric. The scores of later functions count only in the total.
 FUNCTIONS_SHOWN = 6
 
 

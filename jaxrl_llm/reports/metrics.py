@@ -1,7 +1,7 @@
 """Metrics of a run: metrics.jsonl, samples.jsonl, TensorBoard events and a live progress line.
 
-Owns: the division of sums by counts, the files, cutting the files back on resume. Does not know: what a metric means
-(metric_table), how the sums are computed.
+Owns: the division of sums by counts, the files, cutting the files back on resume. Does not know: the meaning of a
+metric (metric_table), how the sums are computed.
 """
 
 from __future__ import annotations
@@ -327,7 +327,7 @@ class MetricsWriter:
 
         Args:
             state: ``state()`` at the checkpoint, perhaps of files on another machine. Therefore the iterations in
-                the lines of metrics.jsonl and samples.jsonl decide what is cut, not the sizes.
+                the lines of metrics.jsonl and samples.jsonl decide which lines stay, not the sizes.
             iteration: finished iterations at the checkpoint.
             is_written: whether the line of the last iteration was written before the checkpoint was saved.
 
@@ -450,7 +450,7 @@ class Progress:
     def update(self, iteration: int, values: dict[str, Any]) -> None:
         """Show the state after ``iteration`` iterations.
 
-        ``values`` are metrics as for ``MetricsWriter.write``; any of them may be missing.
+        ``values`` are metrics as for ``MetricsWriter.write``. Any metric may be missing.
         """
         self._times.append(time.monotonic())
         warning = draw_warning(values)

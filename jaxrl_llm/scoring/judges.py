@@ -147,7 +147,7 @@ def stepwise(prompts: list, completions: list[str], **columns: Any) -> list[floa
 
 
 def _share_before_wrong(reply: str, num_steps: int) -> float | None:
-    """Return the share of the steps before the first wrong one, or None if the reply omits one of these steps."""
+    """Return the share of the steps before the first wrong one, or None if the reply omits one before it."""
     verdicts = {}
     for number, word in OF_STEPS.findall(reply):
         verdicts[int(number)] = word.lower()

@@ -326,7 +326,7 @@ class Slot:
         return function, digest
 
     def _accepts(self, signature: inspect.Signature) -> bool:
-        """Return whether a function with this signature has the slot's arguments, and only keywords besides."""
+        """Return whether a function with this signature has the slot's arguments, and no others but keywords."""
         num_positional = 0
         for parameter in signature.parameters.values():
             if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
