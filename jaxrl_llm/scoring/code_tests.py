@@ -167,7 +167,7 @@ def covered(prompts: list, completions: list[str], *, tests: list, sandbox: list
 
 def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], columns: dict[str, Any]) -> list[list[int]]:
     """Return spans [start, stop) of characters of the completion, whole lines: the statements that no test has run."""
-    code, line, start = _placed(completion, columns["prefix"], columns["names"], columns["given"])
+    code, first_line, start = _placed(completion, columns["prefix"], columns["names"], columns["given"])
     if start < 0:
         return []
     traced = _judge(code, tests, sandbox, columns, traced=True)
@@ -177,17 +177,20 @@ def _left_out(completion: str, tests: list[str], sandbox: dict[str, Any], column
     value = result.value or ""
     if not result.finished or len(value) >= 1024 * _limits(sandbox).output_kb:
         return []
-    line_starts = [
-        start,
-        *(start + end.end() for end in NEW_LINE.finditer(completion[start:])),
-        len(completion),
-    ]
-    ranges = set()  # the first line, and the line after the last, counted from the first line of the completion
+    line_starts = [start]
+    for line_end in NEW_LINE.finditer(completion[start:]):
+        line_starts.append(start + line_end.end())
+    line_starts.append(len(completion))
+    last_place = len(line_starts) - 1
+    spans = set()
     for first, last in json.loads(value):
-        if last >= line:
-            ranges.add((max(first, line) - line, last - line + 1))
-    spans = [[line_starts[first], line_starts[min(end, len(line_starts) - 1)]] for first, end in ranges]
-    return sorted(spans)
+        if last < first_line:
+            continue
+        # Lines of the completion, counted from its first: the first line, and the line after the last.
+        begin = max(first, first_line) - first_line
+        end = last - first_line + 1
+        spans.add((line_starts[begin], line_starts[min(end, last_place)]))
+    return [list(span) for span in sorted(spans)]
 
 
 def _columns_of(columns: dict[str, list], i: int) -> dict[str, Any]:
@@ -209,7 +212,10 @@ def share(prompts: list, completions: list[str], *, tests: list, sandbox: list, 
 
 def stopped(prompts: list, completions: list[str], *, tests: list, sandbox: list, **columns) -> list[float]:
     """Return 1.0 if a limit of the sandbox (time, memory, output and the like) ended the tests, else 0.0."""
-    return [float(bool(result.limit)) for (result,) in _results(completions, tests, sandbox, columns, apart=False)]
+    scores = []
+    for (result,) in _results(completions, tests, sandbox, columns, apart=False):
+        scores.append(float(bool(result.limit)))
+    return scores
 
 
 def parses(prompts: list, completions: list[str], *, sandbox: list, **columns) -> list[float]:
@@ -360,34 +366,67 @@ def _placed(completion: str, prefix: str, names: Sequence[str], given: str) -> t
             of imports, and not half a loop.
     """
     text = _answer(completion)
-    fences = _Fences(text)
-    found = fences.blocks()
-    codes = [text[block.start : block.end] for block in found]
-    blocks = [(_dedented(code, block.indent), code, block.start) for code, block in zip(codes, found, strict=True)]
-    defining = [block for block in blocks if _defined(block[0]) & set(names)]
-    if not (defining and _is_python(defining[-1][0])):
-        before = text[: fences.end_of_block(0, "```", 0)[0]]
-        is_code = _is_python(before)
-        if not is_code:
-            before = text[: found[0].fence] if found else text
-        whole = (before, before, 0)
-        if _defined(before) & set(names) and (is_code or not defining):
-            defining = [whole]
-        elif not defining and (not blocks or (prefix + given and BODY.match(before))):
-            blocks = [whole]
-    code, indented, start = (defining or blocks)[-1]
-    if given and not (defining and not _is_whole(prefix + given)):
+    selected, defines_name = _selected(text, prefix + given, names)
+    code = selected.code
+    if given and (not defines_name or _is_whole(prefix + given)):
         prefix += given
-    prefix = _whole(prefix) if defining else prefix
+    if defines_name:
+        prefix = _whole(prefix)
     line = 1 + len(NEW_LINE.findall(prefix))
-    if prefix and defining:
+    if prefix and defines_name:
         code = f"{prefix}\n{code}"
         line += 1
     elif prefix:
         is_body = code.lstrip("\r\n")[:1].isspace()  # keep the indentation of a function's body
-        code = prefix + _body(code if is_body else indented)
+        code = prefix + _body(code if is_body else selected.indented)
     future, rest = _future_first(code)
-    return future + rest, line, -1 if future else len(completion) - len(text) + start
+    position = -1 if future else len(completion) - len(text) + selected.start
+    return future + rest, line, position
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    """Part of a completion that may be its program.
+
+    Attributes:
+        code: the program, without the indentation of its fence.
+        indented: the same text as it stands in the completion.
+        start: where the code begins in the text after the thought.
+    """
+
+    code: str
+    indented: str
+    start: int
+
+    def defines_any(self, names: Sequence[str]) -> bool:
+        return not _defined(self.code).isdisjoint(names)
+
+
+def _selected(text: str, prefix: str, names: Sequence[str]) -> tuple[_Candidate, bool]:
+    """Return the program in a text by the rules of ``_placed``, and whether it defines one of ``names``."""
+    fences = _Fences(text)
+    blocks = fences.blocks()
+    candidates = []
+    for block in blocks:
+        indented = text[block.start : block.end]
+        candidates.append(_Candidate(_dedented(indented, block.indent), indented, block.start))
+    defining = [candidate for candidate in candidates if candidate.defines_any(names)]
+    if defining and _is_python(defining[-1].code):
+        return defining[-1], True
+    end, _ = fences.end_of_block(0, "```", 0)
+    before = text[:end]
+    is_code = _is_python(before)
+    if not is_code:
+        before = text[: blocks[0].fence] if blocks else text
+    unfenced = _Candidate(before, before, 0)
+    if unfenced.defines_any(names) and (is_code or not defining):
+        return unfenced, True
+    if defining:
+        return defining[-1], True
+    is_body_of_prefix = prefix != "" and BODY.match(before) is not None
+    if is_body_of_prefix or not candidates:
+        return unfenced, False
+    return candidates[-1], False
 
 
 def _body(code: str) -> str:
@@ -445,8 +484,10 @@ class _Fences:
             if opening is None or opening.end() >= len(self.text):
                 return blocks
             indent = opening["indent"]
-            marker = MARKER.match(opening["before"] or "")
-            before = marker[0] if indent is None and marker else indent or ""
+            before = indent or ""
+            if indent is None:
+                marker = MARKER.match(opening["before"] or "")
+                before = marker[0] if marker else ""
             start = opening.end() + 1
             fence = opening["ticks"] or opening["tildes"] or opening["behind"]
             end, place = self.end_of_block(start, fence, len(before.expandtabs(4)))
@@ -472,12 +513,11 @@ class _Fences:
             mark = found["fence"] or found["late"]
             if mark[0] != fence[0] or len(mark) < len(fence):
                 continue
-            reading = (
-                found.start() if found["fence"] else found.start("late"),
-                found.end(),
-            )
+            is_own_line = found["fence"] is not None
+            begin = found.start() if is_own_line else found.start("late")
+            reading = (begin, found.end())
             readings.append(reading)
-            is_near = found["fence"] is not None and len(found["indent"].expandtabs(4)) <= width + 3
+            is_near = is_own_line and len(found["indent"].expandtabs(4)) <= width + 3
             if is_near and found["more"].strip():
                 loose = loose or reading
             elif is_near:
@@ -486,11 +526,10 @@ class _Fences:
         default = strict or loose or unclosed
         if not readings:
             return default
-        order = dict.fromkeys([default, *readings, unclosed])
-        return next(
-            (reading for reading in order if self._is_python(start, reading[0])),
-            default,
-        )
+        for reading in dict.fromkeys([default, *readings, unclosed]):
+            if self._is_python(start, reading[0]):
+                return reading
+        return default
 
     def _is_python(self, start: int, end: int) -> bool:
         self._tries -= 1
@@ -501,7 +540,10 @@ def _is_python(code: str) -> bool:
     """Return whether the text is valid Python, by itself or as an indented body."""
     if not code.strip() or len(code) > MAX_PARSED:
         return False
-    return _is_whole(code) or (code.lstrip("\r\n")[:1].isspace() and _is_whole(f"if 1:\n{code}"))
+    if _is_whole(code):
+        return True
+    is_indented = code.lstrip("\r\n")[:1].isspace()
+    return is_indented and _is_whole(f"if 1:\n{code}")
 
 
 def _dedented(code: str, indent: str | None) -> str:
@@ -533,7 +575,11 @@ def _is_whole(code: str) -> bool:
 
 
 def _defined(code: str) -> set[str]:
-    return {name for pair in DEFINITION.findall(code) for name in pair if name}
+    """Return the names that the code defines."""
+    defined = set()
+    for alternatives in DEFINITION.findall(code):
+        defined.update(alternatives)
+    return defined - {""}
 
 
 def run(code: str, settings: dict[str, Any], *, stdin: str = "", tests: Tests | None = None) -> Result:
@@ -547,16 +593,18 @@ def run(code: str, settings: dict[str, Any], *, stdin: str = "", tests: Tests | 
 
 
 def _limits(settings: dict[str, Any]) -> Limits:
-    return Limits(**{name: value for name, value in settings.items() if name not in OF_SANDBOX})
+    limits = {name: value for name, value in settings.items() if name not in OF_SANDBOX}
+    return Limits(**limits)
 
 
 _SANDBOXES: dict[tuple, Sandbox] = {}  # the sandboxes live as long as the process
 
 
 def _sandbox(isolation: str = "", required: bool = False) -> Sandbox:
-    if (isolation, required) not in _SANDBOXES:
-        _SANDBOXES[isolation, required] = Sandbox(isolation=isolation, required=required)
-    return _SANDBOXES[isolation, required]
+    key = (isolation, required)
+    if key not in _SANDBOXES:
+        _SANDBOXES[key] = Sandbox(isolation=isolation, required=required)
+    return _SANDBOXES[key]
 
 
 def close() -> None:

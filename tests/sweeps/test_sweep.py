@@ -185,7 +185,7 @@ def test_no_sigmoid_is_fitted_where_no_file_says_what_runs_began_with(tmp_path):
     text = write_page(tmp_path / "sweep.html", runs, sweep, {}).read_text()
     fitted = re.search(r'class="fits">.*?</table>(.*?)</section>', text, re.DOTALL)
     assert "lr 1.0" in fitted[0] and "<td>lr 2.0" not in fitted[0]
-    assert fitted[1] == "</div><p>Not fitted, for no file says what they began with: lr 2.0.</p>"
+    assert fitted[1] == "</div><p>Not fitted, because no file has their start value: lr 2.0.</p>"
 
 
 def test_seeds_whose_points_lie_apart_are_no_longer_curve_than_each(tmp_path):
