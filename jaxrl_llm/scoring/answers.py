@@ -74,9 +74,15 @@ def without_thought(text: str) -> str:
 
 def _is_quoted(text: str, start: int, end: int) -> bool:
     """Return whether the same quotation mark or backtick stands on both sides, the first one after a space."""
-    if start == 0 or end == len(text) or text[end] not in "`'\"" or text[start - 1] != text[end]:
+    if start == 0 or end == len(text):
         return False
-    return start == 1 or text[start - 2].isspace() or text[start - 2] in "(["
+    mark = text[end]
+    if mark not in "`'\"" or text[start - 1] != mark:
+        return False
+    if start == 1:
+        return True
+    before = text[start - 2]
+    return before.isspace() or before in "(["
 
 
 def marked(text: str) -> str | None:
@@ -111,20 +117,30 @@ def _blank_code(text: str) -> str:
     fence = ""
     opened = 0
     for line in text.splitlines(keepends=True):
-        fence_match = _FENCE.match(line)
         lines.append(line)
-        if fence and fence_match and fence_match[1].startswith(fence) and not line[fence_match.end() :].strip():
+        found = _FENCE.match(line)
+        if found is None:
+            continue
+        after_fence = line[found.end() :]
+        if not fence and "`" not in after_fence:
+            fence = found[1]
+            opened = len(lines) - 1
+        elif fence and found[1].startswith(fence) and not after_fence.strip():
             lines[opened:] = [_blank(fenced) for fenced in lines[opened:]]
             fence = ""
-        elif not fence and fence_match and "`" not in line[fence_match.end() :]:
-            fence = fence_match[1]
-            opened = len(lines) - 1
-    # A fence that never closes does not begin code.
-    return _INLINE.sub(lambda code: _blank(code[0]), "".join(lines))
+    # A fence that never closes quotes nothing.
+    return _INLINE.sub(_blank_match, "".join(lines))
 
 
 def _blank(code: str) -> str:
-    return " " * (len(code) - 1) + code[-1:] if code.endswith("\n") else " " * len(code)
+    """Return spaces in place of a code's characters. A line break at its end stays."""
+    if code.endswith("\n"):
+        return " " * (len(code) - 1) + "\n"
+    return " " * len(code)
+
+
+def _blank_match(code: re.Match[str]) -> str:
+    return _blank(code[0])
 
 
 def _tag_span(text: str) -> tuple[int, int] | None:
@@ -267,7 +283,10 @@ def choice(answer: str) -> str | None:
     """Return the letter that an answer chooses, upper case: "B", "(b)", "B) Paris", "The answer is B."; else None."""
     text = peeled(flat(answer[:MAX_NUMBER_CHARS]))
     match = _BARE_CHOICE.fullmatch(text) or _CHOICE_WITH_TEXT.fullmatch(text) or _CHOICE_SAID.search(text[-40:])
-    return next(letter for letter in match.groups() if letter).upper() if match else None
+    if match is None:
+        return None
+    letters = [letter for letter in match.groups() if letter]
+    return letters[0].upper()
 
 
 def words(text: str) -> list[str]:
@@ -276,7 +295,8 @@ def words(text: str) -> list[str]:
     If a text has only articles, the result is the articles. If it has only punctuation, the result is the punctuation.
     """
     with_articles = all_words(text)
-    return [word for word in with_articles if word not in ARTICLES] or with_articles or text.split()
+    without_articles = [word for word in with_articles if word not in ARTICLES]
+    return without_articles or with_articles or text.split()
 
 
 def all_words(text: str) -> list[str]:
@@ -290,8 +310,11 @@ def _spelt(text: str) -> str:
     text = _caseless(unstyled(text))
     if text.isascii():
         return text
-    punctuation = {ord(c): " " for c in set(text) if not c.isascii() and _is_punctuation(c)}
-    return _UNSPACED.sub(r" \1 ", text.translate(punctuation))
+    spaces = {}
+    for character in set(text):
+        if not character.isascii() and _is_punctuation(character):
+            spaces[ord(character)] = " "
+    return _UNSPACED.sub(r" \1 ", text.translate(spaces))
 
 
 def _is_punctuation(character: str) -> bool:
@@ -334,37 +357,59 @@ def same_text(answer: str, right: str) -> bool:
 
 def formula(answer: str) -> str:
     """Return an answer without styles, delimiters, spaces and a final full stop."""
-    text = peeled("".join(LATEX_SPACE.sub(" ", unstyled(answer)).split()))
+    text = peeled(_without_spaces(answer))
     text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-    return _SHORT_ROOT.sub(r"\\sqrt\1", _SHORT_SCRIPT.sub(r"\1\2", text))
+    text = _SHORT_SCRIPT.sub(r"\1\2", text)
+    return _SHORT_ROOT.sub(r"\\sqrt\1", text)
+
+
+def _without_spaces(answer: str) -> str:
+    """Return an answer without styles and without spaces, those of LaTeX included."""
+    parts = LATEX_SPACE.sub(" ", unstyled(answer)).split()
+    return "".join(parts)
 
 
 def in_base(answer: str) -> tuple[str, int] | None:
     """Read a numeral with its base, as in "10_{3}" and "1F_16"; None if no base is written."""
-    match = _IN_BASE.fullmatch(_SHORT_SCRIPT.sub(r"\1\2", peeled(flat(answer[:MAX_NUMBER_CHARS])).replace(" ", "")))
+    text = peeled(flat(answer[:MAX_NUMBER_CHARS])).replace(" ", "")
+    match = _IN_BASE.fullmatch(_SHORT_SCRIPT.sub(r"\1\2", text))
     if match is None:
         return None
     numeral = match[1].upper()
     name = match[2] or match[3]
     base = _BASE_NAMES.get(name) or int(name)
+    if not 2 <= base <= 36:
+        return None
     digits = re.sub("[-.]", "", numeral)
-    # The text x_1 is the name of an unknown, not a numeral.
-    is_numeral = re.search("[0-9]", digits) and all(int(digit, 36) < base for digit in digits)
-    return (numeral, base) if is_numeral and 2 <= base <= 36 else None
+    if not re.search("[0-9]", digits):  # x_1 is an unknown
+        return None
+    are_in_base = all(int(digit, 36) < base for digit in digits)
+    return (numeral, base) if are_in_base else None
+
+
+OPENING = "([{"
+CLOSING = ")]}"
 
 
 def brackets(answer: str) -> str:
     """Return the brackets around a pair, interval, list or set ("()", "[)", "{}"); "" if there are none."""
-    text = "".join(LATEX_SPACE.sub(" ", unstyled(answer)).split()).strip("$").removesuffix(".").strip("$")
+    text = _without_spaces(answer).strip("$").removesuffix(".").strip("$")
     text = text.replace(r"\{", "{").replace(r"\}", "}")
-    if len(text) < 2 or text[0] not in "([{" or text[-1] not in ")]}" or "," not in text:
+    if len(text) < 2 or "," not in text:
+        return ""
+    first = text[0]
+    last = text[-1]
+    if first not in OPENING or last not in CLOSING:
         return ""
     depth = 0
-    for i, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if depth == 0 and i < len(text) - 1:
+    for character in text[:-1]:
+        if character in OPENING:
+            depth += 1
+        elif character in CLOSING:
+            depth -= 1
+        if depth == 0:
             return ""
-    return text[0] + text[-1]
+    return first + last
 
 
 # ---- verdicts ----------------------------------------------------------------------------------------------------
@@ -409,8 +454,14 @@ def accepted(label: Any) -> list[str]:
         ValueError: no text is left, so that there is nothing to compare with.
     """
     values = label if isinstance(label, list | tuple) else [label]
-    texts = [str(value).rpartition(_HASHES)[2].strip() for value in values if value is not None]
-    texts = [text for text in texts if text]
+    texts = []
+    for value in values:
+        if value is None:
+            continue
+        _, _, after_hashes = str(value).rpartition(_HASHES)
+        text = after_hashes.strip()
+        if text:
+            texts.append(text)
     if not texts:
         raise ValueError(f"answer={label!r:.80} is empty: there is nothing to compare with. Give a text or a number")
     return texts

@@ -181,11 +181,14 @@ def _value(number: re.Match) -> Fraction | None:
     digits = digits_of(number["digits"])
     if digits is None:
         return None
-    return Fraction(digits) * Fraction(10) ** (_exponent(number["scale"]) if number["scale"] else 0)
+    exponent = _exponent(number["scale"]) if number["scale"] else 0
+    return Fraction(digits) * Fraction(10) ** exponent
 
 
 def _exponent(power: str) -> int:
-    return int(re.split(r"[eE^]|\*\*", power)[-1].strip("{} ").replace(" ", ""))
+    """Return the exponent of a power of ten: "10^{3}", "e3", "10**3"."""
+    digits = re.split(r"[eE^]|\*\*", power)[-1]
+    return int(digits.strip("{} ").replace(" ", ""))
 
 
 def digits_of(numeral: str) -> str | None:
@@ -258,11 +261,15 @@ def _only_number(answer: str) -> tuple[str, re.Match] | None:
     numbers = list(NUMBER.finditer(text))
     if len(numbers) != 1:
         return None
-    rest = text[: numbers[0].start()] + " " + text[numbers[0].end() :].removesuffix("!")
+    number = numbers[0]
+    before = text[: number.start()]
+    after = text[number.end() :].removesuffix("!")
+    rest = f"{before} {after}"
     words = _LETTERS.findall(rest)
-    if not words or not all(map(_is_prose_word, words)) or _OPERATOR.search(rest):
+    is_prose = len(words) > 0 and all(_is_prose_word(word) for word in words)
+    if not is_prose or _OPERATOR.search(rest):
         return None
-    return text, numbers[0]
+    return text, number
 
 
 def _is_prose_word(word: str) -> bool:
@@ -307,8 +314,11 @@ def _is_negative(before: str) -> bool:
     if spelt:
         before = before[: len(before) - len(spelt[0])] + "- "
     if before.endswith("-"):
-        is_sign = len(before) == 1 or not (before[-2] == "-" or _OPERAND.match(before[-2]))
-        return is_sign or _BEFORE_SIGN.search(before[:-1][-12:]) is not None
+        if len(before) == 1:
+            return True
+        previous = before[-2]
+        is_dash_or_operator = previous == "-" or _OPERAND.match(previous) is not None
+        return not is_dash_or_operator or _BEFORE_SIGN.search(before[:-1][-12:]) is not None
     head = before.rstrip()
     if not head.endswith("-") or len(before) - len(head) > 2:
         return False
@@ -327,17 +337,22 @@ def number_text(value: Fraction) -> str:
         places = max(places, count)
     if rest != 1:
         return f"{value.numerator}/{value.denominator}"
-    digits = str(abs(value.numerator) * 10**places // value.denominator).rjust(places + 1, "0")
-    whole = digits[: len(digits) - places]
-    return ("-" if value < 0 else "") + (f"{whole}.{digits[-places:]}" if places else whole)
+    scaled = abs(value.numerator) * 10**places // value.denominator
+    digits = str(scaled).rjust(places + 1, "0")
+    text = digits
+    if places:
+        text = f"{digits[:-places]}.{digits[-places:]}"
+    return f"-{text}" if value < 0 else text
 
 
 def same_quantity(left: Quantity, right: Quantity) -> bool:
-    """Compare values exactly. Two known units must be equal. Compared with a bare number, 50 % equals 50 and 0.5."""
-    if "%" in (left.unit, right.unit) and left.unit != right.unit and "" in (left.unit, right.unit):
+    """Compare values exactly. Two known units must agree; beside a bare number 50 % is 50 and 0.5."""
+    if {left.unit, right.unit} == {"%", ""}:
         percent, bare = (left, right) if left.unit == "%" else (right, left)
         return bare.value in (percent.value, percent.value / 100)
-    return left.value == right.value and (not left.unit or not right.unit or left.unit == right.unit)
+    if left.unit and right.unit and left.unit != right.unit:
+        return False
+    return left.value == right.value
 
 
 def grade(text: str) -> float | None:
@@ -349,19 +364,26 @@ def grade(text: str) -> float | None:
     found = _GRADE.match(text)
     if found is None:
         return None
-    value = Fraction(found[1].replace(",", ".")) * Fraction(10) ** int(found[2] or 0)
+    number = Fraction(found[1].replace(",", "."))
+    exponent = int(found[2] or 0)
+    value = number * Fraction(10) ** exponent
     if found[3]:
-        value = value * 10 / Fraction(found[3]) if Fraction(found[3]) else Fraction(-1)
+        largest = Fraction(found[3])
+        if largest == 0:
+            return None
+        value = value * 10 / largest
     return float(value) if 0 <= value < 10**12 else None
 
 
 def listed_numbers(text: str) -> list[float]:
     """Read the numbers at the start of a text that lists them ("3, 8.5, -2"), up to the first word."""
+    listed = flat(text[:MAX_NUMBER_CHARS]).lstrip(" *_`([{$\n\t")
     numbers: list[float] = []
-    for item in _SEPARATOR.split(flat(text[:MAX_NUMBER_CHARS]).lstrip(" *_`([{$\n\t")):
-        number = quantity(item) if item else None
-        if number is None and item:
+    for item in _SEPARATOR.split(listed):
+        if not item:
+            continue
+        number = quantity(item)
+        if number is None:
             break
-        if number is not None:
-            numbers.append(float(number.value))
+        numbers.append(float(number.value))
     return numbers
