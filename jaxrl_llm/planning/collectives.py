@@ -97,7 +97,7 @@ def _group_size(attributes: str, num_devices: int) -> int:
 
 
 def _size_of_axes(mesh: str, axes: str) -> int:
-    """Return the number of devices along mesh axes. Each axis is whole or a part of the mesh's axis."""
+    """Return the number of devices of a group along ``axes``: whole axes of the mesh, or parts of them."""
     sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh))
     whole_or_part = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", axes)
     return math.prod(int(part or sizes[axis]) for axis, part in whole_or_part)

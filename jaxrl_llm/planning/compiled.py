@@ -103,7 +103,7 @@ def compile_one(run: Run, name: str, lowered: jax.stages.Lowered, *, keep: bool 
         except jax.errors.JaxRuntimeError as error:
             refused = _out_of_memory(error)
             if not refused:
-                raise  # our own error: the compiler does not accept the program
+                raise  # an error of this package: the compiler does not accept the program
         text = _newest(folder, "*after_optimizations.txt")
         report = _newest(folder, "*after_optimizations-memory-usage-report.txt")
     if compiled is not None and not text:

@@ -65,7 +65,7 @@ class Region:
         return dict(Counter(sent.kind for sent in self.sent))
 
     def add(self, other: Region) -> None:
-        """Add the counts of one turn of another region."""
+        """Add the counts of one iteration of another region."""
         self.flops += other.flops
         self.read_bytes += other.read_bytes
         self.written_bytes += other.written_bytes
@@ -167,7 +167,7 @@ class _Loops:
         condition = self._computations[loop.called("condition")[0]]
         root = condition.instructions[condition.root]
         if root.op == "get-tuple-element":
-            return 1  # a loop of one turn or none: runtime.programs.run_if
+            return 1  # a loop of at most one iteration, from ``runtime.programs.run_if``
         comparisons = [root]
         if root.op == "and":
             comparisons += [condition.instructions[name] for name in root.operands]
@@ -196,7 +196,7 @@ class _Loops:
     def _step(self, loop: Instruction, index: int) -> int:
         """Return the amount that a loop's body adds to its counter.
 
-        It is above 1 if the compiler has unrolled the loop.
+        The amount is above 1 if the compiler has unrolled the loop.
         """
         body = self._computations[loop.called("body")[0]]
         following = body.instructions[body.root]
@@ -355,7 +355,7 @@ class _Counter:
         branches = []
         for callee in self._callees(conditional, "branch_computations", "true_computation", "false_computation"):
             branch = Region(region.path, region.turns * share)
-            self.regions = [branch]  # the walk appends the loops inside the branch
+            self.regions = [branch]  # inner loops append their own regions
             self._count(branch, callee)
             branches.append(self.regions)
         most_expensive = max(branches, key=_branch_cost)

@@ -158,9 +158,9 @@ def kernel_flops(kernel: Instruction, operands: list[Shape], attended: AttendedS
 
 
 def _expert_flops(kernel: Instruction, multiplied: list[tuple[int, ...]]) -> float:
-    """Return the operations of a grouped matrix multiplication: each row meets one expert's matrix.
+    """Return the operations of a grouped matrix multiplication: each row is multiplied by one expert's matrix.
 
-    Even loads of the experts are assumed.
+    The experts' loads are assumed to be equal.
     """
     matrices = [dims for dims in multiplied if len(dims) == 2]
     rows_size = math.prod(matrices[0])

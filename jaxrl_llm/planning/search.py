@@ -80,9 +80,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
-    """Yield all layouts of a mesh. Many do not divide the run's numbers."""
+    """Yield all layouts of a mesh. Many of them do not divide the run's sizes."""
     sizes = _divisors(config.update.batch_size)
-    if config.update.micro_batch_tokens > 0:  # packed: the number of rows is not used
+    if config.update.micro_batch_tokens > 0:  # with packing, the number of rows is not used
         sizes = [config.update.micro_batch_size]
     for size in sizes:
         for remat in REMATS:
@@ -90,7 +90,7 @@ def layouts(config: Config, mesh: MeshConfig) -> Iterator[Layout]:
 
 
 def estimate(config: Config, arch: Architecture, chip: Chip) -> float:
-    """Return estimated seconds of an iteration, by the algebra of weights and activations. It only ranks layouts."""
+    """Return estimated seconds of an iteration, from the sizes of its arrays. Use them only to rank layouts."""
     mesh = config.mesh
     num_chips = mesh.data * mesh.fsdp * mesh.expert * mesh.context * mesh.tensor
     # Passes over the weights: 2 forward and 4 backward, without rematerialisation.
@@ -200,7 +200,7 @@ def candidates(config: Config, model: Model, devices: list[Any], chip: Chip) -> 
                 seconds = estimate(layout_config, model.arch, chip)
                 fitting.append((seconds, learner_bytes, layout))
     if refusal and not fitting and not num_too_large:
-        raise refusal  # every mesh was refused
+        raise refusal  # no mesh is possible
     fitting.sort(key=_seconds_then_bytes)
     return [layout for _, _, layout in fitting], num_too_large
 

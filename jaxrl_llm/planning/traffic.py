@@ -129,7 +129,7 @@ class Traffic:
     def _parameter_bytes(self, inside: Computation, name: str, whole: float) -> float:
         """Return the bytes read of a fusion's parameter with ``whole`` bytes.
 
-        The result is inf if the parameter may pass unchanged to the root.
+        The result is inf if the fusion may return the parameter unchanged.
         """
         total = math.inf if name == inside.root else 0.0
         for user in inside.users.get(name, ()):
@@ -188,7 +188,7 @@ def is_free_call(instruction: Instruction) -> bool:
 def _without_workspace(instruction: Instruction) -> tuple[Shape, ...]:
     """Return the results of an instruction, without the workspace of a GPU library's call.
 
-    The text does not contain how much of the workspace is used.
+    The text does not show how much of the workspace is used.
     """
     results = instruction.shapes
     is_library_call = LIBRARY.search(instruction.attributes) is not None

@@ -286,7 +286,7 @@ def _draw_stack(axes: Any, series: list[Series]) -> None:
         by_iteration = dict(points)
         heights = [by_iteration.get(iteration, 0.0) for iteration in iterations.tolist()]
         top = baseline + heights
-        # One shape for all iterations, because one bar per iteration takes seconds from a thousand iterations on.
+        # Draw all iterations as one shape, because one bar per iteration takes seconds from a thousand iterations on.
         axes.stairs(top, edges, baseline=baseline, fill=True, color=colour)
         baseline = top
     if len(iterations) == 1:

@@ -228,7 +228,7 @@ def _explained_variance(sums: Mapping[str, Any]) -> float:
     error_squares = float(sums["value_error_square_sum"])
     return_moment = count * return_squares - return_sum**2
     error_moment = count * error_squares - error_sum**2
-    rounding = 1e-5 * count * return_squares  # above the error of the sums
+    rounding = 1e-5 * count * return_squares  # a variance above the rounding error of the sums
     if return_moment <= rounding:
         return math.nan
     return 1 - error_moment / return_moment
@@ -344,7 +344,7 @@ class MetricsWriter:
                     last -= 1
                 _keep_lines(file, path.read_bytes(), last)
             elif not warnings:
-                # Lines of this file have no iteration. After a warning, the sizes may be of another machine's files.
+                # After a warning the sizes may belong to another machine's files; lines of this file have no iteration.
                 file.truncate(min(expected_size, file.tell()))
             size = file.seek(0, os.SEEK_END)
             if size != expected_size:

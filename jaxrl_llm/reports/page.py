@@ -130,7 +130,7 @@ def picture(
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     style = {
-        "svg.fonttype": "none",  # text stays text, in the page's font
+        "svg.fonttype": "none",  # write text as text, not as outlines, so that it has the page's font
         "svg.hashsalt": salt,
         "font.size": 9,
     }
@@ -171,7 +171,7 @@ def _style_axes(axes: Any) -> None:
 def _inline(svg: str, label: str) -> str:
     """Return an SVG file as an ``<svg>`` element in the colours of the style sheet, with the text alternative."""
     element = svg[svg.index("<svg") :]
-    # The ids of groups would be the same in several pictures of a page. Nothing refers to them, so drop them.
+    # SVG groups would have the same ids in several pictures of a page. Nothing refers to these ids, so remove them.
     element = re.sub(r'<g id="[^"]*"', "<g", element)
     for placeholder, variable in COLOURS.items():
         element = element.replace(placeholder, variable)

@@ -128,7 +128,7 @@ def _blank_code(text: str) -> str:
         elif fence and found[1].startswith(fence) and not after_fence.strip():
             lines[opened:] = [_blank(fenced) for fenced in lines[opened:]]
             fence = ""
-    # A fence that never closes quotes nothing.
+    # A fence that never closes does not begin code.
     return _INLINE.sub(_blank_match, "".join(lines))
 
 
@@ -381,7 +381,7 @@ def in_base(answer: str) -> tuple[str, int] | None:
     if not 2 <= base <= 36:
         return None
     digits = re.sub("[-.]", "", numeral)
-    if not re.search("[0-9]", digits):  # x_1 is an unknown
+    if not re.search("[0-9]", digits):  # the text x_1 is the name of an unknown, not a numeral
         return None
     are_in_base = all(int(digit, 36) < base for digit in digits)
     return (numeral, base) if are_in_base else None

@@ -41,7 +41,7 @@ def reward(prompts: list, completions: list[str], **columns: Any) -> list[float 
 
 
 def _has_template(tokenizer: Any) -> bool:
-    """Return whether the model has a chat template. A base model has none."""
+    """Return whether the model has a chat template. A base model does not have one."""
     try:
         tokenizer.encode_prompt("", system_prompt="", chat_template=True)
     except ConfigError:

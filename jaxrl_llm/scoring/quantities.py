@@ -346,7 +346,7 @@ def number_text(value: Fraction) -> str:
 
 
 def same_quantity(left: Quantity, right: Quantity) -> bool:
-    """Compare values exactly. Two known units must agree; beside a bare number 50 % is 50 and 0.5."""
+    """Compare values exactly. Two known units must be equal. Compared with a bare number, 50 % equals 50 and 0.5."""
     if {left.unit, right.unit} == {"%", ""}:
         percent, bare = (left, right) if left.unit == "%" else (right, left)
         return bare.value in (percent.value, percent.value / 100)

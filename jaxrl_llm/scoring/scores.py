@@ -119,7 +119,8 @@ def _share(text: str, wanted: list) -> float:
         if all_words(item_text):
             phrase = _padded(item_words)
             return phrase in without_articles or phrase in with_articles
-        return bool(item_words) and item_text.strip() in text  # for keywords of punctuation only
+        # A keyword of punctuation only has no words and is searched as text.
+        return bool(item_words) and item_text.strip() in text
 
     num_contained = sum(contains(item) for item in wanted)
     return num_contained / max(len(wanted), 1)

@@ -174,7 +174,7 @@ def is_replaced_setting(cls: type, key: str, value: Any, path: str) -> bool:
     if key not in replaced_settings:
         return False
     no_effect, replacement = replaced_settings[key]
-    if value == no_effect:
+    if value == no_effect:  # in the record of a run of an earlier version
         return True
     raise ConfigError(f"{path}={value!r:.200} is a setting of earlier versions: set {replacement}")
 

@@ -125,7 +125,7 @@ class Chosen(Generic[FactsOfSlot]):
         return f"{self.name}, line {lines[-1]}"
 
     def moved(self) -> str:
-        """Return the problem with the file of a recorded user's function; "" if the file is unchanged."""
+        """Return a message if the file of a recorded user's function is missing or has changed, else ""."""
         if not self.source:
             return ""
         if self.function is None:

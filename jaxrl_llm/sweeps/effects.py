@@ -37,8 +37,8 @@ class Knob:
     """Effect of a setting on a figure, over all runs that differ in the setting.
 
     Attributes:
-        rows: (value, runs, mean, low, high) of each value. low and high bound 95 % of the resampled means. They are NaN
-            for fewer than ``FEWEST_RUNS`` runs.
+        rows: (value, runs, mean, low, high) of each value. low and high bound 95 % of the resampled means. Both are NaN
+            for a value with fewer than ``FEWEST_RUNS`` runs.
         effect: (mean of the best value minus mean of the worst value, low, high). If 0 lies between low and high, the
             effect may be chance. low and high are NaN if one of the two values has too few runs.
     """
@@ -130,7 +130,7 @@ def _knob(
 
 def _bins(values: Sequence[Any]) -> list[str]:
     """Return a name for each value: the value itself, or its third if there are many different numbers."""
-    numbers = [value for value in values if value is not None]  # None: the point does not have the setting
+    numbers = [value for value in values if value is not None]  # None if the point does not have the setting
     num_values = len({hashable(value) for value in values})
     are_numbers = all(isinstance(number, (int, float)) for number in numbers)
     if num_values <= MOST_VALUES or not are_numbers:

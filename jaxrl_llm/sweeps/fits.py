@@ -85,7 +85,7 @@ def fit(
     num_fitted = int(len(x) * share)
     fitted_x = x[:num_fitted]
     fitted_y = y[:num_fitted]
-    # Bounds and first values of the ceiling, the middle and the steepness.
+    # Bounds and initial values of the ceiling, the middle and the steepness.
     highest = max(highest, start + 1e-6)
     lowest = np.array((start, x[0] / 100, 0.1))
     largest = np.array((highest, x[-1] * 100, 10.0))

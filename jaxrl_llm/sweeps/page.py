@@ -128,7 +128,8 @@ def _range(low: float, high: float) -> str:
 def _knob_table(runs: Sequence[Run], sweep: Sweep) -> str:
     """Return a table of each setting's effect on the last value of the first metric.
 
-    It uses the first stage, which tried all values. It is empty if only the seed differs.
+    The table uses the first stage, because only this stage tried all values. The table is empty if only the seed
+    differs.
     """
     first_stage = [run for run in runs if run.stage == FIRST]
     rows = []
@@ -288,7 +289,7 @@ def _curves(runs: Sequence[Run], sweep: Sweep, metric: str, units: Units) -> lis
                 facet = sweep.facet.rsplit(".", 1)[-1]
                 title = page.text(f"{facet} {value}")
             if len(bands) == 1 < len(labels):
-                title += f" | {next(iter(bands))}"  # a picture with one line has no legend
+                title += f" | {next(iter(bands))}"  # a picture with one line needs no legend
             unit = page.text(units.get(metric, ""))
             keys = []
             for i, label in enumerate(labels):

@@ -315,7 +315,7 @@ def _check_is_point(point: Any) -> None:
     """Raise ConfigError if a point is not a dictionary of settings by name."""
     is_point = isinstance(point, dict) and all(isinstance(field, str) for field in point)
     if not is_point:
-        raise ConfigError(f"a point of a sweep is {{setting: value}}, not {point!r}")
+        raise ConfigError(f"point={point!r} of a sweep must be {{setting: value}}")
 
 
 def _check_overrides(point: Point, overrides: Collection[str]) -> None:

@@ -25,11 +25,11 @@ def test_a_cloud_name_stands_for_its_shape(name, shape):
 
 
 @pytest.mark.parametrize(
-    ("name", "unit", "slices"),
-    [("v5p-12", "cores", "v5p-8, v5p-16"), ("v6e-3", "chips", "v6e-1, v6e-4")],
+    ("name", "words"),
+    [("v5p-12", ["cores", "v5p-8, v5p-16"]), ("v6e-3", ["chips", "v6e-1, v6e-4"])],
 )
-def test_a_slice_that_cloud_has_not_is_refused_with_those_it_has(name, unit, slices):
-    with refused("--topology", name, unit, slices):
+def test_a_slice_that_cloud_has_not_is_refused_with_those_it_has(name, words):
+    with refused("--topology", name, *words):
         chips.shape_of(name)
 
 
