@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import shutil
 
@@ -165,8 +166,12 @@ def left_behind(workdir):
 def few_devices():
     """Let a run use only as many devices as its mesh names."""
 
+    original = sharding.make_mesh
+
     def make_mesh(config, devices=None):
-        return mesh_of(dataclasses.replace(config, data=config.data or 1))
+        config = dataclasses.replace(config, data=config.data or 1)
+        num_devices = math.prod(getattr(config, axis) for axis in sharding.MESH_AXES)
+        return original(config, jax.devices()[:num_devices])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharding, "make_mesh", make_mesh)
