@@ -20,7 +20,6 @@ Owns: an agent's thread, which requests are answered. Does not know: deadlines (
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import queue
@@ -42,19 +41,30 @@ CHAT: dict[str, tuple[Any, ...]] = {"model": (), "tool_choice": ("auto",)}
 # No effect, because the run's settings decide where a turn ends.
 TOKENS = openai_api.OF_TOKENS | {"model": (), "stop_token_ids": ()}
 ROUTES = {"v1/chat/completions": False, "inference/v1/generate": True}  # True = requests in token ids
+Message = dict[str, Any]
+Usage = dict[str, int]  # numbers of tokens
+Answer = tuple[Message, Usage | None]  # to a request
+Outcome = tuple[Any, BaseException | None]  # of an agent: its return value, or the exception that it raised
+
 SPARE_THREADS = 8  # server threads for requests of ended episodes and for lists of models
 
 
 def is_agent(factory: Any) -> bool:
     """Return whether ``factory`` is an agent: a function with the parameter ``base_url``."""
-    with contextlib.suppress(TypeError, ValueError):  # a function in C may have no signature
-        return not isinstance(factory, type) and "base_url" in inspect.signature(factory).parameters
-    return False
+    if isinstance(factory, type):
+        return False
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # a function in C may have no signature
+        return False
+    return "base_url" in signature.parameters
 
 
 def are_tokens(value: Any) -> bool:
     """Return whether a prompt or an answer is a list of token ids, and not text or messages."""
-    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(token) is int for token in value)
 
 
 def prompt_of(opening: Any, agent_tools: list[Any], template_tools: list[Any], system_prompt: str) -> Any:
@@ -71,7 +81,8 @@ def prompt_of(opening: Any, agent_tools: list[Any], template_tools: list[Any], s
     """
     if agent_tools == template_tools:
         return opening
-    if system_prompt and not any(message["role"] in ("system", "developer") for message in opening):
+    has_system_message = any(message["role"] in ("system", "developer") for message in opening)
+    if system_prompt and not has_system_message:
         opening = [{"role": "system", "content": system_prompt}, *opening]
     return tools.with_tool_list(opening, agent_tools)
 
@@ -97,7 +108,7 @@ class _Request:
         self.tools: list[Any] = []
         self.is_streamed = False
         self.wants_usage = False
-        self.answer: queue.SimpleQueue[tuple[dict[str, Any], dict[str, int] | None] | None] = queue.SimpleQueue()
+        self.answer: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         if is_tokens:
             ids = body.pop("token_ids", None)
             if not are_tokens(ids):
@@ -132,12 +143,13 @@ class Episode:
         self.drawn: Mapping[int, Any] = {}
         self.sizes: Sequence[Any] = ()
         self._reward: float | None = 0.0
-        self._events: queue.SimpleQueue[_Request | tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[_Request | Outcome] = queue.SimpleQueue()
         self._name = secrets.token_hex(16)  # random part of the address, so that other programs cannot guess it
         server = _server()
         server.open(self._name, self._events)
         address = f"http://127.0.0.1:{server.server_port}/{self._name}/v1"
-        threading.Thread(target=self._play, args=(play, address, columns), daemon=True).start()
+        thread = threading.Thread(target=self._play, args=(play, address, columns), daemon=True)
+        thread.start()
         self._request: _Request | None = None
         event = self._events.get()
         if not isinstance(event, _Request):
@@ -151,7 +163,8 @@ class Episode:
 
     def _play(self, play: Callable[..., Any], address: str, columns: dict[str, Any]) -> None:
         try:
-            self._events.put((awaited(play(base_url=address, **columns)), None))
+            returned = awaited(play(base_url=address, **columns))
+            self._events.put((returned, None))
         except BaseException as error:  # also catch SystemExit, because the episode must receive every exception
             self._events.put((None, error))
 
@@ -191,25 +204,30 @@ class Episode:
         Raises:
             ValueError: the request does not continue the conversation, or adds nothing.
         """
-        begun = request.content[: len(conversation)]
-        new = request.content[len(conversation) :]
+        num_known = len(conversation)
+        begun = request.content[:num_known]
+        new = request.content[num_known:]
         number_of_request = self.num_turns + 1
         is_same = begun == conversation if before.is_tokens else _same(begun, conversation)
-        if request.is_tokens != before.is_tokens or request.tools != before.tools or not is_same:
+        has_same_form = request.is_tokens == before.is_tokens and request.tools == before.tools
+        if not has_same_form or not is_same:
             raise ValueError(f"request {number_of_request} of the agent does not continue the conversation so far")
         is_answer = before.is_tokens or all(message["role"] in ROLES for message in new)
         if not new or not is_answer:
             raise ValueError(f"request {number_of_request} of the agent must add messages of the user's or of tools'")
         return new
 
-    def _end(self, event: tuple[Any, BaseException | None]) -> None:
+    def _end(self, outcome: Outcome) -> None:
         """Set the reward from the agent's return value, or raise the agent's exception."""
-        reward, error = event
+        returned, error = outcome
         if error is not None:
             raise error
-        self._reward = None if reward is None else number(reward, [])
-        if self._reward is None and reward is not None:
-            raise ValueError(f"the agent returned {reward!r:.100}, which is no reward")
+        if returned is None:
+            self._reward = None
+            return
+        self._reward = number(returned, [])
+        if self._reward is None:
+            raise ValueError(f"the agent returned {returned!r:.100}, which is no reward")
 
     def reward(self) -> float | None:
         """Return the agent's return value, 0.0 while the agent runs, None if it returned None."""
@@ -283,8 +301,7 @@ class _Server(Server):
         answer = request.answer.get()
         if answer is None:
             raise Refused(410, "the episode is over")
-        message, usage = answer
-        return _answer_to(request, message, usage)
+        return _answer_to(request, *answer)
 
 
 @functools.cache
@@ -294,7 +311,7 @@ def _server() -> _Server:
     return server
 
 
-def _answer_to(request: _Request, message: dict[str, Any], usage: dict[str, int] | None) -> dict[str, Any] | Events:
+def _answer_to(request: _Request, message: Message, usage: Usage | None) -> dict[str, Any] | Events:
     """Return a turn of the policy in the form that the agent requested: one object, token ids, or streamed events."""
     finish_reason = "tool_calls" if message.get("tool_calls") else "stop"
     identifier = f"chatcmpl-{secrets.token_hex(8)}"
@@ -313,7 +330,7 @@ def _events_of(
     request: _Request,
     base: dict[str, Any],
     choice: dict[str, Any],
-    message: dict[str, Any],
+    message: Message,
     counts: dict[str, Any],
 ) -> Events:
     """Yield the events of a streamed turn: the whole message as one delta, and the counts of tokens."""

@@ -220,7 +220,6 @@ def act(
 
     Returns:
         [answer, reward or None, error message or None, state or None, tools of an agent's first request or None].
-
         The answer is messages, an agent's token ids, or None at the end of the episode. When the episode begins, it is
         the text that ``reset`` returned, or an agent's first request. If ``is_over``, the answer is the instance's
         attributes by name.
