@@ -39,7 +39,8 @@ def check(arch: Architecture, mesh: Mesh) -> None:
         counts["value heads"] = arch.delta.value_heads
     for kind, count in counts.items():
         if count % (context * tensor):
-            allowed = ", ".join(str(n) for n in range(1, count + 1) if count % (n * tensor) == 0)
+            allowed_sizes = [n for n in range(1, count + 1) if count % (n * tensor) == 0]
+            allowed = ", ".join(map(str, allowed_sizes))
             raise ConfigError(
                 f"mesh.context={context} must divide the model's {count} {kind} over mesh.tensor={tensor}: "
                 f"one of {allowed}"

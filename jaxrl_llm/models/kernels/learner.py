@@ -37,6 +37,9 @@ LANES = 128
 # for TPUs, but not timed on one.
 BLOCKS = (512, 256, 128)
 
+# Fields of a Splash kernel, for the forward pass and the two backward passes.
+MASK_INFOS = ("fwd_mask_info", "dq_mask_info", "dkv_mask_info")
+
 
 class Units(NamedTuple):
     """Visibility rule of packed lines without shared prompts: a token attends to its own unit, causally."""
@@ -77,9 +80,11 @@ def choose(setting: str, device: Any, compute_dtype: str, arch: Architecture) ->
         return "splash"
     # NVIDIA's compute capability is a number. AMD's has the form gfx90a.
     generation = str(getattr(device, "compute_capability", "")).partition(".")[0]
-    is_ampere = device.platform == "gpu" and generation.isdigit() and int(generation) >= 8
+    if device.platform != "gpu" or not generation.isdigit():
+        return "xla"
+    is_ampere_or_newer = int(generation) >= 8
     head_size_fits = arch.head_size % 8 == 0 and arch.head_size <= 128  # limits of cuDNN's kernels
-    if is_ampere and compute_dtype == "bfloat16" and head_size_fits:
+    if is_ampere_or_newer and head_size_fits and compute_dtype == "bfloat16":
         return "cudnn"
     return "xla"
 
@@ -104,9 +109,12 @@ def by_window(visible: Any, windows: set[int], positions: jax.Array, implementat
         visible = packing.visible(visible)
 
     def within(window: int) -> Any:
-        rule = visible if isinstance(visible, jax.Array) else of_lines(visible, implementation)
+        rule = visible
+        if not isinstance(rule, jax.Array):
+            rule = of_lines(rule, implementation)
         if isinstance(rule, jax.Array) and 0 < window < positions.shape[1]:
-            rule &= positions[:, :, None] - positions[:, None, :] < window
+            age = positions[:, :, None] - positions[:, None, :]
+            rule &= age < window
         return of_lines(rule, implementation)
 
     return {window: within(window) for window in windows}
@@ -123,18 +131,28 @@ def of_lines(visible: Any, implementation: str) -> Any:
             token.
     """
     if isinstance(visible, Units) and implementation != "splash":
-        T = visible.unit.shape[1]
-        is_same_unit = visible.unit[:, :, None] == visible.unit[:, None, :]
-        return is_same_unit & jnp.tril(jnp.ones((T, T), bool))[None]
+        unit = visible.unit
+        T = unit.shape[1]
+        is_same_unit = unit[:, :, None] == unit[:, None, :]
+        is_causal = jnp.tril(jnp.ones((T, T), bool))
+        return is_same_unit & is_causal[None]
     if implementation != "splash" or not isinstance(visible, jax.Array):
         return visible
     fill = -visible.shape[1] % LANES
-    mask = jnp.pad(visible, ((0, 0), (0, fill), (0, fill)))[:, None]
+    mask = jnp.pad(visible, ((0, 0), (0, fill), (0, fill)))
+    mask = mask[:, None]
     kernel = sharding.by_device(jax.vmap(_splash_of), mask, axes=(("batch",),))
     # The barrier prevents XLA from computing the mask again in every layer. The kernel takes 4-byte words, but one byte
     # per element is kept in memory.
-    as_bytes = jax.tree.map(lambda x: x.astype(jnp.uint8) if x.dtype == bool else x, kernel)
-    return jax.lax.optimization_barrier(as_bytes)
+    return jax.lax.optimization_barrier(jax.tree.map(_bool_to_bytes, kernel))
+
+
+def _bool_to_bytes(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.uint8) if x.dtype == bool else x
+
+
+def _bytes_to_bool(x: jax.Array) -> jax.Array:
+    return x.astype(bool) if x.dtype == jnp.uint8 else x
 
 
 def attend(
@@ -175,12 +193,22 @@ def attend(
     key_axes = ("batch", "attended")
     axes = (("batch", None, "attended"), key_axes, key_axes, ("batch",), ("batch",))
     kernel = functools.partial(kernel, window=window)
-    return sharding.by_device(kernel, q_BTNH, k_BKSH, v_BKSH, visible_BL, visible, axes=axes, shared=3)
+    return sharding.by_device(
+        kernel,
+        q_BTNH,
+        k_BKSH,
+        v_BKSH,
+        visible_BL,
+        visible,
+        axes=axes,
+        shared=3,
+    )
 
 
 def _after_prompt(x_PKLH: jax.Array, x_BKTH: jax.Array, is_prompt_token: jax.Array, group_size: int) -> jax.Array:
     """Return keys or values [B,K,L+T,H]: first of each row's prompt, then of the row's new tokens."""
-    x_BKLH = jnp.repeat(jnp.where(is_prompt_token, x_PKLH, 0), group_size, axis=0)  # zeros, because 0 * nan is nan
+    x_PKLH = jnp.where(is_prompt_token, x_PKLH, 0)  # zeros, because 0 * nan is nan
+    x_BKLH = jnp.repeat(x_PKLH, group_size, axis=0)
     return jnp.concatenate([x_BKLH, x_BKTH], axis=2)
 
 
@@ -215,8 +243,25 @@ def decode(
         cache.keys[0],
         cache.values[0],
     )
-    axes = (*(("batch", "kv_heads") for _ in args), ("batch",), ())
-    return sharding.by_device(tpu_decode.attend, *args, cache.length, cache.end, axes=axes, shared=2)
+    arg_axes = [("batch", "kv_heads")] * len(args)
+    return sharding.by_device(
+        tpu_decode.attend,
+        *args,
+        cache.length,
+        cache.end,
+        axes=(*arg_axes, ("batch",), ()),
+        shared=2,
+    )
+
+
+def _lanes(size: int) -> int:
+    """Return the size rounded up to whole lanes."""
+    return -(-size // LANES) * LANES
+
+
+def _largest_block(size: int) -> int:
+    """Return the largest of BLOCKS that divides a size, which is whole lanes."""
+    return next(block for block in BLOCKS if size % block == 0)
 
 
 def _splash_of(mask: Any) -> Any:
@@ -224,7 +269,9 @@ def _splash_of(mask: Any) -> Any:
     # Imported here because the import takes half a second on CPUs.
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    block_q, block_kv = (next(size for size in BLOCKS if n % size == 0) for n in mask.shape[1:])
+    _, num_queries, num_keys = mask.shape
+    block_q = _largest_block(num_queries)
+    block_kv = _largest_block(num_keys)
     block_sizes = splash.BlockSizes(
         block_q=block_q,
         block_kv=block_kv,
@@ -234,10 +281,11 @@ def _splash_of(mask: Any) -> Any:
         block_kv_dq=block_kv,
     )
     kernel = splash.make_splash_mha_single_device(mask, block_sizes=block_sizes)
-    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+    for name in MASK_INFOS:
         # For a traced mask this field is a traced True, which jax 0.10 would use in the name of a scope. Set a plain
         # value.
-        setattr(kernel, name, getattr(kernel, name)._replace(is_dynamic_mask=None))
+        info = getattr(kernel, name)._replace(is_dynamic_mask=None)
+        setattr(kernel, name, info)
     return kernel
 
 
@@ -255,22 +303,11 @@ def _splash(
 
     _, T, N, H = q_BTNH.shape
     S = k_BKSH.shape[2]
-    num_queries = -(-T // LANES) * LANES
-    num_keys = -(-S // LANES) * LANES
-
-    def fill(x: jax.Array, width: int) -> jax.Array:
-        return jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]), (0, 0)))
-
-    q = fill((q_BTNH * H**-0.5).swapaxes(1, 2), num_queries)
+    num_queries = _lanes(T)
+    num_keys = _lanes(S)
+    q = _fill((q_BTNH * H**-0.5).swapaxes(1, 2), num_queries)
     if window is not None and visible_BL is not None:
-        # A window counts back from the row's tokens to the prompt's end, so padding must come before the prompt.
-        L = S - T
-        place = jnp.arange(L)[None, :]
-        length_B1 = jnp.sum(visible_BL, axis=1, keepdims=True)
-        order_BS = jnp.concatenate([(place + length_B1) % L, 0 * length_B1 + jnp.arange(L, S)[None, :]], axis=1)
-        k_BKSH = jnp.take_along_axis(k_BKSH, order_BS[:, None, :, None], axis=2)
-        v_BKSH = jnp.take_along_axis(v_BKSH, order_BS[:, None, :, None], axis=2)
-        visible_BL = place >= L - length_B1
+        k_BKSH, v_BKSH, visible_BL = _pad_before_prompt(k_BKSH, v_BKSH, visible_BL)
     units = lines if isinstance(lines, Units) else None
 
     def attend_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, kernel: Any) -> jax.Array:
@@ -282,23 +319,61 @@ def _splash(
             if units:
                 kernel = _skip_other_units(kernel, segments.q)
         else:
-            kernel = jax.tree.map(lambda x: x.astype(bool) if x.dtype == jnp.uint8 else x, kernel)
+            kernel = jax.tree.map(_bytes_to_bool, kernel)
         return kernel(q, k, v, segments)
 
     segments = None
-    if visible_BL is not None:  # a query attends to the keys of its segment
-        padding = ((0, 0), (0, num_keys - visible_BL.shape[1]))
-        key_segments = jnp.pad(visible_BL.astype(jnp.int32), padding, constant_values=1)
-        query_segments = jnp.ones_like(key_segments, shape=(key_segments.shape[0], num_queries))
-        segments = splash.SegmentIds(q=query_segments, kv=key_segments)
+    if visible_BL is not None:
+        segments = _prompt_segments(visible_BL, num_queries, num_keys)
     if units:
         unit_BS = jnp.pad(units.unit, ((0, 0), (0, num_keys - S)))
         segments = splash.SegmentIds(unit_BS, unit_BS)
     elif lines is not None:
         # Makes XLA convert to 4-byte words only when they are needed.
         lines, q = jax.lax.optimization_barrier((lines, q))
-    out = jax.vmap(attend_row)(q, fill(k_BKSH, num_keys), fill(v_BKSH, num_keys), segments, lines)
+    k = _fill(k_BKSH, num_keys)
+    v = _fill(v_BKSH, num_keys)
+    out = jax.vmap(attend_row)(q, k, v, segments, lines)
     return out[:, :, :T].swapaxes(1, 2)
+
+
+def _fill(x_BKSH: jax.Array, size: int) -> jax.Array:
+    """Return queries, keys or values [B,K,S,H] with zeros after the last token, [B,K,size,H]."""
+    padding = (0, size - x_BKSH.shape[2])
+    return jnp.pad(x_BKSH, ((0, 0), (0, 0), padding, (0, 0)))
+
+
+def _pad_before_prompt(
+    k_BKSH: jax.Array, v_BKSH: jax.Array, visible_BL: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return keys, values and the visible prompt tokens with each prompt's padding moved before the prompt.
+
+    A window counts back from the row's tokens to the prompt's end, so no padding may come between them.
+    """
+    S = k_BKSH.shape[2]
+    L = visible_BL.shape[1]
+    place = jnp.arange(L)[None, :]
+    length_B1 = jnp.sum(visible_BL, axis=1, keepdims=True)
+    prompt_order = (place + length_B1) % L
+    new_order = 0 * length_B1 + jnp.arange(L, S)[None, :]
+    order_BS = jnp.concatenate([prompt_order, new_order], axis=1)
+    k_BKSH = jnp.take_along_axis(k_BKSH, order_BS[:, None, :, None], axis=2)
+    v_BKSH = jnp.take_along_axis(v_BKSH, order_BS[:, None, :, None], axis=2)
+    return k_BKSH, v_BKSH, place >= L - length_B1
+
+
+def _prompt_segments(visible_BL: jax.Array, num_queries: int, num_keys: int) -> Any:
+    """Return Splash's segments of rows with prompts: all tokens except the padding of the prompts have segment 1.
+
+    A query attends to the keys of its segment.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    B, L = visible_BL.shape
+    padding = ((0, 0), (0, num_keys - L))
+    key_segments = jnp.pad(visible_BL.astype(jnp.int32), padding, constant_values=1)
+    query_segments = jnp.ones_like(key_segments, shape=(B, num_queries))
+    return splash.SegmentIds(q=query_segments, kv=key_segments)
 
 
 def _skip_other_units(kernel: Any, unit_S: jax.Array) -> Any:
@@ -310,10 +385,14 @@ def _skip_other_units(kernel: Any, unit_S: jax.Array) -> Any:
     sizes = kernel.kwargs["block_sizes"]
     query_blocks = order.reshape(-1, sizes.block_q)
     key_blocks = order.reshape(-1, sizes.block_kv)
-    low_q, high_q = jnp.min(query_blocks, axis=1), jnp.max(query_blocks, axis=1)
-    low_k, high_k = jnp.min(key_blocks, axis=1), jnp.max(key_blocks, axis=1)
-    have_common_unit = (low_q[:, None] <= high_k[None, :]) & (low_k[None, :] <= high_q[:, None])
-    for name in ("fwd_mask_info", "dq_mask_info", "dkv_mask_info"):
+    low_q = jnp.min(query_blocks, axis=1)
+    high_q = jnp.max(query_blocks, axis=1)
+    low_k = jnp.min(key_blocks, axis=1)
+    high_k = jnp.max(key_blocks, axis=1)
+    starts_before_keys_end = low_q[:, None] <= high_k[None, :]
+    ends_after_keys_start = low_k[None, :] <= high_q[:, None]
+    have_common_unit = starts_before_keys_end & ends_after_keys_start
+    for name in MASK_INFOS:
         info = getattr(kernel, name)
         if info.data_next is None:
             continue
@@ -322,7 +401,8 @@ def _skip_other_units(kernel: Any, unit_S: jax.Array) -> Any:
         rows = jax.lax.broadcasted_iota(jnp.int32, steps.shape, 1)
         columns = jax.lax.broadcasted_iota(jnp.int32, steps.shape, 2)
         pair = (steps, columns) if name == "dkv_mask_info" else (rows, steps)
-        block_mask = jnp.where(have_common_unit[pair], info.block_mask, 0).astype(info.block_mask.dtype)
+        block_mask = jnp.where(have_common_unit[pair], info.block_mask, 0)
+        block_mask = block_mask.astype(info.block_mask.dtype)
         setattr(kernel, name, info._replace(block_mask=block_mask))
     return kernel
 
@@ -347,20 +427,16 @@ def _cudnn(
     k = k_BKSH.swapaxes(1, 2)
     v = v_BKSH.swapaxes(1, 2)
 
-    def take(x: jax.Array, index_BS: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, index_BS[:, :, None, None], axis=1)
-
     length_B1 = None
     if visible_BL is not None:
         length_B1 = jnp.sum(visible_BL, axis=1, keepdims=True, dtype=jnp.int32)
-        place = jnp.arange(S)[None, :]
-        source = jnp.minimum(jnp.where(place < length_B1, place, place - length_B1 + S - T), S - 1)
-        q = take(q, jnp.clip(place - length_B1, 0, T - 1))
-        k = take(k, source)
-        v = take(v, source)
+        q, k, v = _move_to_prompt_end(q, k, v, length_B1)
     to_even = (0, S % 2)  # the backward kernel requires an even length
     q, k, v = (jnp.pad(x, ((0, 0), to_even, (0, 0), (0, 0))) for x in (q, k, v))
-    mask = None if visible_BTT is None else jnp.pad(visible_BTT, ((0, 0), to_even, to_even))[:, None]
+    mask = None
+    if visible_BTT is not None:
+        mask = jnp.pad(visible_BTT, ((0, 0), to_even, to_even))
+        mask = mask[:, None]
     out = jax.nn.dot_product_attention(
         q,
         k,
@@ -373,4 +449,27 @@ def _cudnn(
     )
     if length_B1 is None:
         return out[:, :T]
-    return take(out, length_B1 + jnp.arange(T)[None, :])
+    return _take_tokens(out, length_B1 + jnp.arange(T)[None, :])
+
+
+def _move_to_prompt_end(
+    q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, length_B1: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return queries, keys and values of S tokens, in which each row's own tokens follow its prompt directly.
+
+    Args:
+        length_B1: length of each row's prompt.
+    """
+    T = q_BTNH.shape[1]
+    S = k_BSKH.shape[1]
+    place = jnp.arange(S)[None, :]
+    own_token = place - length_B1
+    source = jnp.where(place < length_B1, place, own_token + S - T)
+    source = jnp.minimum(source, S - 1)
+    q_BSNH = _take_tokens(q_BTNH, jnp.clip(own_token, 0, T - 1))
+    return q_BSNH, _take_tokens(k_BSKH, source), _take_tokens(v_BSKH, source)
+
+
+def _take_tokens(x_BSNH: jax.Array, index_BT: jax.Array) -> jax.Array:
+    """Return the tokens of each row at these places, [B,T,N,H]."""
+    return jnp.take_along_axis(x_BSNH, index_BT[:, :, None, None], axis=1)
