@@ -29,7 +29,8 @@ class GrowingText:
     """Decoder of tokens that come in pieces. The returned pieces of text concatenate to the text of all tokens."""
 
     def __init__(self, decode: Decode, byte_ids: Collection[int] = ()):
-        self._decode, self._byte_ids = decode, byte_ids
+        self._decode = decode
+        self._byte_ids = byte_ids
         self._ids: list[int] = []  # tokens since a cut
         self._returned = 0  # characters of the text of `_ids` that were returned
         self._open_run = 0  # tokens at the end that may belong to an unfinished run of byte tokens
@@ -68,19 +69,23 @@ class GrowingText:
         waiting = len(self._decode(self._ids[:closed])) - self._returned
         kept = len(self._decode(self._ids[cut:closed])) - waiting
         if kept > 0:
-            self._ids, self._returned = self._ids[cut:], kept
+            self._ids = self._ids[cut:]
+            self._returned = kept
 
 
 def prefix_lengths(decode: Decode, ids: list[int], byte_ids: Collection[int] = ()) -> list[int]:
     """Return ``len(decode(ids[:i]))`` for each i from 0 to ``len(ids)``."""
-    lengths, begin, before = [0], 0, 0  # first token of the window, and characters before the window
+    lengths = [0]
+    begin = 0  # first token of the window
+    before = 0  # characters before the window
     for i in range(1, len(ids) + 1):
         lengths.append(before + len(decode(ids[begin:i])))
         if i - begin >= 2 * WINDOW and (i - begin) % WINDOW == 0:
             cut = last_cut(decode, ids[begin:i], i - begin - WINDOW, byte_ids)
             kept = len(decode(ids[begin + cut : i]))
             if cut and kept:
-                begin, before = begin + cut, lengths[i] - kept
+                begin += cut
+                before = lengths[i] - kept
     return lengths
 
 
@@ -101,23 +106,27 @@ def tokens_in(
     ends = prefix_lengths(decode, ids, byte_ids)
     # Some decoders show each byte of an incomplete character as one character. The text shrinks when the last byte
     # comes.
-    ends = [*itertools.accumulate(reversed(ends), min)][::-1]
+    reversed_ends = itertools.accumulate(reversed(ends), min)
+    ends = list(reversed_ends)[::-1]
     covered = _covered(spans, ends[-1])
-    return [
-        i
-        for i in range(len(ids))
-        if ends[i] < ends[i + 1] and covered[ends[i + 1]] - covered[ends[i]] == ends[i + 1] - ends[i]
-    ]
+    tokens = []
+    for i, (start, stop) in enumerate(itertools.pairwise(ends)):
+        num_chars = stop - start
+        num_covered = covered[stop] - covered[start]
+        if num_chars > 0 and num_covered == num_chars:
+            tokens.append(i)
+    return tokens
 
 
 def _covered(spans: Sequence[Sequence[int]], length: int) -> list[int]:
     """Return, for each n from 0 to ``length``, how many of the first n characters lie within spans."""
     changes = [0] * (length + 1)
     for start, stop in spans:
-        start, stop = max(start, 0), min(stop, length)
-        if start < stop:
-            changes[start] += 1
-            changes[stop] -= 1
+        first = max(start, 0)
+        end = min(stop, length)
+        if first < end:
+            changes[first] += 1
+            changes[end] -= 1
     depths = itertools.accumulate(changes[:-1])
     return [0, *itertools.accumulate(int(depth > 0) for depth in depths)]
 
@@ -132,7 +141,9 @@ def window_before(decode: Decode, ids: list[int], place: int, chars: int) -> int
         text = decode(ids[begin:place])
         # Four replacement characters may stand for the four bytes of one character.
         unclear = text.count(REPLACEMENT)
-        if len(text) - unclear + unclear // 4 - len(decode(ids[begin : begin + 1])) >= chars:
+        at_least = len(text) - unclear + unclear // 4
+        first_token = decode(ids[begin : begin + 1])
+        if at_least - len(first_token) >= chars:
             return begin
         size *= 2
 
@@ -145,8 +156,11 @@ def last_cut(decode: Decode, ids: list[int], place: int, byte_ids: Collection[in
 
 
 def _is_cut(decode: Decode, ids: list[int], place: int, byte_ids: Collection[int]) -> bool:
-    if byte_ids and (ids[place] in byte_ids or not decode(ids[place : place + 1])):
-        return False
+    """Return whether the text before ``place`` and the text after it concatenate to the whole text."""
+    if byte_ids:
+        may_continue_run = ids[place] in byte_ids or not decode(ids[place : place + 1])
+        if may_continue_run:
+            return False
     right = decode(ids[place : place + CHARACTER_TOKENS])
     if not right:
         return False

@@ -25,6 +25,11 @@ from jaxrl_llm.models import rope
 from jaxrl_llm.models.architecture import Architecture, Layer, positive
 from jaxrl_llm.models.files import hybrids, mixtures, rope_keys
 
+# Values of ``layer_types``.
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+LINEAR = "linear_attention"
+
 _LAYER = "model.layers.{layer}."
 NAMES = {
     "embedding": "model.embed_tokens.weight",
@@ -280,27 +285,7 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
         ConfigError: an unknown family, an unknown key, or a value that is not allowed.
     """
     stored = hybrids.text_of(stored)
-    kind = stored.get("model_type")
-    if kind not in list(FAMILIES):
-        raise ConfigError(f"{path}: model_type={kind!r:.60} is not supported; supported: {', '.join(FAMILIES)}")
-    family = FAMILIES[kind]
-    for key, value in stored.items():
-        is_known = key in family.keys or key in _SIZES or INERT.fullmatch(key)
-        if not is_known and value is not None and value is not False:
-            raise ConfigError(
-                f"{path}: {key}={value!r:.60} is not supported for model_type={kind!r}, because it may change the "
-                f"computation; supported: {key} absent, null or false"
-            )
-    config = {**family.keys, **stored}
-    for key in _SIZES:
-        if key not in config:
-            raise ConfigError(f"{path}: {key} is missing")
-    if config.get("num_local_experts") is not None:  # transformers 5 writes this key for every family
-        config["num_experts"] = config["num_local_experts"]
-    for key, allowed in {"is_causal": (True,), **family.only}.items():
-        if config[key] not in allowed:
-            raise ConfigError(f"{path}: {key}={config[key]!r:.60} is not supported; supported: {allowed[-1]!r}")
-    mixtures.check_quantisation(path, config.get("quantization_config"))
+    family, config = _checked_config(stored, path)
 
     def get(key: str, **limits: Any) -> Any:
         return positive(path, key, config[key], **limits)
@@ -316,12 +301,7 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
     if config["head_dim"] is None:
         config["head_dim"] = width // num_heads
     head_size = get("head_dim")
-    activation_key = "hidden_act" if "hidden_act" in family.keys else "hidden_activation"
-    activation = config[activation_key]
-    if activation not in list(ACTIVATIONS):
-        raise ConfigError(
-            f"{path}: {activation_key}={activation!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}"
-        )
+    activation = _activation(path, config, family)
     rotary_size = hybrids.rotary_size(path, config, family.keys, head_size)
     ropes = rope_keys.ropes_of(
         path,
@@ -353,13 +333,52 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
         norm_eps=get("rms_norm_eps", whole=False, most=1.0),
         tied=flag("tie_word_embeddings"),
         max_positions=rope.most_positions(ropes["rope_scaling"], get("max_position_embeddings")),
-        activation=ACTIVATIONS[activation],
+        activation=activation,
         layers=_layers(path, config, family),
         rotary_size=rotary_size,
         delta=hybrids.delta_of(path, config, family.keys),
-        family=kind,
+        family=config["model_type"],
         **fields,
     )
+
+
+def _checked_config(stored: dict[str, Any], path: Any) -> tuple[Family, dict[str, Any]]:
+    """Return the family of a config.json, and its contents with the family's defaults.
+
+    Raises:
+        ConfigError: an unknown family, an unknown key, a missing size, or a value that the family does not allow.
+    """
+    kind = stored.get("model_type")
+    if kind not in list(FAMILIES):
+        raise ConfigError(f"{path}: model_type={kind!r:.60} is not supported; supported: {', '.join(FAMILIES)}")
+    family = FAMILIES[kind]
+    for key, value in stored.items():
+        is_known = key in family.keys or key in _SIZES or INERT.fullmatch(key)
+        if not is_known and value is not None and value is not False:
+            raise ConfigError(
+                f"{path}: {key}={value!r:.60} is not supported for model_type={kind!r}, because it may change the "
+                f"computation; supported: {key} absent, null or false"
+            )
+    config = {**family.keys, **stored}
+    for key in _SIZES:
+        if key not in config:
+            raise ConfigError(f"{path}: {key} is missing")
+    if config.get("num_local_experts") is not None:  # transformers 5 writes this key for every family
+        config["num_experts"] = config["num_local_experts"]
+    for key, allowed in {"is_causal": (True,), **family.only}.items():
+        if config[key] not in allowed:
+            raise ConfigError(f"{path}: {key}={config[key]!r:.60} is not supported; supported: {allowed[-1]!r}")
+    mixtures.check_quantisation(path, config.get("quantization_config"))
+    return family, config
+
+
+def _activation(path: Any, config: dict[str, Any], family: Family) -> str:
+    """Return the name of the MLP's activation, a key of ``dense_mlp.ACTIVATIONS``."""
+    key = "hidden_act" if "hidden_act" in family.keys else "hidden_activation"
+    name = config[key]
+    if name not in list(ACTIVATIONS):
+        raise ConfigError(f"{path}: {key}={name!r:.60} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]
 
 
 def _flag(path: Any, key: str, value: Any) -> bool:
@@ -372,62 +391,85 @@ def _flag(path: Any, key: str, value: Any) -> bool:
 def _layers(path: Any, config: dict[str, Any], family: Family) -> tuple[Layer, ...]:
     """Return the kind of each layer, or () if all layers have the kind ``Layer()``."""
     count = config["num_hidden_layers"]
-
-    def listed(key: str, allowed: tuple[Any, ...], default: Callable[[int], Any]) -> list[Any]:
-        """Return the list of ``key``, one value per layer, or the default of each layer if the key is absent."""
-        values = config.get(key)
-        if values is None:
-            return [default(index) for index in range(count)]
-        if not isinstance(values, list) or len(values) != count or any(x not in allowed for x in values):
-            raise ConfigError(f"{path}: {key}={values!r:.60} must be a list of {count}, each one of {allowed}")
-        return values
-
     for key in ("no_rope_layer_interval", "sliding_window_pattern"):
         if key in family.keys:
             positive(path, key, config[key])
     if "max_window_layers" in family.keys and config["max_window_layers"] != 0:
         positive(path, "max_window_layers", config["max_window_layers"])
-    has_rope = [1] * count
-    if "no_rope_layers" in family.keys:
-        has_rope = listed(
-            "no_rope_layers",
-            (0, 1),
-            lambda i: int((i + 1) % config["no_rope_layer_interval"] != 0),
-        )
-    config = config | {"no_rope_layers": has_rope}
+    has_rope = _has_rope(path, config, family)
     window = config.get("sliding_window")
     if window is not None and window is not False:
         positive(path, "sliding_window", window)
     if "use_sliding_window" in family.keys and not _flag(path, "use_sliding_window", config["use_sliding_window"]):
         window = None
-    full, sliding, linear = "full_attention", "sliding_attention", "linear_attention"
-    types = [sliding if family.is_windowed(config, index) else full for index in range(count)]
+    kinds = _layer_types(path, {**config, "no_rope_layers": has_rope}, family)
+    layers = []
+    for index in range(count):
+        is_sliding = kinds[index] == SLIDING
+        layers.append(
+            Layer(
+                window=(window or 0) if is_sliding else 0,
+                rope=_rope_index(has_rope[index], is_local=is_sliding and family.local_rope),
+                mixer="delta_rule" if kinds[index] == LINEAR else "attention",
+            )
+        )
+    return () if set(layers) == {Layer()} else tuple(layers)
+
+
+def _rope_index(has_rope: int, *, is_local: bool) -> int:
+    """Return ``Layer.rope``."""
+    if not has_rope:
+        return -1
+    return 1 if is_local else 0
+
+
+def _has_rope(path: Any, config: dict[str, Any], family: Family) -> list[int]:
+    """Return for each layer 1 if it has rope, otherwise 0."""
+    count = config["num_hidden_layers"]
+    if "no_rope_layers" not in family.keys:
+        return [1] * count
+    interval = config["no_rope_layer_interval"]
+    defaults = [int((index + 1) % interval != 0) for index in range(count)]
+    return _values_by_layer(path, config, "no_rope_layers", (0, 1), defaults)
+
+
+def _layer_types(path: Any, config: dict[str, Any], family: Family) -> list[str]:
+    """Return ``layer_types``, or the family's default if the key is absent."""
+    count = config["num_hidden_layers"]
+    other = SLIDING
+    types = [SLIDING if family.is_windowed(config, index) else FULL for index in range(count)]
     is_hybrid = "linear_num_key_heads" in family.keys
     if is_hybrid:
+        other = LINEAR
         interval = positive(path, "full_attention_interval", config["full_attention_interval"])
-        types = [linear if (index + 1) % interval else full for index in range(count)]
+        types = [LINEAR if (index + 1) % interval else FULL for index in range(count)]
     if "layer_types" in family.keys:
-        types = listed(
-            "layer_types",
-            (full, linear if is_hybrid else sliding),
-            lambda index: types[index],
-        )
-    layers = []
-    for kind, layer_has_rope in zip(types, has_rope, strict=True):
-        is_sliding = kind == sliding
-        rope_index = -1
-        if layer_has_rope:
-            rope_index = int(is_sliding and family.local_rope)
-        mixer = "delta_rule" if kind == linear else "attention"
-        layers.append(Layer(window=(window or 0) if is_sliding else 0, rope=rope_index, mixer=mixer))
-    return () if set(layers) == {Layer()} else tuple(layers)
+        types = _values_by_layer(path, config, "layer_types", (FULL, other), types)
+    return types
+
+
+def _values_by_layer(
+    path: Any, config: dict[str, Any], key: str, allowed: tuple[Any, ...], defaults: list[Any]
+) -> list[Any]:
+    """Return the list of ``key``, one value per layer, or ``defaults`` if the key is absent.
+
+    Raises:
+        ConfigError: the value is not a list of allowed values with one value per layer.
+    """
+    values = config.get(key)
+    if values is None:
+        return defaults
+    count = len(defaults)
+    if not isinstance(values, list) or len(values) != count or any(value not in allowed for value in values):
+        raise ConfigError(f"{path}: {key}={values!r:.60} must be a list of {count}, each one of {allowed}")
+    return values
 
 
 def _layer_type(layer: Layer) -> str:
     """Return the name of the layer's kind in ``layer_types``."""
     if layer.is_recurrent:
-        return "linear_attention"
-    return "sliding_attention" if layer.window else "full_attention"
+        return LINEAR
+    return SLIDING if layer.window else FULL
 
 
 def config_of(arch: Architecture) -> dict[str, Any]:

@@ -83,45 +83,47 @@ def read_architecture(path: str | Path) -> Architecture:
     if kind != "llama":
         raise ConfigError(f"{path}: general.architecture={kind!r} is not supported; supported: llama")
     # In llama.cpp, a factor without a type means linear scaling. The key was different until 2023.
-    stretch = file.metadata.get("llama.rope.scaling.factor", file.metadata.get("llama.rope.scale_linear"))
-    scaled = file.metadata.get("llama.rope.scaling.type", "none" if stretch is None else "linear")
+    old_factor = file.metadata.get("llama.rope.scale_linear")
+    factor = file.metadata.get("llama.rope.scaling.factor", old_factor)
+    default_kind = "none" if factor is None else "linear"
+    scaling_kind = file.metadata.get("llama.rope.scaling.type", default_kind)
     # GGUF stores Llama 3 scaling as a table of factors, from which its numbers cannot be read.
-    if "rope_freqs.weight" in file.shapes or scaled not in ("none", "linear"):
+    if "rope_freqs.weight" in file.shapes or scaling_kind not in ("none", "linear"):
         raise ConfigError(f"{path}: scaled rope in GGUF is not supported; use the model's Hugging Face folder")
     if NAMES["embedding"] not in file.shapes:
         raise ConfigError(f"{path}: tensor {NAMES['embedding']} is missing")
-    size = lambda key, value, **how: positive(path, f"llama.{key}", value, **how)
-    given = lambda key, **how: size(key, get(f"llama.{key}"), **how)
-    given_or = lambda key, other: size(key, file.metadata.get(f"llama.{key}", other))
-    width, num_heads = given("embedding_length"), given("attention.head_count")
-    head_size = given_or("attention.key_length", width // num_heads)
+
+    def checked(key: str, value: Any, **limits: Any) -> Any:
+        return positive(path, f"llama.{key}", value, **limits)
+
+    def required(key: str, **limits: Any) -> Any:
+        return checked(key, get(f"llama.{key}"), **limits)
+
+    def optional(key: str, default: Any, **limits: Any) -> Any:
+        return checked(key, file.metadata.get(f"llama.{key}", default), **limits)
+
+    width = required("embedding_length")
+    num_heads = required("attention.head_count")
+    head_size = optional("attention.key_length", width // num_heads)
     scaling = None
-    if scaled == "linear":
-        scaling = RopeScaling(
-            "linear",
-            (("factor", _decimal(size("rope.scaling.factor", stretch, whole=False))),),
-        )
+    if scaling_kind == "linear":
+        numbers = {"factor": _decimal(checked("rope.scaling.factor", factor, whole=False))}
+        scaling = RopeScaling("linear", tuple(numbers.items()))
     if file.metadata.get("llama.rope.dimension_count", head_size) != head_size:
         raise ConfigError(f"{path}: llama.rope.dimension_count must be the head size {head_size}")
     return Architecture(
         vocab_size=file.shapes[NAMES["embedding"]][0],
         width=width,
-        num_layers=given("block_count", most=1000),
+        num_layers=required("block_count", most=1000),
         num_heads=num_heads,
-        num_kv_heads=given_or("attention.head_count_kv", num_heads),
+        num_kv_heads=optional("attention.head_count_kv", num_heads),
         head_size=head_size,
-        ffn=given("feed_forward_length"),
-        rope_theta=_decimal(
-            size(
-                "rope.freq_base",
-                file.metadata.get("llama.rope.freq_base", 1e4),
-                whole=False,
-            )
-        ),
+        ffn=required("feed_forward_length"),
+        rope_theta=_decimal(optional("rope.freq_base", 1e4, whole=False)),
         rope_scaling=scaling,
-        norm_eps=_decimal(given("attention.layer_norm_rms_epsilon", whole=False, most=1.0)),
+        norm_eps=_decimal(required("attention.layer_norm_rms_epsilon", whole=False, most=1.0)),
         tied=NAMES["head"] not in file.shapes,
-        max_positions=given("context_length"),
+        max_positions=required("context_length"),
     )
 
 
@@ -156,59 +158,83 @@ def read_tokenizer(path: str | Path) -> Tokenizer:
         ConfigError: another kind of tokenizer, or tables that do not fit together.
     """
     file = _open(path)
-    asked = lambda key, other=None: file.metadata.get(f"tokenizer.ggml.{key}", other)
-    model, pre = file.get("tokenizer.ggml.model"), asked("pre")
-    if model != "llama" and (model != "gpt2" or pre not in list(PRE_TOKENIZERS)):
+    model = file.get("tokenizer.ggml.model")
+    pre_tokenizer: Any = file.metadata.get("tokenizer.ggml.pre")
+    is_supported = model == "llama" or (model == "gpt2" and pre_tokenizer in list(PRE_TOKENIZERS))
+    if not is_supported:
         raise ConfigError(
-            f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre!r} is not supported; supported: "
-            f"llama (SentencePiece), or gpt2 with {' or '.join(PRE_TOKENIZERS)}. Use the model's Hugging Face folder"
+            f"{path}: tokenizer.ggml.model={model!r} with tokenizer.ggml.pre={pre_tokenizer!r} is not supported; "
+            f"supported: llama (SentencePiece), or gpt2 with {' or '.join(PRE_TOKENIZERS)}. Use the model's Hugging "
+            "Face folder"
         )
-    tokens, types = (
-        file.get("tokenizer.ggml.tokens"),
-        file.get("tokenizer.ggml.token_type"),
-    )
-    usual = {
-        "add_bos_token": model == "llama" or PRE_TOKENIZERS[pre].begins,
-        "add_space_prefix": True,
-    }
-    flags = {key: asked(key, usual.get(key, False)) for key in (*usual, "add_eos_token")}
-    for key, value in flags.items():
-        if type(value) is not bool:
-            raise ConfigError(f"{path}: tokenizer.ggml.{key}={value!r:.60} must be a bool")
+    all_tokens = file.get("tokenizer.ggml.tokens")
+    kinds = file.get("tokenizer.ggml.token_type")
+    begins = _read_flag(file, "add_bos_token", model == "llama" or PRE_TOKENIZERS[pre_tokenizer].begins)
+    space_first = _read_flag(file, "add_space_prefix", True)
+    ends = _read_flag(file, "add_eos_token", False)
     try:
         # Drop unused tokens at the end, which are padding of the embedding. A folder's tokenizer does not list them.
-        num = max(i for i, kind in enumerate(types, start=1) if kind != gguf.TokenType.UNUSED)
-        of = lambda wanted: [token for token, kind in zip(tokens, types, strict=True) if kind == wanted]
-        role = lambda name: None if (i := asked(f"{name}_token_id")) is None else tokens[:num][i]
+        num_used = max(i for i, kind in enumerate(kinds, start=1) if kind != gguf.TokenType.UNUSED)
+        tokens = all_tokens[:num_used]
         common = {
-            "tokens": tokens[:num],
-            "special": of(gguf.TokenType.CONTROL),
-            "plain": of(gguf.TokenType.USER_DEFINED),
-            "begins": flags["add_bos_token"],
-            "ends": flags["add_eos_token"],
+            "tokens": tokens,
+            "special": _of_kind(all_tokens, kinds, gguf.TokenType.CONTROL),
+            "plain": _of_kind(all_tokens, kinds, gguf.TokenType.USER_DEFINED),
+            "begins": begins,
+            "ends": ends,
             "chat_template": file.metadata.get("tokenizer.chat_template"),
-            "bos": role("bos"),
-            "eos": role("eos"),
-            "pad": role("padding"),
+            "bos": _token_with_role(file, tokens, "bos"),
+            "eos": _token_with_role(file, tokens, "eos"),
+            "pad": _token_with_role(file, tokens, "padding"),
         }
         if model == "llama":
-            scores, first = (
-                file.get("tokenizer.ggml.scores")[:num],
-                flags["add_space_prefix"],
+            return make_scored_tokenizer(
+                scores=file.get("tokenizer.ggml.scores")[:num_used],
+                unknown=_token_with_role(file, tokens, "unknown"),
+                space_first=space_first,
+                **common,
             )
-            return make_scored_tokenizer(scores=scores, unknown=role("unknown"), space_first=first, **common)
-        merges, known = (
-            [tuple(merge.split(" ", 1)) for merge in file.get("tokenizer.ggml.merges")],
-            set(tokens[:num]),
-        )
-        if wrong := [pair for pair in merges if "".join(pair) not in known]:
-            # Check this first, because the library would panic.
-            raise ValueError(f"merge {wrong[0]!r:.60} makes no token")
-        return make_bpe_tokenizer(merges=merges, pre_tokenizer=pre, **common)
+        merges = _merges(file, tokens)
+        return make_bpe_tokenizer(merges=merges, pre_tokenizer=pre_tokenizer, **common)
     except ConfigError:
         raise
     except Exception as error:  # the package tokenizers raises plain Exceptions
         raise ConfigError(f"{path}: its tokenizer cannot be read ({error})") from error
+
+
+def _read_flag(file: _File, key: str, default: bool) -> bool:
+    """Return a setting of the tokenizer that must be true or false."""
+    value = file.metadata.get(f"tokenizer.ggml.{key}", default)
+    if type(value) is not bool:
+        raise ConfigError(f"{file.path}: tokenizer.ggml.{key}={value!r:.60} must be a bool")
+    return value
+
+
+def _of_kind(tokens: list[str], kinds: list[int], kind: gguf.TokenType) -> list[str]:
+    """Return the tokens of one kind."""
+    return [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == kind]
+
+
+def _token_with_role(file: _File, tokens: list[str], role: str) -> str | None:
+    """Return the text of the token with a role, such as "bos"; None if the file names none."""
+    index = file.metadata.get(f"tokenizer.ggml.{role}_token_id")
+    return None if index is None else tokens[index]
+
+
+def _merges(file: _File, tokens: list[str]) -> list[tuple[str, str]]:
+    """Return the pairs of tokens that are merged.
+
+    Raises:
+        ValueError: a pair makes no token. The package tokenizers would panic.
+    """
+    merges = []
+    known_tokens = set(tokens)
+    for line in file.get("tokenizer.ggml.merges"):
+        pair = tuple(line.split(" ", 1))
+        if "".join(pair) not in known_tokens:
+            raise ValueError(f"merge {pair!r:.60} makes no token")
+        merges.append(pair)
+    return merges
 
 
 # Limit on the length of a list. The reader creates an object for each item, which takes memory.
@@ -269,12 +295,17 @@ def make_scored_tokenizer(
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    ids, merges = {token: i for i, token in enumerate(tokens)}, []
+    ids = {token: i for i, token in enumerate(tokens)}
+
+    def ids_of(pair: tuple[str, str]) -> list[int]:
+        return [ids[half] for half in pair]
+
+    merges: list[tuple[str, str]] = []
     # In a tie of scores, the lower id comes first.
     for token, _ in sorted(zip(tokens, scores, strict=True), key=lambda pair: -pair[1]):
-        halves = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [pair for pair in halves if ids.keys() >= set(pair)]
-        merges += sorted(known, key=lambda pair: [ids[half] for half in pair])
+        pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
+        known_pairs = [pair for pair in pairs if ids.keys() >= set(pair)]
+        merges += sorted(known_pairs, key=ids_of)
     core = Tokenizer(
         models.BPE(
             vocab=ids,
@@ -286,15 +317,15 @@ def make_scored_tokenizer(
     )
     space = "\u2581"
     core.normalizer = normalizers.Replace(" ", space)
-    read: list[Any] = [
+    steps: list[Any] = [
         decoders.Replace(space, " "),
         decoders.ByteFallback(),
         decoders.Fuse(),
     ]
     if space_first:
         core.normalizer = normalizers.Sequence([normalizers.Prepend(space), core.normalizer])
-        read.append(decoders.Strip(" ", 1, 0))
-    core.decoder = decoders.Sequence(read)
+        steps.append(decoders.Strip(" ", 1, 0))
+    core.decoder = decoders.Sequence(steps)
     return _finished(core, unk=unknown, **common)
 
 
@@ -319,19 +350,24 @@ def _finished(
     fast_class = fast_tokenizer_class()
     from tokenizers import AddedToken, processors
 
-    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    core.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
-    around = [roles["bos"]] * begins, [roles["eos"]] * ends
-    if begins or ends:
-        if None in around[0] + around[1]:
+    special_tokens = [AddedToken(token, special=True, normalized=False) for token in special]
+    plain_tokens = [AddedToken(token, special=False, normalized=False) for token in plain]
+    core.add_special_tokens(special_tokens)
+    core.add_tokens(plain_tokens)
+    before = [roles["bos"]] if begins else []
+    after = [roles["eos"]] if ends else []
+    if before or after:
+        if None in [*before, *after]:
             raise ValueError("its texts begin or end with a token that it does not name")
         core.post_processor = processors.TemplateProcessing(
-            single=[*around[0], "$A", *around[1]],
-            special_tokens=[(token, core.token_to_id(token)) for token in {*around[0], *around[1]}],
+            single=[*before, "$A", *after],
+            special_tokens=[(token, core.token_to_id(token)) for token in {*before, *after}],
         )
-    settings = {f"{role}_token": token for role, token in roles.items()} | {"chat_template": chat_template}
-    settings = {key: value for key, value in settings.items() if value is not None}
-    return Tokenizer(fast_class(tokenizer_object=core, clean_up_tokenization_spaces=False, **settings))
+    settings = {f"{role}_token": token for role, token in roles.items() if token is not None}
+    if chat_template is not None:
+        settings["chat_template"] = chat_template
+    fast = fast_class(tokenizer_object=core, clean_up_tokenization_spaces=False, **settings)
+    return Tokenizer(fast)
 
 
 def make_byte_tokenizer() -> Tokenizer:
@@ -341,18 +377,20 @@ def make_byte_tokenizer() -> Tokenizer:
     # GPT-2's alphabet: a printable byte is written as itself, any other byte as a letter from U+0100 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    stand_in = {byte: chr(byte) for byte in printable} | {b: chr(256 + n) for n, b in enumerate(others)}
+    stand_in = {byte: chr(byte) for byte in printable}
+    stand_in |= {byte: chr(256 + n) for n, byte in enumerate(others)}
     assert sorted(stand_in.values()) == sorted(ByteLevel.alphabet())
-    special = bos, eos, pad, _ = "<|bos|>", "<|eos|>", "<|pad|>", "<|unused|>"
+    byte_tokens = [stand_in[byte] for byte in range(256)]
+    special = ["<|bos|>", "<|eos|>", "<|pad|>", "<|unused|>"]
     return make_bpe_tokenizer(
-        tokens=[*(stand_in[byte] for byte in range(256)), *special],
+        tokens=[*byte_tokens, *special],
         merges=[],
-        special=list(special),
+        special=special,
         pre_tokenizer="gpt-2",
         chat_template=PLAIN_TEMPLATE,
-        bos=bos,
-        eos=eos,
-        pad=pad,
+        bos="<|bos|>",
+        eos="<|eos|>",
+        pad="<|pad|>",
     )
 
 
@@ -369,8 +407,10 @@ class _Reader(gguf.GGUFReader):
         return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        if raw_type == gguf.GGUFValueType.ARRAY and self._get(orig_offs + 4, np.uint64)[0] > MOST_ITEMS:
-            raise ValueError(f"it says that it has a list of more than {MOST_ITEMS} items")
+        if raw_type == gguf.GGUFValueType.ARRAY:
+            (num_items,) = self._get(orig_offs + 4, np.uint64)
+            if num_items > MOST_ITEMS:
+                raise ValueError(f"it says that it has a list of more than {MOST_ITEMS} items")
         return super()._get_field_parts(orig_offs, raw_type)
 
     @property
@@ -396,7 +436,9 @@ class _File:
             raise ConfigError(f"{path}: not a readable GGUF file ({error})") from error
         self.path = path
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.shapes = {name: tuple(int(n) for n in reversed(t.shape)) for name, t in self._tensors.items()}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name, tensor in self._tensors.items():
+            self.shapes[name] = tuple(int(size) for size in reversed(tensor.shape))
 
     def get(self, key: str) -> Any:
         if key not in self.metadata:
@@ -415,7 +457,8 @@ class _File:
             return part
         # llama.cpp rotates neighbouring rows and stores each head's rows interleaved. The rope of this package rotates
         # two halves.
-        head_size = self.shapes[name][0] // self.metadata.get(heads[module], self.get(heads["attn_q"]))
+        num_heads = self.metadata.get(heads[module], self.get(heads["attn_q"]))
+        head_size = self.shapes[name][0] // num_heads
         pairs = part.reshape(-1, head_size // 2, 2, part.shape[1])
         return pairs.swapaxes(1, 2).reshape(part.shape)
 
@@ -429,13 +472,16 @@ def _dequantise(path: str, tensor: gguf.ReaderTensor, index: tuple[slice, ...]) 
         raise unreadable
     *rows, columns = index
     block, block_bytes = gguf.GGML_QUANT_SIZES[tensor.tensor_type]
-    first, last = columns.start // block, -(-columns.stop // block)
-    raw = tensor.data[(*rows, slice(first * block_bytes, last * block_bytes))]
+    first = columns.start // block
+    last = -(-columns.stop // block)
+    stored_columns = slice(first * block_bytes, last * block_bytes)
+    raw = tensor.data[(*rows, stored_columns)]
     try:
         values = gguf.quants.dequantize(raw, tensor.tensor_type)
     except NotImplementedError as error:
         raise unreadable from error
-    return values[..., columns.start - first * block : columns.stop - first * block]
+    skipped = first * block
+    return values[..., columns.start - skipped : columns.stop - skipped]
 
 
 def _open(path: str | Path) -> _File:

@@ -27,27 +27,64 @@ from jaxrl_llm.models.transformer import Params
 
 _VECTOR = ((0,),)
 _MATRIX = ((0,), (1,))
+_HEADS = ((0, 1),)
+_FROM_WIDTH_TO_HEADS = ((0, 1), (2,))
+_FROM_HEADS_TO_WIDTH = ((0,), (1, 2))
 _STACKED_AXES = ("layer", "expert")
-_EXPERTS = ("experts_gate", "experts_up", "experts_down")
 # For each dimension of a stored tensor, the parameter's dimensions that are folded into it. The parameter's dimensions
 # are counted without the stacked axes of layers and experts.
 LAYOUT: dict[str, FoldedDims] = {
-    **{name: _MATRIX for name in ("embedding", "head", "blocks.gate", "blocks.up", "blocks.down")},
-    **{f"blocks.{name}": ((0, 1), (2,)) for name in ("q", "k", "v")},
-    "blocks.o": ((0,), (1, 2)),
-    **{f"blocks.{name}": _MATRIX for name in ("router", *_EXPERTS)},
-    **{f"blocks.shared_{name}": _MATRIX for name in ("router", "gate", "up", "down")},
-    **{f"blocks.{name}_bias": _VECTOR for name in ("router", *_EXPERTS)},
+    "embedding": _MATRIX,
+    "head": _MATRIX,
     "final_norm": _VECTOR,
-    **{f"blocks.{name}_norm": _VECTOR for name in ("attention", "mlp", "attention_post", "mlp_post")},
-    **{f"blocks.{name}": _VECTOR for name in ("q_norm", "k_norm", "o_bias", "gate_bias", "up_bias", "down_bias")},
-    **{f"blocks.{name}": ((0, 1),) for name in ("q_bias", "k_bias", "v_bias")},
+    "blocks.attention_norm": _VECTOR,
+    "blocks.attention_post_norm": _VECTOR,
+    "blocks.mlp_norm": _VECTOR,
+    "blocks.mlp_post_norm": _VECTOR,
+    # Attention
+    "blocks.q": _FROM_WIDTH_TO_HEADS,
+    "blocks.k": _FROM_WIDTH_TO_HEADS,
+    "blocks.v": _FROM_WIDTH_TO_HEADS,
+    "blocks.o": _FROM_HEADS_TO_WIDTH,
+    "blocks.q_bias": _HEADS,
+    "blocks.k_bias": _HEADS,
+    "blocks.v_bias": _HEADS,
+    "blocks.o_bias": _VECTOR,
+    "blocks.q_norm": _VECTOR,
+    "blocks.k_norm": _VECTOR,
     "blocks.sinks": _VECTOR,
-    **{f"blocks.delta_{name}": _VECTOR for name in ("rate", "bias", "norm")},
-    **{f"blocks.delta_{name}": ((0, 1), (2,)) for name in ("in", "gates", "z")},
-    **{f"blocks.delta_{name}": _MATRIX for name in ("qkv", "b", "a")},
+    # The dense MLP
+    "blocks.gate": _MATRIX,
+    "blocks.up": _MATRIX,
+    "blocks.down": _MATRIX,
+    "blocks.gate_bias": _VECTOR,
+    "blocks.up_bias": _VECTOR,
+    "blocks.down_bias": _VECTOR,
+    # Experts
+    "blocks.router": _MATRIX,
+    "blocks.experts_gate": _MATRIX,
+    "blocks.experts_up": _MATRIX,
+    "blocks.experts_down": _MATRIX,
+    "blocks.router_bias": _VECTOR,
+    "blocks.experts_gate_bias": _VECTOR,
+    "blocks.experts_up_bias": _VECTOR,
+    "blocks.experts_down_bias": _VECTOR,
+    "blocks.shared_router": _MATRIX,
+    "blocks.shared_gate": _MATRIX,
+    "blocks.shared_up": _MATRIX,
+    "blocks.shared_down": _MATRIX,
+    # The gated delta rule
+    "blocks.delta_in": _FROM_WIDTH_TO_HEADS,
+    "blocks.delta_gates": _FROM_WIDTH_TO_HEADS,
+    "blocks.delta_z": _FROM_WIDTH_TO_HEADS,
+    "blocks.delta_qkv": _MATRIX,
+    "blocks.delta_b": _MATRIX,
+    "blocks.delta_a": _MATRIX,
     "blocks.delta_conv": ((0,), (1,), (2,)),
-    "blocks.delta_out": ((0,), (1, 2)),
+    "blocks.delta_rate": _VECTOR,
+    "blocks.delta_bias": _VECTOR,
+    "blocks.delta_norm": _VECTOR,
+    "blocks.delta_out": _FROM_HEADS_TO_WIDTH,
 }
 LAYOUT |= lora.layout(LAYOUT)
 
@@ -82,7 +119,9 @@ def load(file: TensorFile, names: Mapping[str, str], shapes: Params, contents: s
         ConfigError: a tensor is missing, has the wrong shape, or belongs to another kind of model.
     """
     check(file, names, shapes, contents)
-    loaded = [_load_one(file, names[path], path, leaf) for path, leaf in _by_path(shapes).items()]
+    loaded = []
+    for path, leaf in _by_path(shapes).items():
+        loaded.append(_load_one(file, names[path], path, leaf))
     return jax.tree.unflatten(jax.tree.structure(shapes), loaded)
 
 
@@ -112,12 +151,20 @@ def check(file: TensorFile, names: Mapping[str, str], shapes: Params, contents: 
 
 def _by_path(params: Params) -> dict[str, Any]:
     """Return every parameter, or its shape, by its path in the tree's order."""
-    return {".".join(key.key for key in keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    leaves = {}
+    for keys, leaf in jax.tree_util.tree_leaves_with_path(params):
+        path = ".".join(key.key for key in keys)
+        leaves[path] = leaf
+    return leaves
 
 
 Stored = tuple[str, tuple[int, ...], Callable[[], np.ndarray]]
-# Return one layer of a stacked parameter, with the parameter's sharding.
-_of_layer = jax.jit(lambda x, layer: jax.lax.dynamic_index_in_dim(x, layer, keepdims=False))
+
+
+@jax.jit
+def _of_layer(x: jax.Array, layer: int) -> jax.Array:
+    """Return one layer of a stacked parameter, with the parameter's sharding."""
+    return jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)
 
 
 def stored_tensors(params: Params, names: Mapping[str, str], *, num_held: int = 1) -> Iterator[Stored]:
@@ -141,8 +188,10 @@ def stored_tensors(params: Params, names: Mapping[str, str], *, num_held: int = 
 
     def tensor(path: str, index: tuple[int, ...]) -> np.ndarray:
         num_fetched = 0 if is_on_this_host(path) else 1  # stacked axes of which one index is fetched
-        value = fetch(path, *index[:num_fetched])[index[num_fetched:]]
-        return np.ascontiguousarray(value.reshape(stored_shape(path, value.shape)))
+        fetched = fetch(path, *index[:num_fetched])
+        value = fetched[index[num_fetched:]]
+        stored = value.reshape(stored_shape(path, value.shape))
+        return np.ascontiguousarray(stored)
 
     for name, shape, path, index in _tensors(arrays, names):
         yield name, shape, functools.partial(tensor, path, index)
@@ -171,14 +220,20 @@ def stored_dims(path: str, ndim: int) -> tuple[tuple[int, ...], ...]:
     Stacked dimensions come first, each by itself.
     """
     num_stacked = _num_stacked(path, ndim)
-    stacked_dims = tuple((dim,) for dim in range(num_stacked))
-    folded_dims = tuple(tuple(num_stacked + dim for dim in group) for group in LAYOUT[path])
-    return stacked_dims + folded_dims
+    dims: list[tuple[int, ...]] = [(dim,) for dim in range(num_stacked)]
+    for group in LAYOUT[path]:
+        folded_dims = tuple(num_stacked + dim for dim in group)
+        dims.append(folded_dims)
+    return tuple(dims)
 
 
 def stored_shape(path: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a parameter in files. ``shape`` is the parameter's shape of one layer."""
-    return tuple(math.prod(shape[dim] for dim in group) for group in stored_dims(path, len(shape)))
+    sizes = []
+    for group in stored_dims(path, len(shape)):
+        folded_sizes = [shape[dim] for dim in group]
+        sizes.append(math.prod(folded_sizes))
+    return tuple(sizes)
 
 
 Ranges = tuple[tuple[int, int], ...]  # start and end of a shard in each dimension
@@ -187,7 +242,8 @@ Ranges = tuple[tuple[int, int], ...]  # start and end of a shard in each dimensi
 def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Read one parameter. Devices that hold the same part share one read."""
     devices_by_part: dict[Ranges, list[jax.Device]] = collections.defaultdict(list)
-    for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
+    index_by_device = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    for device, index in index_by_device.items():
         assert index is not None, "this host's devices have parts"
         limits = [part.indices(size) for part, size in zip(index, leaf.shape, strict=True)]
         ranges = tuple((start, stop) for start, stop, _ in limits)
@@ -196,7 +252,8 @@ def _load_one(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruct
     for ranges, devices in devices_by_part.items():
         value = _load_part(file, name, path, leaf, ranges)
         # Wait for the transfer, so that the host holds one part at a time.
-        shards += jax.block_until_ready([jax.device_put(value, device) for device in devices])
+        copies = [jax.device_put(value, device) for device in devices]
+        shards += jax.block_until_ready(copies)
     return jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
 
 
@@ -211,11 +268,13 @@ def _load_part(file: TensorFile, name: str, path: str, leaf: jax.ShapeDtypeStruc
 
     if num_stacked == 0:
         return read(name)
-    out = np.empty([stop - start for start, stop in ranges], leaf.dtype)
+    sizes = [stop - start for start, stop in ranges]
+    out = np.empty(sizes, leaf.dtype)
+    starts = [start for start, _ in ranges[:num_stacked]]
     for offsets in np.ndindex(out.shape[:num_stacked]):
-        starts = [start for start, _ in ranges[:num_stacked]]
         numbers = [start + offset for start, offset in zip(starts, offsets, strict=True)]
-        out[offsets] = read(name.format(**dict(zip(_STACKED_AXES, numbers, strict=False))))
+        number_by_axis = dict(zip(_STACKED_AXES, numbers, strict=False))
+        out[offsets] = read(name.format(**number_by_axis))
     return out
 
 
@@ -235,9 +294,12 @@ def _read(
     stored_index = []
     for first, *folded in LAYOUT[path]:
         inner = math.prod(shape[dim] for dim in folded)
-        assert all(index[dim] == slice(0, shape[dim]) for dim in folded), "heads are not split inside"
-        stored_index.append(slice(index[first].start * inner, index[first].stop * inner))
+        for dim in folded:
+            assert index[dim] == slice(0, shape[dim]), "heads are not split inside"
+        part = index[first]
+        stored_index.append(slice(part.start * inner, part.stop * inner))
     value = file.read(name, tuple(stored_index))
     if not np.isfinite(value.min()) or not np.isfinite(value.max()):
         raise ConfigError(f"{file.path}: tensor {name} has values that are NaN or infinite")
-    return value.reshape([part.stop - part.start for part in index])
+    sizes = [part.stop - part.start for part in index]
+    return value.reshape(sizes)

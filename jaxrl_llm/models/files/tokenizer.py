@@ -65,27 +65,34 @@ class Tokenizer:
         self.bos_id: int | None = fast.bos_token_id
         self.pad_id: int | None = fast.pad_token_id
         vocabulary = fast.get_vocab()
-        used = (i for x, i in vocabulary.items() if x not in (fast.pad_token, IMAGE))
-        self.vocab_size: int = 1 + max(used, default=0)
-        fallback = (vocabulary.get(f"<0x{byte:02X}>") for byte in range(256))
-        self.byte_ids: frozenset[int] = frozenset(i for i in fallback if i is not None)
+        used_ids = [i for token, i in vocabulary.items() if token not in (fast.pad_token, IMAGE)]
+        self.vocab_size: int = 1 + max(used_ids, default=0)
+        byte_ids = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
+        self.byte_ids: frozenset[int] = frozenset(i for i in byte_ids if i is not None)
         template = str(fast.chat_template)
-        ends = () if "<|return|>" in vocabulary else END_OF_TURN  # in GPT-OSS, <|end|> ends one of several messages
-        turn_ends = [vocabulary[end] for end in ends if end in vocabulary and end in template]
-        own = [] if fast.eos_token_id is None else [fast.eos_token_id]
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids, *turn_ends]))
+        turn_ends = _turn_ends(vocabulary, template)
+        own_ends = [] if fast.eos_token_id is None else [fast.eos_token_id]
+        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own_ends, *eos_ids, *turn_ends]))
         self.end_id: int | None = next(iter([*turn_ends, *self.eos_ids]), None)
-        added = fast.added_tokens_decoder.items()
         # If an end token in a generation config is not a special token, its text stays plain text. An export lists stop
         # tokens there, and a run treats them as text.
-        self._special = special = {i: token for i, token in added if token.special or i in (*own, *turn_ends)}
+        special_ends = {*own_ends, *turn_ends}
+        self._special = {}
+        for i, token in fast.added_tokens_decoder.items():
+            if token.special or i in special_ends:
+                self._special[i] = token
         # Besides end_id, end tokens in the template end a turn: Llama 3.1's <|eom_id|> does, Qwen's <|endoftext|> does
         # not.
-        self._turn_ends = {self.end_id} | {i for i in self.eos_ids if i in special and special[i].content in template}
+        self._turn_ends = {self.end_id}
+        for i in self.eos_ids:
+            if i in self._special and self._special[i].content in template:
+                self._turn_ends.add(i)
         contents: list[str] = [token.content for token in self._special.values()]
-        texts = sorted(contents, key=lambda text: len(text), reverse=True)
-        self._looks_special = re.compile("|".join(map(re.escape, texts)) or "(?!)")
-        self._halves = {ord(x): 0xD800 + n for n, x in enumerate(dict.fromkeys("".join(texts)))}
+        texts = sorted(contents, key=len, reverse=True)
+        special_pattern = "|".join(re.escape(text) for text in texts)
+        self._looks_special = re.compile(special_pattern or "(?!)")
+        characters = dict.fromkeys("".join(texts))
+        self._halves = {ord(character): 0xD800 + n for n, character in enumerate(characters)}
 
     def ending_at(self, stop_tokens: Sequence[str]) -> Tokenizer:
         """Return a copy for which ``sampling.stop_tokens`` also end a completion.
@@ -109,11 +116,17 @@ class Tokenizer:
 
         Reserved and unused tokens are ignored.
         """
-        of_any = {*self._fast.added_tokens_decoder, *other._fast.added_tokens_decoder}
-        for i in sorted(i for i in of_any if i < self.vocab_size):
-            own, text = (tokenizer._fast.convert_ids_to_tokens(i) for tokenizer in (self, other))
-            if own not in (None, text) and not re.search("reserved|unused", own):  # no text contains reserved tokens
-                return f"id {i} is {own!r:.60} to the one and {text!r:.60} to the other"
+        added_ids = {*self._fast.added_tokens_decoder, *other._fast.added_tokens_decoder}
+        for i in sorted(added_ids):
+            if i >= self.vocab_size:
+                break
+            own_text = self._fast.convert_ids_to_tokens(i)
+            other_text = other._fast.convert_ids_to_tokens(i)
+            if own_text is None or own_text == other_text:
+                continue
+            is_unused = re.search("reserved|unused", own_text)  # no text contains reserved tokens
+            if not is_unused:
+                return f"id {i} is {own_text!r:.60} to the one and {other_text!r:.60} to the other"
         return ""
 
     def encode_prompts(
@@ -142,15 +155,11 @@ class Tokenizer:
         """
         hide = _checked if special_tokens else self._hide
         if not chat_template:
-            if not all(isinstance(prompt, str) for prompt in prompts):
-                raise ConfigError("prompts.chat_template=False must be True for a prompt of messages")
-            for name, given in (("system_prompt", system_prompt), ("chat_template_kwargs", chat_template_kwargs)):
-                if given:
-                    raise ConfigError(f"prompts.{name}={given!r:.200} needs prompts.chat_template=True; it is False")
+            template_settings = {"system_prompt": system_prompt, "chat_template_kwargs": chat_template_kwargs}
+            _check_plain_prompts(prompts, template_settings)
             texts = [hide(prompt) for prompt in prompts if isinstance(prompt, str)]
             encoded = self._encode(texts, at_start=True)
-            # Keep one BOS token if the text already has one.
-            return [ids[ids[:2] == [self.bos_id] * 2 :] for ids in encoded]
+            return [self._with_one_bos(ids) for ids in encoded]
         if not self._fast.chat_template:
             raise ConfigError(
                 "prompts.chat_template=True needs a chat template, and the tokenizer has none: set "
@@ -159,16 +168,17 @@ class Tokenizer:
         kwargs = templates.checked_kwargs(chat_template_kwargs or {}, self._fast.chat_template, hide)
         texts = []
         for prompt in prompts:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            if system_prompt and not any(message["role"] in ("system", "developer") for message in messages):
-                messages = [{"role": "system", "content": system_prompt}, *messages]
-            messages = templates.map_texts(hide, messages)
+            messages = templates.map_texts(hide, _messages_of(prompt, system_prompt))
             try:
                 texts.append(templates.rendered(self._fast, messages, kwargs))
             except Exception as error:  # jinja's errors, from a package that is not imported here
-                said = f"the chat template refuses the messages {prompt!r:.200}"
-                raise ConfigError(f"{said}: {str(error) or error!r}") from error
+                reason = str(error) or repr(error)
+                raise ConfigError(f"the chat template refuses the messages {prompt!r:.200}: {reason}") from error
         return self._encode(texts, at_start=False)
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
+        """Return the ids with one BOS token if they begin with two, because the text already has one."""
+        return ids[1:] if ids[:2] == [self.bos_id] * 2 else ids
 
     def encode_prompt(self, prompt: str | Messages, **how: Any) -> list[int]:
         """Return the token ids of one prompt; see ``encode_prompts``."""
@@ -186,10 +196,8 @@ class Tokenizer:
         messages = [{**message, "content": hide(message["content"])} for message in messages]
         text = "\n".join(message["content"] for message in messages)
         if how["chat_template"]:
-            ends = [
-                *END_OF_TURN,
-                *(self._special[i].content for i in self.eos_ids if i in self._special),
-            ]
+            own_ends = [self._special[i].content for i in self.eos_ids if i in self._special]
+            ends = [*END_OF_TURN, *own_ends]
             kwargs = templates.checked_kwargs(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
             other = None if last in (None, *self._turn_ends) else self._fast.decode([last])
             text = templates.between_turns(self._fast, messages, kwargs, ends, other)
@@ -201,23 +209,38 @@ class Tokenizer:
         Args:
             special_tokens: True: texts of special tokens become special tokens. False: they stay plain text.
         """
-        return self._encode([_checked(text) if special_tokens else self._hide(text)], at_start=False)[0]
+        hidden = _checked(text) if special_tokens else self._hide(text)
+        return self._encode([hidden], at_start=False)[0]
 
     def _encode(self, texts: list[str], *, at_start: bool) -> list[list[int]]:
-        ids = self._fast([_HALF_PAIR.sub("", text) for text in texts], add_special_tokens=at_start)["input_ids"]
-        return [self._spell(t, at_start) if _HALF_PAIR.search(t) else i for t, i in zip(texts, ids, strict=True)]
+        """Return the token ids of texts in which ``_hide`` may have replaced special tokens."""
+        without_hidden = [_HALF_PAIR.sub("", text) for text in texts]
+        encoded = self._fast(without_hidden, add_special_tokens=at_start)["input_ids"]
+        for row, text in enumerate(texts):
+            if _HALF_PAIR.search(text):
+                encoded[row] = self._spell(text, at_start)
+        return encoded
 
     def _hide(self, text: str) -> str:
-        return self._looks_special.sub(lambda found: found[0].translate(self._halves), _checked(text))
+        """Return the text with halves of surrogate pairs in place of the characters of special tokens."""
+
+        def hidden(match: re.Match[str]) -> str:
+            return match[0].translate(self._halves)
+
+        return self._looks_special.sub(hidden, _checked(text))
 
     def _spell(self, text: str, at_start: bool) -> list[int]:
-        core, sign, meant = self._speller
-        shown = self._looks_special.sub(sign + r"\g<0>", text).translate({h: x for x, h in self._halves.items()})
-        ids = core.encode(shown, add_special_tokens=at_start).ids
-        read = [self._special[i].content for i in ids if i in self._special and i != self._fast.unk_token_id]
-        if len(read) > at_start * core.num_special_tokens_to_add(False):
-            raise ConfigError(f"the tokenizer cannot spell {read[-1]!r}; prompts.special_tokens=True leaves it a token")
-        return [meant.get(i, i) for i in ids]
+        """Return the token ids of a text. Hidden special tokens are encoded as plain text."""
+        core, sign, special_of_signed = self._speller
+        characters = {half: character for character, half in self._halves.items()}
+        signed = self._looks_special.sub(sign + r"\g<0>", text)
+        ids = core.encode(signed.translate(characters), add_special_tokens=at_start).ids
+        special_ids = [i for i in ids if i in self._special and i != self._fast.unk_token_id]
+        num_at_start = core.num_special_tokens_to_add(False) if at_start else 0
+        if len(special_ids) > num_at_start:
+            token = self._special[special_ids[-1]].content
+            raise ConfigError(f"the tokenizer cannot spell {token!r}; prompts.special_tokens=True leaves it a token")
+        return [special_of_signed.get(i, i) for i in ids]
 
     @functools.cached_property
     def _speller(self) -> tuple[Any, str, dict[int, int]]:
@@ -227,16 +250,17 @@ class Tokenizer:
             The tokenizer; the sign, a random string that no text can predict; and a map from the ids of signed special
             tokens to the ids of the special tokens.
         """
-        core, sign = copy.deepcopy(self._fast.backend_tokenizer), secrets.token_hex(16)
+        core = copy.deepcopy(self._fast.backend_tokenizer)
+        sign = secrets.token_hex(16)
         core.encode_special_tokens = True
         core.add_special_tokens([token.content for token in self._special.values()])
-        for token in self._special.values():
-            core.add_tokens([type(token)(**token.__getstate__() | {"content": sign + token.content, "special": False})])
-        return (
-            core,
-            sign,
-            {core.token_to_id(sign + token.content): i for i, token in self._special.items()},
-        )
+        special_of_signed = {}
+        for i, token in self._special.items():
+            signed_text = sign + token.content
+            settings = token.__getstate__() | {"content": signed_text, "special": False}
+            core.add_tokens([type(token)(**settings)])
+            special_of_signed[core.token_to_id(signed_text)] = i
+        return core, sign, special_of_signed
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of token ids without special tokens and ends of turns."""
@@ -259,7 +283,8 @@ class Tokenizer:
             return spelled.encode()
         if self._spells_bytes:
             return bytes(BYTE_OF_LETTER[letter] for letter in spelled if letter in BYTE_OF_LETTER)
-        if byte := SPELLED_BYTE.fullmatch(spelled):
+        byte = SPELLED_BYTE.fullmatch(spelled)
+        if byte:
             return bytes([int(byte[1], 16)])
         return spelled.replace("\u2581", " ").encode()
 
@@ -275,10 +300,37 @@ class Tokenizer:
         path = Path(folder) / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config["tokenizer_class"] = "PreTrainedTokenizerFast"  # version 5 writes a name that version 4 does not know
-        path.write_text(
-            json_lines.written(config, indent=2, ensure_ascii=False) + "\n",
-            encoding="utf-8",
-        )
+        text = json_lines.written(config, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _turn_ends(vocabulary: Mapping[str, int], template: str) -> list[int]:
+    """Return the ids of the tokens of END_OF_TURN that the chat template uses."""
+    if "<|return|>" in vocabulary:  # in GPT-OSS, <|end|> ends one of several messages
+        return []
+    return [vocabulary[end] for end in END_OF_TURN if end in vocabulary and end in template]
+
+
+def _check_plain_prompts(prompts: Sequence[str | Messages], template_settings: Mapping[str, Any]) -> None:
+    """Check that prompts without a chat template are texts, and that no setting of a template is set.
+
+    Raises:
+        ConfigError: a prompt has messages, or a setting is not empty.
+    """
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ConfigError("prompts.chat_template=False must be True for a prompt of messages")
+    for name, value in template_settings.items():
+        if value:
+            raise ConfigError(f"prompts.{name}={value!r:.200} needs prompts.chat_template=True; it is False")
+
+
+def _messages_of(prompt: str | Messages, system_prompt: str) -> Messages:
+    """Return the messages of a prompt. ``system_prompt`` is added if there is no system message."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    has_system = any(message["role"] in ("system", "developer") for message in messages)
+    if has_system or not system_prompt:
+        return messages
+    return [{"role": "system", "content": system_prompt}, *messages]
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
@@ -292,17 +344,34 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{folder / 'tokenizer.json'}: no such file (only fast tokenizers are read)")
-    files = [path for name in ("generation_config.json", "config.json") if (path := folder / name).is_file()]
+    paths = [folder / "generation_config.json", folder / "config.json"]
+    ends_by_path = {}
     try:
         fast = fast_tokenizer_class().from_pretrained(str(folder))
-        stated = [(path, hybrids.ends_of(json.loads(path.read_text(encoding="utf-8")))) for path in files]
+        for path in paths:
+            if path.is_file():
+                config = json.loads(path.read_text(encoding="utf-8"))
+                ends_by_path[path] = hybrids.ends_of(config)
     except Exception as error:  # many kinds of errors; the package tokenizers raises plain Exceptions
         raise ConfigError(f"{folder}: its tokenizer cannot be read ({error})") from error
-    listed = [(path, [] if eos is None else eos if isinstance(eos, list) else [eos]) for path, eos in stated]
-    for path, eos in listed:
-        if not all(type(i) is int and 0 <= i < 2**31 for i in eos):
-            raise ConfigError(f"{path}: eos_token_id={eos!r:.60} must be a token id, or a list of them")
-    return Tokenizer(fast, tuple(i for _, eos in listed for i in eos))
+    eos_ids: list[int] = []
+    for path, ends in ends_by_path.items():
+        eos_ids += _checked_ends(path, ends)
+    return Tokenizer(fast, tuple(eos_ids))
+
+
+def _checked_ends(path: Path, ends: Any) -> list[int]:
+    """Return ``eos_token_id`` of a file as a list.
+
+    Raises:
+        ConfigError: it is neither absent, nor a token id, nor a list of them.
+    """
+    if ends is None:
+        return []
+    ids = ends if isinstance(ends, list) else [ends]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise ConfigError(f"{path}: eos_token_id={ids!r:.60} must be a token id, or a list of them")
+    return ids
 
 
 def fast_tokenizer_class() -> type:
@@ -317,6 +386,7 @@ def fast_tokenizer_class() -> type:
 
 
 def _checked(text: str) -> str:
-    if half := _HALF_PAIR.search(text):
+    half = _HALF_PAIR.search(text)
+    if half:
         raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is no text")
     return text
