@@ -119,7 +119,16 @@ def attend(
         [B,T,N,H] in the dtype of the queries.
     """
     if isinstance(visible, Groups):
-        return _attend_groups(q_BTNH, k_BKTH, v_BKTH, visible, window, positions, sinks, implementation)
+        return _attend_groups(
+            q_BTNH,
+            k_BKTH,
+            v_BKTH,
+            visible,
+            window,
+            positions,
+            sinks,
+            implementation,
+        )
     B, T, N, H = q_BTNH.shape
     K = k_BKTH.shape[1]
     R = N // K
@@ -131,13 +140,15 @@ def attend(
         assert sinks is None, "kernels.choose"
         return kernels.attend(q_BTNH, k_BKTH, v_BKTH, prompt, visible, implementation, window or None)
     q_BTKRH = (q_BTNH * H**-0.5).reshape(B, T, K, R, H)
-    q = q_BTKRH.transpose(0, 2, 3, 1, 4).reshape(B, K, R * T, H)
+    q_BKRTH = q_BTKRH.transpose(0, 2, 3, 1, 4)
+    q = q_BKRTH.reshape(B, K, R * T, H)
     pieces = [_attend_new(q, k_BKTH, v_BKTH, visible, window)]
     if prompt is not None:
         pieces.append(_attend_prompt(q, prompt, window, positions))
     pieces += _attend_sinks(q, sinks)
     out = _merge(pieces).astype(q_BTNH.dtype)
-    return out.reshape(B, K, R, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    out_BTKRH = out.reshape(B, K, R, T, H).transpose(0, 3, 1, 2, 4)
+    return out_BTKRH.reshape(B, T, N, H)
 
 
 def attend_next(
@@ -205,7 +216,8 @@ def _put(
     """
     W = blocks[0].shape[axis]
     is_number = jnp.isfinite(new_BK1H) & ~jnp.isnan(out_BKRH[:, :, :1])
-    new = jnp.moveaxis(jnp.where(is_number, new_BK1H, 0), 2, axis)
+    new_BK1H = jnp.where(is_number, new_BK1H, 0)
+    new = jnp.moveaxis(new_BK1H, 2, axis)
     new_blocks = []
     for i, block in enumerate(blocks):
         place = jnp.clip(end - i * W, 0, W - 1)
@@ -228,7 +240,8 @@ def _attend_groups(
     """Return attention of rows that each hold a whole group (``Groups``)."""
     B, _, N, H = q_BTNH.shape
     L = groups.prompt_width
-    keys, values = k_BKTH[:, :, :L], v_BKTH[:, :, :L]
+    keys = k_BKTH[:, :, :L]
+    values = v_BKTH[:, :, :L]
     prompt_out = attend(
         q_BTNH[:, :L],
         keys,
@@ -240,11 +253,14 @@ def _attend_groups(
     completion_positions = None
     if window:
         assert positions is not None, "a window needs positions"
-        completion_positions = positions[:, L:].reshape(len(positions) * groups.size, -1)
-    prompt = Prompt(keys, values, visible=jnp.arange(L)[None, :] < groups.prompt_length[:, None])
+        num_completions = len(positions) * groups.size
+        completion_positions = positions[:, L:].reshape(num_completions, -1)
+    is_prompt_token = jnp.arange(L)[None, :] < groups.prompt_length[:, None]
+    prompt = Prompt(keys, values, visible=is_prompt_token)
     # Split and join queries with heads before tokens, like keys. Otherwise a TPU moves them twice.
+    q_BNXH = q_BTNH[:, L:].swapaxes(1, 2)
     completion_out = attend(
-        _completions(q_BTNH[:, L:].swapaxes(1, 2), groups.size).swapaxes(1, 2),
+        _completions(q_BNXH, groups.size).swapaxes(1, 2),
         _completions(k_BKTH[:, :, L:], groups.size),
         _completions(v_BKTH[:, :, L:], groups.size),
         prompt=prompt,
@@ -253,14 +269,18 @@ def _attend_groups(
         sinks=sinks,
         implementation=implementation,
     )
-    out_BNGCH = completion_out.reshape(B, groups.size, -1, N, H).transpose(0, 3, 1, 2, 4)
-    return jnp.concatenate([prompt_out, out_BNGCH.reshape(B, N, -1, H).swapaxes(1, 2)], axis=1)
+    out_BGCNH = completion_out.reshape(B, groups.size, -1, N, H)
+    out_BNGCH = out_BGCNH.transpose(0, 3, 1, 2, 4)
+    out_BXNH = out_BNGCH.reshape(B, N, -1, H).swapaxes(1, 2)
+    return jnp.concatenate([prompt_out, out_BXNH], axis=1)
 
 
 def _completions(x_BKXH: jax.Array, group_size: int) -> jax.Array:
     """Return [B*G,K,C,H], one row per completion, of [B,K,G*C,H], one row per group."""
     B, K, _, H = x_BKXH.shape
-    return x_BKXH.reshape(B, K, group_size, -1, H).swapaxes(1, 2).reshape(B * group_size, K, -1, H)
+    x_BKGCH = x_BKXH.reshape(B, K, group_size, -1, H)
+    x_BGKCH = x_BKGCH.swapaxes(1, 2)
+    return x_BGKCH.reshape(B * group_size, K, -1, H)
 
 
 def _merge(pieces: Sequence[Piece]) -> jax.Array:
@@ -272,14 +292,20 @@ def _merge(pieces: Sequence[Piece]) -> jax.Array:
     for piece in pieces[1:]:
         peak = jnp.maximum(peak, piece.peak)
     scales = [jnp.exp(piece.peak - peak) for piece in pieces]
-    weighted_sum = sum(piece.weighted_sum * scale[..., None] for piece, scale in zip(pieces, scales, strict=True))
-    total = jnp.asarray(sum(piece.total * scale for piece, scale in zip(pieces, scales, strict=True)))
+    scaled_pieces = list(zip(pieces, scales, strict=True))
+    weighted_sum = sum(piece.weighted_sum * scale[..., None] for piece, scale in scaled_pieces)
+    total = jnp.asarray(sum(piece.total * scale for piece, scale in scaled_pieces))
     return weighted_sum / total[..., None]
 
 
 def _attend_keys(q_BKXH: jax.Array, keys_BKSH: jax.Array, values_BKSH: jax.Array, visible: jax.Array) -> Piece:
     """Return the piece of the visible keys among S keys, computed by matmuls."""
-    scores = jnp.einsum("BKXH,BKSH->BKXS", q_BKXH, keys_BKSH, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "BKXH,BKSH->BKXS",
+        q_BKXH,
+        keys_BKSH,
+        preferred_element_type=jnp.float32,
+    )
     scores = jnp.where(visible, scores, HIDDEN)
     peak = jax.lax.stop_gradient(jnp.max(scores, axis=-1))
     weights = jnp.exp(scores - peak[..., None])
@@ -299,8 +325,11 @@ def _attend_new(
     T = k_BKTH.shape[2]
     R = X // T
     if T == 1:  # a token attends to itself
-        scores = jnp.sum(q_BKXH.astype(jnp.float32) * k_BKTH.astype(jnp.float32), axis=-1)
-        return Piece(jnp.broadcast_to(v_BKTH, q_BKXH.shape), jnp.ones_like(scores), scores)
+        q32 = q_BKXH.astype(jnp.float32)
+        k32 = k_BKTH.astype(jnp.float32)
+        scores = jnp.sum(q32 * k32, axis=-1)
+        values = jnp.broadcast_to(v_BKTH, q_BKXH.shape)
+        return Piece(values, jnp.ones_like(scores), scores)
     if visible is None:
         visible = jnp.tril(jnp.ones((T, T), bool))[None]
         visible &= ~jnp.tril(visible, -window) if window else True
@@ -315,7 +344,8 @@ def _attend_new(
         stop = min(start + block_size, T)  # no query of this block attends to keys from ``stop`` on
         first = max(0, start + 1 - window) if window else 0
         queries = q_BKRTH[:, :, :, start:stop].reshape(B, K, -1, H)
-        block_visible = jnp.tile(visible[:, start:stop, first:stop], (1, R, 1))[:, None]
+        block_visible = jnp.tile(visible[:, start:stop, first:stop], (1, R, 1))
+        block_visible = block_visible[:, None]
         keys = k_BKTH[:, :, first:stop]
         values = v_BKTH[:, :, first:stop]
         block = _attend_keys(queries, keys, values, block_visible)
@@ -338,26 +368,39 @@ def _attend_prompt(q_BKXH: jax.Array, prompt: Prompt, window: int, positions_BT:
         _, K, X, H = x.shape
         if prompt.member is not None:  # rows to groups, inside each shard
             M = prompt.member.shape[0]
-            x = jax.vmap(lambda rows, member: rows[member])(x.reshape(M, B // M, K, X, H), prompt.member)
-        return x.reshape(P, -1, K, X, H).swapaxes(1, 2).reshape(P, K, -1, H)
+            by_shard = x.reshape(M, B // M, K, X, H)
+            x = _take_in_shard(by_shard, prompt.member)
+        x_PGKXH = x.reshape(P, -1, K, X, H)
+        return x_PGKXH.swapaxes(1, 2).reshape(P, K, -1, H)
 
     visible = prompt.visible[:, None, None, :]
     if window:
         assert positions_BT is not None, "a window needs positions"
         positions_BX = jnp.tile(positions_BT, (1, X // positions_BT.shape[1]))
         query_positions = to_prompts(positions_BX[:, None, :, None])
-        visible = visible & (query_positions - jnp.arange(L)[None, None, None, :] < window)
+        age = query_positions - jnp.arange(L)[None, None, None, :]
+        visible = visible & (age < window)
     values = jnp.where(prompt.visible[:, None, :, None], prompt.values, 0)  # zeros, because 0 * nan is nan
     piece = _attend_keys(to_prompts(q_BKXH), prompt.keys, values, visible)
 
     def to_rows(x: jax.Array) -> jax.Array:  # [P,K,G*X,...] -> [B,K,X,...]
-        x = x.reshape(P, x.shape[1], -1, X, *x.shape[3:]).swapaxes(1, 2)
+        x = x.reshape(P, x.shape[1], -1, X, *x.shape[3:])
+        x = x.swapaxes(1, 2)
         if prompt.member is None:
             return x.reshape(B, *x.shape[2:])
-        x = x.reshape(prompt.member.shape[0], -1, *x.shape[2:])
-        return jax.vmap(lambda groups, place: groups[place])(x, prompt.place).reshape(B, *x.shape[2:])
+        assert prompt.place is not None, "``place`` is the inverse of ``member``"
+        num_shards = prompt.member.shape[0]
+        by_shard = x.reshape(num_shards, -1, *x.shape[2:])
+        rows = _take_in_shard(by_shard, prompt.place)
+        return rows.reshape(B, *by_shard.shape[2:])
 
     return Piece(*(to_rows(x) for x in piece))
+
+
+@jax.vmap
+def _take_in_shard(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return rows of each shard."""
+    return x[index]
 
 
 def _attend_cache(q_BKXH: jax.Array, cache: Cache) -> list[Piece]:
@@ -365,22 +408,26 @@ def _attend_cache(q_BKXH: jax.Array, cache: Cache) -> list[Piece]:
     count = len(cache.values)
     W = cache.values[0].shape[2]
     age = (cache.end - 1 - jnp.arange(count * W)) % (count * W)
-    visible = (age[None, :] < cache.length[:, None]).reshape(-1, 1, 1, count, W)
+    is_visible = age[None, :] < cache.length[:, None]
+    visible = is_visible.reshape(-1, 1, 1, count, W)
 
     def read(i: int) -> Piece:
-        return _attend_keys(q_BKXH, cache.keys[i].swapaxes(2, 3), cache.values[i], visible[:, :, :, i])
+        keys = cache.keys[i].swapaxes(2, 3)
+        return _attend_keys(q_BKXH, keys, cache.values[i], visible[:, :, :, i])
 
     if count == 1:
         return [read(0)]
+    query_shape = q_BKXH.shape[:3]
     no_keys = Piece(
         jnp.zeros_like(q_BKXH),
-        jnp.full(q_BKXH.shape[:3], 0.0),
-        jnp.full(q_BKXH.shape[:3], HIDDEN),
+        jnp.full(query_shape, 0.0),
+        jnp.full(query_shape, HIDDEN),
     )
     pieces = []
     for i in range(count):
         has_live_tokens = jnp.any(visible[:, :, :, i])
-        pieces.append(jax.lax.cond(has_live_tokens, functools.partial(read, i), lambda: no_keys))
+        read_block = functools.partial(read, i)
+        pieces.append(jax.lax.cond(has_live_tokens, read_block, lambda: no_keys))
     return pieces
 
 
@@ -389,7 +436,8 @@ def _attend_sinks(q_BKXH: jax.Array, sinks_N: jax.Array | None) -> list[Piece]:
     if sinks_N is None:
         return []
     B, K, X, _ = q_BKXH.shape
-    score_BKX = jnp.repeat(sinks_N.astype(jnp.float32).reshape(1, K, -1), X * K // sinks_N.size, axis=2)
+    score_1KR = sinks_N.astype(jnp.float32).reshape(1, K, -1)
+    score_BKX = jnp.repeat(score_1KR, X * K // sinks_N.size, axis=2)
     score_BKX = jnp.broadcast_to(score_BKX, (B, K, X))
     return [Piece(jnp.zeros_like(q_BKXH), jnp.ones_like(score_BKX), score_BKX)]
 
@@ -419,9 +467,10 @@ def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     if num_rotated < x_BTNH.shape[-1]:
         rotated = rotate(x_BTNH[..., :num_rotated], cos, sin)
         return jnp.concatenate([rotated, x_BTNH[..., num_rotated:]], axis=-1)
-    halves = x_BTNH.astype(jnp.float32).reshape(*x_BTNH.shape[:-1], 2, -1)
+    x32 = x_BTNH.astype(jnp.float32)
+    halves = x32.reshape(*x_BTNH.shape[:-1], 2, -1)
     cos = cos[:, :, None, None, :]
     sin = jnp.stack([-sin, sin], axis=2)[:, :, None]
     # Roll instead of splitting the halves, because a TPU would pad each half.
-    rotated = (halves * cos + halves[..., ::-1, :] * sin).reshape(x_BTNH.shape)
-    return rotated.astype(x_BTNH.dtype)
+    rotated = halves * cos + halves[..., ::-1, :] * sin
+    return rotated.reshape(x_BTNH.shape).astype(x_BTNH.dtype)

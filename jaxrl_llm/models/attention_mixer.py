@@ -23,7 +23,10 @@ Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 def parameters(arch: Architecture) -> Iterator[Parameter]:
     """Yield the parameters of attention: matrices, then biases, norms and sinks."""
-    D, H, N, K = arch.width, arch.head_size, arch.num_heads, arch.num_kv_heads
+    D = arch.width
+    H = arch.head_size
+    N = arch.num_heads
+    K = arch.num_kv_heads
     query_size = H * (1 + arch.output_gate)
     heads = ("heads", "head_size")
     kv_heads = ("kv_heads", "head_size")
@@ -84,7 +87,9 @@ def apply_next(x_B1D: jax.Array, parameters: LayerParameters, inputs: MixerInput
 def _project(x_BTD: jax.Array, parameters: LayerParameters, inputs: MixerInputs) -> tuple[Heads, jax.Array | None]:
     """Return queries [B,T,N,H], keys and values [B,K,T,H], and the output gates [B,T,N*H] if the model has them."""
     arch = parameters.arch
-    q, k, v = (parameters.project(x_BTD, name) for name in ("q", "k", "v"))
+    q = parameters.project(x_BTD, "q")
+    k = parameters.project(x_BTD, "k")
+    v = parameters.project(x_BTD, "v")
     gate = None
     if arch.output_gate:
         q, gate = _queries_and_gates(q, arch)
@@ -92,9 +97,11 @@ def _project(x_BTD: jax.Array, parameters: LayerParameters, inputs: MixerInputs)
     k_BTKH = _rotate(_heads(k, "k_norm", parameters), inputs)
     v_BTKH = v.reshape(*v.shape[:2], -1, arch.head_size)
     if arch.score_width not in (0.0, arch.head_size):  # attention divides scores by the root of the head size
-        q_BTNH = q_BTNH * (arch.head_size / arch.score_width) ** 0.5
+        factor = (arch.head_size / arch.score_width) ** 0.5
+        q_BTNH = q_BTNH * factor
     q_BTNH = sharding.constrain(q_BTNH, "batch", "length", "heads", "head_size")
-    return (q_BTNH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)), gate
+    heads = (q_BTNH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2))
+    return heads, gate
 
 
 def _queries_and_gates(x_BTO: jax.Array, arch: Architecture) -> tuple[jax.Array, jax.Array]:
@@ -141,16 +148,25 @@ def empty_cache(arch: Architecture, layer: Layer, sizes: CacheSizes) -> States:
 
     The cache of a layer with a window holds only the window and the spare positions.
     """
-    tokens = sizes.spare + min(sizes.completion, layer.window or sizes.completion)
+    window = layer.window or sizes.completion
+    tokens = sizes.spare + min(sizes.completion, window)
     count, key_shape, value_shape = block_shapes(tokens, arch.head_size, sizes.implementation)
-    keys = tuple(jnp.zeros((sizes.slots, arch.num_kv_heads, *key_shape), sizes.dtype) for _ in range(count))
-    values = tuple(jnp.zeros((sizes.slots, arch.num_kv_heads, *value_shape), sizes.dtype) for _ in range(count))
-    return keys, values
+
+    def blocks(shape: tuple[int, int]) -> tuple[jax.Array, ...]:
+        block_shape = (sizes.slots, arch.num_kv_heads, *shape)
+        return tuple(jnp.zeros(block_shape, sizes.dtype) for _ in range(count))
+
+    return blocks(key_shape), blocks(value_shape)
 
 
 def empty_prompts(arch: Architecture, layer: Layer, sizes: CacheSizes) -> States:
     """Return keys and values of all prompts, as in ``attention.Prompt``."""
-    shape = (sizes.prompts, arch.num_kv_heads, sizes.prompt_width, arch.head_size)
+    shape = (
+        sizes.prompts,
+        arch.num_kv_heads,
+        sizes.prompt_width,
+        arch.head_size,
+    )
     return jnp.zeros(shape, sizes.dtype), jnp.zeros(shape, sizes.dtype)
 
 

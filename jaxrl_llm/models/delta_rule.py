@@ -50,38 +50,26 @@ def parameters(arch: Architecture) -> Iterator[Parameter]:
     """Yield the parameters of the rule; none if the architecture has no such rule."""
     if arch.delta is None:
         return
-    d, width = arch.delta, arch.width
-    share = d.value_heads // d.key_heads
+    d = arch.delta
+    width = arch.width
+    values_per_key = d.value_heads // d.key_heads
     if d.is_grouped:  # rows of a key head: query, key, values and output gates; then b and a
-        head_size = 2 * d.key_size + 2 * share * d.value_size
-        yield Parameter(
-            "delta_in",
-            (d.key_heads, head_size, width),
-            ("kv_heads", "head_size", "embed"),
-        )
-        yield Parameter(
-            "delta_gates",
-            (d.key_heads, 2 * share, width),
-            ("kv_heads", "head_size", "embed"),
-        )
+        head_size = 2 * d.key_size + 2 * values_per_key * d.value_size
+        axes = ("kv_heads", "head_size", "embed")
+        yield Parameter("delta_in", (d.key_heads, head_size, width), axes)
+        yield Parameter("delta_gates", (d.key_heads, 2 * values_per_key, width), axes)
     else:
+        axes = ("heads", "head_size", "embed")
         yield Parameter("delta_qkv", (d.channels, width), ("head_size", "embed"))
-        yield Parameter(
-            "delta_z",
-            (d.value_heads, d.value_size, width),
-            ("heads", "head_size", "embed"),
-        )
+        yield Parameter("delta_z", (d.value_heads, d.value_size, width), axes)
         yield Parameter("delta_b", (d.value_heads, width), ("heads", "embed"))
         yield Parameter("delta_a", (d.value_heads, width), ("heads", "embed"))
     yield Parameter("delta_conv", (d.channels, 1, d.taps), ("head_size",) * 3, 0.5)
     yield Parameter("delta_rate", (d.value_heads,), ("heads",), 0.0)  # with this bias, a state's half-life is 14 tokens
     yield Parameter("delta_bias", (d.value_heads,), ("heads",), -3.0)
     yield Parameter("delta_norm", (d.value_size,), ("head_size",), 1.0)
-    yield Parameter(
-        "delta_out",
-        (width, d.value_heads, d.value_size),
-        ("embed", "heads", "head_size"),
-    )
+    out_axes = ("embed", "heads", "head_size")
+    yield Parameter("delta_out", (width, d.value_heads, d.value_size), out_axes)
 
 
 def empty_states(d: Delta, rows: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -89,8 +77,9 @@ def empty_states(d: Delta, rows: int, dtype: Any) -> tuple[jax.Array, jax.Array]
 
     These are the rule's state [rows,N,H,V] float32, and the convolution's last inputs [rows,taps-1,C] in ``dtype``.
     """
-    state = jnp.zeros((rows, d.value_heads, d.key_size, d.value_size), jnp.float32)
-    return state, jnp.zeros((rows, d.taps - 1, d.channels), dtype)
+    state_shape = (rows, d.value_heads, d.key_size, d.value_size)
+    inputs_shape = (rows, d.taps - 1, d.channels)
+    return jnp.zeros(state_shape, jnp.float32), jnp.zeros(inputs_shape, dtype)
 
 
 def empty_cache(arch: Architecture, layer: Layer, sizes: CacheSizes) -> States:
@@ -113,9 +102,15 @@ def begin(
     """Copy the prompts' states to the slots that start a new row (``mixers.begin``)."""
     num_shards, _ = entry_MZ.shape
     (slots,) = cache
+
+    @jax.vmap
+    def states_of_prompts(states: jax.Array, entry: jax.Array) -> jax.Array:
+        return states[entry]
+
     by_shard = prompts.reshape(num_shards, -1, *prompts.shape[1:])
-    new = jax.vmap(lambda x, entry: x[entry])(by_shard, entry_MZ)
-    takes = takes_MZ.reshape(-1, *(1,) * (slots.ndim - 1))
+    new = states_of_prompts(by_shard, entry_MZ)
+    single_axes = (1,) * (slots.ndim - 1)
+    takes = takes_MZ.reshape(-1, *single_axes)
     return (jnp.where(takes, new.reshape(slots.shape), slots),)
 
 
@@ -169,7 +164,8 @@ def _inputs(x_BTD: jax.Array, parameters: LayerParameters, d: Delta) -> tuple[Ch
     mixed_BTC, z_BTNV, b_BTN, a_BTN = _projections(x_BTD, parameters, d)
     rate = -jnp.exp(parameters.weight("delta_rate").astype(jnp.float32))
     bias = parameters.weight("delta_bias").astype(jnp.float32)
-    g_BTN = rate[None, None] * jax.nn.softplus(a_BTN + bias[None, None])
+    softplus_BTN = jax.nn.softplus(a_BTN + bias[None, None])
+    g_BTN = rate[None, None] * softplus_BTN
     b_BTN = jax.nn.sigmoid(b_BTN)
     if context.is_split():  # with split rows, each device gets whole rows of fewer channels and heads, as in attention
         mixed_BTC, g_BTN, b_BTN = (sharding.constrain(x, "batch", None, "attended") for x in (mixed_BTC, g_BTN, b_BTN))
@@ -183,8 +179,10 @@ def _output(out_BTNV: jax.Array, z_BTNV: jax.Array, parameters: LayerParameters)
     out_BTNV = context.to_tokens(out_BTNV)
     mean_square = jnp.mean(jnp.square(out_BTNV), axis=-1, keepdims=True)
     out = out_BTNV * jax.lax.rsqrt(mean_square + parameters.arch.norm_eps)
-    out = parameters.weight("delta_norm").astype(dtype)[None, None, None] * out.astype(dtype)
-    out = (out * jax.nn.silu(z_BTNV.astype(jnp.float32))).astype(dtype)
+    norm_scale = parameters.weight("delta_norm").astype(dtype)
+    out = norm_scale[None, None, None] * out.astype(dtype)
+    gate = jax.nn.silu(z_BTNV.astype(jnp.float32))
+    out = (out * gate).astype(dtype)
     return parameters.project(out.reshape(B, T, -1), "delta_out")
 
 
@@ -202,11 +200,17 @@ def _projections(x_BTD: jax.Array, parameters: LayerParameters, d: Delta) -> tup
 
     if d.is_grouped:
         x_BTKX = by_head(parameters.project(x_BTD, "delta_in"))
-        q, k, v, z = jnp.split(x_BTKX, (key_size, 2 * key_size, 2 * key_size + value_size), axis=-1)
-        b, a = jnp.split(by_head(parameters.project(x_BTD, "delta_gates")), 2, axis=-1)
+        first_value = 2 * key_size
+        first_gate = first_value + value_size
+        q, k, v, z = jnp.split(x_BTKX, (key_size, first_value, first_gate), axis=-1)
+        gates_BTKX = by_head(parameters.project(x_BTD, "delta_gates"))
+        b, a = jnp.split(gates_BTKX, 2, axis=-1)
         mixed_BTC = jnp.concatenate([flat(q), flat(k), flat(v)], axis=-1)
     else:
-        mixed_BTC, z, b, a = (parameters.project(x_BTD, f"delta_{name}") for name in ("qkv", "z", "b", "a"))
+        mixed_BTC = parameters.project(x_BTD, "delta_qkv")
+        z = parameters.project(x_BTD, "delta_z")
+        b = parameters.project(x_BTD, "delta_b")
+        a = parameters.project(x_BTD, "delta_a")
     z_BTNV = flat(z).reshape(B, T, d.value_heads, d.value_size)
     return mixed_BTC, z_BTNV, flat(b).astype(jnp.float32), flat(a).astype(jnp.float32)
 
@@ -221,12 +225,17 @@ def _heads(past: list[jax.Array], weight: jax.Array, d: Delta) -> tuple[jax.Arra
         weight: [C,taps] weights of the convolution.
     """
     num_keys = d.key_heads * d.key_size
-    mixed = sum(x.astype(jnp.float32) * weight[None, None, :, d.taps - 1 - i] for i, x in enumerate(past))
+    terms = []
+    for distance, x_BTC in enumerate(past):
+        tap = weight[None, None, :, d.taps - 1 - distance]
+        terms.append(x_BTC.astype(jnp.float32) * tap)
+    mixed = jnp.asarray(sum(terms))
     q, k, v = jnp.split(jax.nn.silu(mixed), (num_keys, 2 * num_keys), axis=-1)
 
     def unit(x: jax.Array) -> jax.Array:
         x = x.reshape(*x.shape[:2], d.key_heads, -1)
-        x = x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        square_length = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+        x = x * jax.lax.rsqrt(square_length + 1e-6)
         return jnp.repeat(x, d.value_heads // d.key_heads, axis=2)
 
     q_BTNH = unit(q) * d.key_size**-0.5
@@ -249,11 +258,15 @@ def _step(
     window_BXC = jnp.concatenate([inputs_BXC.astype(mixed_B1C.dtype), mixed_B1C], axis=1)
     past = jnp.split(window_BXC, d.taps, axis=1)[::-1]
     q, k, v = (x[:, 0] for x in _heads(past, weight, d))
-    state = jnp.exp(g_B1N[:, 0, :, None, None]) * state_BNHV
-    error_BNV = b_B1N[:, 0, :, None] * (v - jnp.sum(state * k[..., None], axis=2))
+    decay = jnp.exp(g_B1N[:, 0, :, None, None])
+    state = decay * state_BNHV
+    fraction = b_B1N[:, 0, :, None]
+    predicted_BNV = jnp.sum(state * k[..., None], axis=2)
+    error_BNV = fraction * (v - predicted_BNV)
     state += k[..., None] * error_BNV[:, :, None]
-    out_B1NV = jnp.sum(state * q[..., None], axis=2)[:, None]
-    return out_B1NV, state, window_BXC[:, 1:].astype(inputs_BXC.dtype)
+    out_BNV = jnp.sum(state * q[..., None], axis=2)
+    new_inputs = window_BXC[:, 1:].astype(inputs_BXC.dtype)
+    return out_BNV[:, None], state, new_inputs
 
 
 def _groups(
@@ -266,13 +279,29 @@ def _groups(
     d: Delta,
 ) -> jax.Array:
     """Apply the rule to rows of whole groups. Each completion starts from the states after its prompt."""
-    L, G = groups.prompt_width, groups.size
-    channels = (mixed_BTC, g_BTN, b_BTN)
-    prompt_channels = [x[:, :L] for x in channels]
-    prompt_out, *prompt_states = _rows(*prompt_channels, length=groups.prompt_length, weight=weight, d=d)
-    completion_channels = [x[:, L:].reshape(x.shape[0] * G, -1, *x.shape[2:]) for x in channels]
+    L = groups.prompt_width
+    G = groups.size
+
+    def completions(x: jax.Array) -> jax.Array:  # [B,L+G*C,...] -> [B*G,C,...]
+        return x[:, L:].reshape(x.shape[0] * G, -1, *x.shape[2:])
+
+    prompt_out, *prompt_states = _rows(
+        mixed_BTC[:, :L],
+        g_BTN[:, :L],
+        b_BTN[:, :L],
+        length=groups.prompt_length,
+        weight=weight,
+        d=d,
+    )
     state, last_inputs = (jnp.repeat(x, G, axis=0) for x in prompt_states)
-    completion_out, *_ = _rows(*completion_channels, before=(state, last_inputs), weight=weight, d=d)
+    completion_out, *_ = _rows(
+        completions(mixed_BTC),
+        completions(g_BTN),
+        completions(b_BTN),
+        before=(state, last_inputs),
+        weight=weight,
+        d=d,
+    )
     completion_out = completion_out.reshape(prompt_out.shape[0], -1, *completion_out.shape[2:])
     return jnp.concatenate([prompt_out, completion_out], axis=1)
 
@@ -299,20 +328,37 @@ def _rows(
         before = empty_states(d, B, mixed_BTC.dtype)
     state, last_inputs = before
     if length is not None:  # later tokens do not change the state
-        is_in = (jnp.arange(T)[None] < length[:, None])[..., None]
+        is_in = jnp.arange(T)[None] < length[:, None]
+        is_in = is_in[..., None]
         g_BTN = jnp.where(is_in, g_BTN, 0.0)
         b_BTN = jnp.where(is_in, b_BTN, 0.0)
     extended_BSC = jnp.concatenate([last_inputs.astype(mixed_BTC.dtype), mixed_BTC], axis=1)
     past = [_earlier(extended_BSC, mixed_BTC, distance, line, positions) for distance in range(d.taps)]
     ends = jnp.full(B, T) if length is None else length
-    new_inputs = jax.vmap(lambda x, end: jax.lax.dynamic_slice_in_dim(x, end, d.taps - 1))(extended_BSC, ends)
+
+    @jax.vmap
+    def inputs_before(x: jax.Array, end: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, end, d.taps - 1)
+
+    new_inputs = inputs_before(extended_BSC, ends)
     q, k, v = _heads(past, weight, d)
     unit = getattr(line, "unit", None)
     row = getattr(line, "row", None)
-    heads_axes = ("batch", None, "attended")
-    axes = (*(heads_axes,) * 5, ("batch", "attended"), ("batch",), ("batch",))
+    heads_axes = [("batch", None, "attended")] * 5
     # Each device computes its own heads, because XLA cannot split the triangular systems and would gather them.
-    out_BTNV, state_B1NHV = sharding.by_device(chunked, q, k, v, g_BTN, b_BTN, state, unit, row, axes=axes, shared=3)
+    out_BTNV, state_B1NHV = sharding.by_device(
+        chunked,
+        q,
+        k,
+        v,
+        g_BTN,
+        b_BTN,
+        state,
+        unit,
+        row,
+        axes=(*heads_axes, ("batch", "attended"), ("batch",), ("batch",)),
+        shared=3,
+    )
     return out_BTNV, state_B1NHV[:, 0], new_inputs
 
 
@@ -335,17 +381,20 @@ def _earlier(
     if line is None or distance == 0:
         return shifted
     place = jnp.arange(T)[None]
-    is_same_row = (line.unit == jnp.roll(line.unit, distance, axis=1)) & (place >= distance)
+    is_same_unit = line.unit == jnp.roll(line.unit, distance, axis=1)
+    is_same_row = is_same_unit & (place >= distance)
     if isinstance(line, Units):
         return jnp.where(is_same_row[..., None], shifted, 0)
     assert positions is not None, "packed lines have positions"
     is_same_row &= line.row == jnp.roll(line.row, distance, axis=1)
     starts_unit = line.unit != jnp.roll(line.unit, 1, axis=1)
-    unit_start = jax.lax.cummax(jnp.where(starts_unit | (place == 0), place, 0), axis=1)
+    start_place = jnp.where(starts_unit | (place == 0), place, 0)
+    unit_start = jax.lax.cummax(start_place, axis=1)
     prompt_place = jnp.maximum(unit_start + positions - distance, 0)
     prompt_token = jnp.take_along_axis(mixed_BTC, prompt_place[..., None], axis=1)
-    exists = (positions >= distance)[..., None]
-    return jnp.where(exists, jnp.where(is_same_row[..., None], shifted, prompt_token), 0)
+    exists = positions >= distance
+    earlier = jnp.where(is_same_row[..., None], shifted, prompt_token)
+    return jnp.where(exists[..., None], earlier, 0)
 
 
 class _CarriedState(NamedTuple):
@@ -390,27 +439,38 @@ def chunked(
     else:
         row_chunks = None if row_BT is None else _chunks(row_BT, n, W)
         visible, starts, ends = _pasts(_chunks(unit_BT, n, W), row_chunks, lower)
-    # For each pair of tokens, sum g over the tokens between them. Differences of cumulative sums over a row would lose
-    # precision.
-    g_of_past = jnp.where(visible, jnp.swapaxes(g, -1, -2), 0.0)
-    strictly_lower = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
-    decay = jnp.where(visible, jnp.exp(einsum("nBNWS,nBNSX->nBNWX", g_of_past, strictly_lower)), 0.0)
-    decay_from_start = jnp.exp(jnp.sum(g_of_past, axis=-1, keepdims=True))  # from the chunk's start to each token
-    right_sides = [
-        v * b,
-        *(jnp.where(reads_state, k * b * decay_from_start, 0.0) for reads_state in starts),
-    ]
+    decay, decay_from_start = _decays(g, visible)
+    right_sides = [v * b]
+    for reads_state in starts:
+        right_sides.append(jnp.where(reads_state, k * b * decay_from_start, 0.0))
     right_side = jnp.concatenate(right_sides, axis=-1)
     system = einsum("nBNWH,nBNSH->nBNWS", k, k) * decay * b
     solution = einsum("nBNWS,nBNSX->nBNWX", _inverse(system), right_side)
-    value, *keys = jnp.split(solution, [V + i * H for i in range(len(starts))], axis=-1)
+    first_of_keys = [V + i * H for i in range(len(starts))]
+    value, *keys = jnp.split(solution, first_of_keys, axis=-1)
     reads = einsum("nBNWH,nBNSH->nBNWS", q, k) * decay
     queries = [jnp.where(reads_state, q * decay_from_start, 0.0) for reads_state in starts]
     shares = [_shares(end, starts, decay, decay_from_start) for end in ends]
     chunks = (value, keys, queries, reads, k, shares)
-    states, out = jax.lax.scan(_next_chunk, (state_BNHV,) * len(starts), chunks)
-    out_BTNV = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, n * W, N, -1)[:, :T]
-    return out_BTNV, states[0][:, None]
+    first_states = (state_BNHV,) * len(starts)
+    states, out = jax.lax.scan(_next_chunk, first_states, chunks)
+    out_BXNV = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(B, n * W, N, -1)
+    return out_BXNV[:, :T], states[0][:, None]
+
+
+def _decays(g: jax.Array, visible: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the decay between each pair of a chunk's tokens [n,B,N,W,W], and from the chunk's start [n,B,N,W,1].
+
+    For each pair of tokens, g is summed over the tokens between them. Differences of cumulative sums over a row would
+    lose precision.
+    """
+    W = g.shape[-2]
+    g_of_past = jnp.where(visible, jnp.swapaxes(g, -1, -2), 0.0)
+    strictly_lower = jnp.tril(jnp.ones((W, W)), -1)[None, None, None]
+    g_between = einsum("nBNWS,nBNSX->nBNWX", g_of_past, strictly_lower)
+    decay = jnp.where(visible, jnp.exp(g_between), 0.0)
+    g_from_start = jnp.sum(g_of_past, axis=-1, keepdims=True)
+    return decay, jnp.exp(g_from_start)
 
 
 def _chunks(x_BTX: jax.Array, n: int, W: int) -> jax.Array:
@@ -421,9 +481,12 @@ def _chunks(x_BTX: jax.Array, n: int, W: int) -> jax.Array:
     B, T = x_BTX.shape[:2]
     padding = (0, n * W - T)
     if jnp.issubdtype(x_BTX.dtype, jnp.integer):
-        return jnp.pad(x_BTX, ((0, 0), padding), mode="edge").reshape(B, n, W).swapaxes(0, 1)
-    x = jnp.pad(x_BTX, ((0, 0), padding, *((0, 0),) * (x_BTX.ndim - 2)))
-    return jnp.moveaxis(x.reshape(B, n, W, x_BTX.shape[2], -1), (1, 3), (0, 2))
+        ids = jnp.pad(x_BTX, ((0, 0), padding), mode="edge")
+        return ids.reshape(B, n, W).swapaxes(0, 1)
+    N = x_BTX.shape[2]
+    no_padding = [(0, 0)] * (x_BTX.ndim - 2)
+    x = jnp.pad(x_BTX, ((0, 0), padding, *no_padding))
+    return jnp.moveaxis(x.reshape(B, n, W, N, -1), (1, 3), (0, 2))
 
 
 def _shares(
@@ -437,31 +500,37 @@ def _shares(
     Returns:
         The decay of each state before the chunk, [n,B,N], and of each token's key, [n,B,N,W].
     """
-    if end.exists is None:
+    exists = end.exists
+    place = end.place
 
-        def take(x: jax.Array) -> jax.Array:
-            return x[..., end.place, :]
-
-        return [jnp.where(take(x)[..., 0], take(decay_from_start)[..., 0], 0.0) for x in starts], take(decay)
-    exists, place = end.exists, jnp.asarray(end.place)
-
-    def take_at_place(x: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x, place[:, :, None, None, None], axis=3)[..., 0, :]
+    def take(x: jax.Array) -> jax.Array:
+        """Return the values of the token after which the state is taken."""
+        if exists is None:
+            return x[..., place, :]
+        index = jnp.asarray(place)[:, :, None, None, None]
+        return jnp.take_along_axis(x, index, axis=3)[..., 0, :]
 
     shares = []
     for reads_state in starts:
-        is_used = exists[..., None] & take_at_place(reads_state)[..., 0]
-        shares.append(jnp.where(is_used, take_at_place(decay_from_start)[..., 0], 0.0))
+        is_used = take(reads_state)[..., 0]
+        if exists is not None:
+            is_used = exists[..., None] & is_used
+        shares.append(jnp.where(is_used, take(decay_from_start)[..., 0], 0.0))
+    if exists is None:
+        return shares, take(decay)
     shares[-1] = jnp.where(exists[..., None], shares[-1], 1.0)  # without a prompt token in this chunk, keep the state
-    return shares, jnp.where(exists[..., None, None], take_at_place(decay), 0.0)
+    key_shares = jnp.where(exists[..., None, None], take(decay), 0.0)
+    return shares, key_shares
 
 
 def _next_chunk(states: tuple[jax.Array, ...], chunk: Any) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Return the states after a chunk, and the chunk's outputs [B,N,W,V]."""
     value, keys, queries, reads, k, shares_of_ends = chunk
-    value -= sum(einsum("BNWH,BNHV->BNWV", key, state) for key, state in zip(keys, states, strict=True))
+    predictions = [einsum("BNWH,BNHV->BNWV", key, state) for key, state in zip(keys, states, strict=True)]
+    value -= sum(predictions)
     out = einsum("BNWS,BNSV->BNWV", reads, value)
-    out += sum(einsum("BNWH,BNHV->BNWV", query, state) for query, state in zip(queries, states, strict=True))
+    outputs = [einsum("BNWH,BNHV->BNWV", query, state) for query, state in zip(queries, states, strict=True)]
+    out += sum(outputs)
     new_states = []
     for shares, key_share in shares_of_ends:
         kept = sum(share[..., None, None] * state for share, state in zip(shares, states, strict=True))
@@ -483,13 +552,15 @@ def _inverse(system: jax.Array) -> jax.Array:
     while size < W:
         count = W // (2 * size)
         blocks = system.reshape(*lead, count, 2 * size, count, 2 * size)
-        corner = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)[..., size:, :size]
+        diagonal = jnp.diagonal(blocks, axis1=-4, axis2=-2)
+        corner = jnp.moveaxis(diagonal, -1, -3)[..., size:, :size]
         pairs = inverse.reshape(*lead, count, 2, size, size)
         upper = pairs[..., 0, :, :]
         lower = pairs[..., 1, :, :]
         corner = -einsum("...ij,...jk,...kl->...il", lower, corner, upper)
         top = jnp.concatenate([upper, jnp.zeros_like(upper)], axis=-1)
-        inverse = jnp.concatenate([top, jnp.concatenate([corner, lower], axis=-1)], axis=-2)
+        bottom = jnp.concatenate([corner, lower], axis=-1)
+        inverse = jnp.concatenate([top, bottom], axis=-2)
         size *= 2
     return inverse[..., 0, :, :]
 
@@ -507,15 +578,17 @@ def _pasts(
     """
     rows = jnp.zeros_like(unit_nBW) if row_nBW is None else row_nBW
     W = rows.shape[2]
-    is_same_unit = (unit_nBW[..., :, None] == unit_nBW[..., None, :])[:, :, None]
-    visible = lower & is_same_unit
+    is_same_unit = unit_nBW[..., :, None] == unit_nBW[..., None, :]
+    visible = lower & is_same_unit[:, :, None]
     continues_unit = unit_nBW == _last_of_previous(unit_nBW)
     continues_row = rows == _last_of_previous(rows)
     last_token = _CarriedState(W - 1)
     if row_nBW is None:
         return visible, [_by_token(continues_unit)], [last_token]
-    is_in_past = (rows[..., None, :] == 0) | (rows[..., :, None] == rows[..., None, :])
-    is_prompt = (rows == 0) & (unit_nBW == unit_nBW[:, :, -1:])
+    is_of_prompt = rows[..., None, :] == 0
+    is_in_past = is_of_prompt | (rows[..., :, None] == rows[..., None, :])
+    is_of_last_unit = unit_nBW == unit_nBW[:, :, -1:]
+    is_prompt = (rows == 0) & is_of_last_unit
     last_prompt_place = W - 1 - jnp.argmax(is_prompt[:, :, ::-1], axis=2)
     end_of_prompt = _CarriedState(last_prompt_place, jnp.any(is_prompt, axis=2))
     visible &= is_in_past[:, :, None]
@@ -531,7 +604,8 @@ def _last_of_previous(x_nBW: jax.Array) -> jax.Array:
 
     No token comes before the first chunk. Its id is -1, which no unit has.
     """
-    return jnp.concatenate([jnp.full_like(x_nBW[:1, :, :1], -1), x_nBW[:-1, :, -1:]], axis=0)
+    before_first = jnp.full_like(x_nBW[:1, :, :1], -1)
+    return jnp.concatenate([before_first, x_nBW[:-1, :, -1:]], axis=0)
 
 
 def _by_token(x_nBW: jax.Array) -> jax.Array:

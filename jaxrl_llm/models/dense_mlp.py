@@ -55,7 +55,8 @@ def compute(x_BTD: jax.Array, parameters: LayerParameters, prefix: str = "") -> 
     activation = ACTIVATIONS[parameters.arch.activation]
     gate_BTF = checkpoint_name(parameters.project(x_BTD, prefix + "gate"), "mlp")
     up_BTF = checkpoint_name(parameters.project(x_BTD, prefix + "up"), "mlp")
-    hidden_BTF = sharding.constrain(activation(gate_BTF) * up_BTF, "batch", "length", "mlp")
+    hidden_BTF = activation(gate_BTF) * up_BTF
+    hidden_BTF = sharding.constrain(hidden_BTF, "batch", "length", "mlp")
     return parameters.project(hidden_BTF, prefix + "down")
 
 

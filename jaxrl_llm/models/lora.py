@@ -53,18 +53,16 @@ def matrices(config: LoraConfig, parameters: Iterable[Parameter]) -> Iterator[Pa
     for name, shape, axes, _ in parameters:
         if _target(name) not in config.targets:
             continue
-        num_outer = len(shape) - _inputs(name)
         num_stacked = _stacked(name)
-        stacked_shape, stacked_axes = shape[:num_stacked], axes[:num_stacked]
-        outer_shape, outer_axes = shape[:num_outer], axes[:num_outer]
-        yield Parameter(
-            name + A,
-            (*stacked_shape, config.rank, *shape[num_outer:]),
-            (*stacked_axes, "rank", *axes[num_outer:]),
-        )
-        yield Parameter(name + B, (*outer_shape, config.rank), (*outer_axes, "rank"))
+        num_outer = len(shape) - _inputs(name)
+        a_shape = (*shape[:num_stacked], config.rank, *shape[num_outer:])
+        a_axes = (*axes[:num_stacked], "rank", *axes[num_outer:])
+        outer_shape = shape[:num_outer]
+        outer_axes = (*axes[:num_outer], "rank")
+        yield Parameter(name + A, a_shape, a_axes)
+        yield Parameter(name + B, (*outer_shape, config.rank), outer_axes)
         if config.dora and not num_stacked:  # experts have no m
-            yield Parameter(name + M, (*outer_shape, 1), (*outer_axes, "rank"))
+            yield Parameter(name + M, (*outer_shape, 1), outer_axes)
 
 
 # For each dimension in files, the parameter's dimensions that are folded into it.
@@ -84,10 +82,8 @@ def layout(matrix_layout: Mapping[str, FoldedDims]) -> dict[str, FoldedDims]:
             continue
         outputs, inputs = dims
         rank_dim = len(outputs)
-        adapter_layout[path + A] = (
-            (0,),
-            tuple(dim - len(outputs) + 1 for dim in inputs),
-        )
+        inputs_of_a = tuple(dim - rank_dim + 1 for dim in inputs)
+        adapter_layout[path + A] = ((0,), inputs_of_a)
         adapter_layout[path + B] = (outputs, (rank_dim,))
         adapter_layout[path + M] = ((*outputs, rank_dim),)
     return adapter_layout
@@ -142,11 +138,10 @@ def join(learned: Any, base: Any = None) -> Any:
     if base is None:
         return learned
     if "layers" in base:
-        pairs = zip(base["layers"], learned["layers"], strict=True)
-        return {
-            **base,
-            "layers": tuple({**base_layer, **adapters} for base_layer, adapters in pairs),
-        }
+        layers = []
+        for base_layer, adapters in zip(base["layers"], learned["layers"], strict=True):
+            layers.append({**base_layer, **adapters})
+        return {**base, "layers": tuple(layers)}
     return {**base, "blocks": {**base["blocks"], **learned["blocks"]}}
 
 
@@ -172,7 +167,8 @@ def in_whole(part: Any, module: jax.Array, config: LoraConfig) -> Any:
 
     def whole(x: jax.Array, dim: int) -> jax.Array:
         size = x.shape[dim]
-        zeros = jnp.zeros((*x.shape[:dim], config.rank, *x.shape[dim + 1 :]), x.dtype)
+        shape = (*x.shape[:dim], config.rank, *x.shape[dim + 1 :])
+        zeros = jnp.zeros(shape, x.dtype)
         return jax.lax.dynamic_update_slice_in_dim(zeros, x, module * size, dim)
 
     return _by_rank(whole, part)
@@ -205,8 +201,10 @@ def identity(
         compiled: compiled ``checksums_base`` and ``checksums_reference``, if present.
     """
 
+    programs = compiled or {}
+
     def sums(part: str, arrays: Any) -> list[int]:
-        program = (compiled or {}).get(f"checksums_{part}", checksums)
+        program = programs.get(f"checksums_{part}", checksums)
         return jax.device_get(program(arrays)).tolist()
 
     entries: dict[str, Any] = {}
@@ -216,7 +214,8 @@ def identity(
         return entries
     assert model is not None, "a reference has a path"
     setting = "reference_path" if model.reference_path else "path"
-    name = f"model.{setting}={getattr(model, setting)!r:.200}"
+    path = getattr(model, setting)
+    name = f"model.{setting}={path!r:.200}"
     entries["reference"] = {name: sums("reference", reference)}
     return entries
 
@@ -243,8 +242,9 @@ def check_frozen(saved: Mapping[str, Any], own: Mapping[str, Any], path: str, is
         )
     if is_merged:
         return
+    saved_references = saved.get("reference", {})
     for setting, sums in own.get("reference", {}).items():
-        if saved.get("reference", {}).get(setting, sums) != sums:
+        if saved_references.get(setting, sums) != sums:
             raise ConfigError(f"{setting} has other weights than the reference of the checkpoint. Use the same files")
 
 
@@ -263,8 +263,10 @@ def _norm(w: jax.Array, a: jax.Array, b: jax.Array, config: LoraConfig) -> jax.A
     w, a, b = _flat(w, a, b)
     s = scale(config)
     matmul = functools.partial(jnp.matmul, precision="highest")
-    added = jnp.sum(b * (2 * matmul(w, a.mT) + s * matmul(b, matmul(a, a.mT))), axis=-1)
-    return jnp.sqrt(jnp.maximum(jnp.sum(jnp.square(w), axis=-1) + s * added, 0.0))
+    cross_terms = 2 * matmul(w, a.mT) + s * matmul(b, matmul(a, a.mT))
+    added = jnp.sum(b * cross_terms, axis=-1)
+    square_norm = jnp.sum(jnp.square(w), axis=-1) + s * added
+    return jnp.sqrt(jnp.maximum(square_norm, 0.0))
 
 
 def _factor(m: jax.Array, norm: jax.Array) -> jax.Array:
@@ -286,7 +288,13 @@ def _by_layer(norm: Callable[..., jax.Array], blocks: Any) -> dict[str, jax.Arra
     for name in blocks:
         if name.endswith(M):
             matrix = name.removesuffix(M)
-            values[name] = jax.lax.map(one_layer, tuple(blocks[matrix + kind] for kind in (M, "", A, B)))
+            arrays = (
+                blocks[name],
+                blocks[matrix],
+                blocks[matrix + A],
+                blocks[matrix + B],
+            )
+            values[name] = jax.lax.map(one_layer, arrays)
     return values
 
 
@@ -325,7 +333,8 @@ def add(out_BTO: jax.Array, x_BTI: jax.Array, name: str, block: Any, linear: Cal
     def weight(kind: str) -> jax.Array:
         return getattr(block, name + kind)[...]
 
-    out_BTO += linear(linear(x_BTI, weight(A)) * scale(config), weight(B))
+    x_BTr = linear(x_BTI, weight(A)) * scale(config)
+    out_BTO += linear(x_BTr, weight(B))
     if not config.dora:
         return out_BTO
     excess = weight(M)
@@ -350,14 +359,18 @@ def init(shapes: Any, config: LoraConfig, base: Any = None, *, seed: int) -> Any
         adapters = {}
         for place, (name, x) in enumerate(sorted(adapter_shapes["blocks"].items())):
             if name.endswith(A):
-                bound = math.prod(x.shape[2 + _stacked(name) :]) ** -0.5
-                adapters[name] = jax.random.uniform(jax.random.fold_in(key, place), x.shape, x.dtype, -bound, bound)
+                num_inputs = math.prod(x.shape[2 + _stacked(name) :])
+                bound = num_inputs**-0.5
+                own_key = jax.random.fold_in(key, place)
+                adapters[name] = jax.random.uniform(own_key, x.shape, x.dtype, -bound, bound)
             else:
                 adapters[name] = jnp.zeros_like(x)
         base_blocks = base["blocks"] if base else {}
-        return {"blocks": adapters | _row_norms({**base_blocks, **adapters}, config)}
+        norms = _row_norms({**base_blocks, **adapters}, config)
+        return {"blocks": adapters | norms}
 
-    return jax.jit(make, out_shardings=sharding.of(adapter_shapes))(rng.stream(seed, "lora"), base)
+    program = jax.jit(make, out_shardings=sharding.of(adapter_shapes))
+    return program(rng.stream(seed, "lora"), base)
 
 
 def common(configs: Iterable[LoraConfig]) -> LoraConfig:
@@ -391,12 +404,15 @@ def fit(learned: Any, config: LoraConfig, shapes: Any, new_config: LoraConfig, b
         new = {name: jnp.zeros(x.shape, x.dtype) for name, x in adapter_shapes["blocks"].items()}
         for name, x in old.items():
             x = x * scale(config) if name.endswith(B) else x
-            padding = [(0, new_size - size) for new_size, size in zip(new[name].shape, x.shape, strict=True)]
+            sizes = zip(new[name].shape, x.shape, strict=True)
+            padding = [(0, new_size - size) for new_size, size in sizes]
             new[name] = jnp.pad(x, padding)
         norms = _row_norms({**base["blocks"], **new}, new_config)
-        return {"blocks": new | {name: x for name, x in norms.items() if name not in old}}
+        missing_norms = {name: x for name, x in norms.items() if name not in old}
+        return {"blocks": new | missing_norms}
 
-    return jax.jit(make, out_shardings=sharding.of(adapter_shapes))(learned["blocks"], base)
+    program = jax.jit(make, out_shardings=sharding.of(adapter_shapes))
+    return program(learned["blocks"], base)
 
 
 def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
@@ -409,9 +425,12 @@ def merge(learned: Any, base: Any, config: LoraConfig) -> Any:
     matrices = [name.removesuffix(A) for name in adapters if name.endswith(A)]
     for name in matrices:
         old = blocks[name]
-        w, a, b = _flat(old, adapters[name + A], adapters[name + B], lead=1 + _stacked(name))
-        merged = w + scale(config) * jnp.matmul(b, a, precision="highest")
+        num_leading = 1 + _stacked(name)
+        w, a, b = _flat(old, adapters[name + A], adapters[name + B], lead=num_leading)
+        product = jnp.matmul(b, a, precision="highest")
+        merged = w + scale(config) * product
         if name + M in adapters:
-            merged *= _factor(adapters[name + M], jnp.linalg.norm(merged, axis=-1, keepdims=True))
+            norm = jnp.linalg.norm(merged, axis=-1, keepdims=True)
+            merged *= _factor(adapters[name + M], norm)
         blocks[name] = merged.reshape(old.shape).astype(old.dtype)
     return {**base, "blocks": blocks}

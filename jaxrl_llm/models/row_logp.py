@@ -142,13 +142,29 @@ def row_logp(
             group_size=group_size,
             remat=remat,
         )
+    return _row_values(model, params, completions, prompts if with_prompts else None, sampling, readout)
+
+
+def _row_values(
+    model: Model,
+    params: Params,
+    completions: Part,
+    prompts: Part | None,
+    sampling: SamplingConfig,
+    readout: Callable[[jax.Array], jax.Array] | None,
+) -> RowValues:
+    """Return the values of rows.
+
+    Args:
+        prompts: None = the prompts' log-probs are not needed.
+    """
     head_VD = model.head(params)
     routed = tuple(completions.place(x.astype(jnp.float32)) for x in completions.routed)
     logp, entropy = _part_logp(model, head_VD, completions, sampling)
     values = RowValues(logp, entropy, routed=routed)
     if readout is not None:
         values = values._replace(readout=completions.place(readout(completions.hidden)))
-    if with_prompts:
+    if prompts is not None:
         prompt_logp, _ = _part_logp(model, head_VD, prompts, PLAIN)
         values = values._replace(prompt_logp=prompt_logp)
     return values
