@@ -159,16 +159,47 @@ class Architecture:
 
     @property
     def num_params(self) -> int:
-        N, K, H, D, E = (self.num_heads, self.num_kv_heads, self.head_size, self.width, self.num_experts)
-        Q = N * (1 + self.output_gate)
-        block = 3 * D * self.ffn * max(E, 1) + D * E + 2 * D * (self.pre_norm + self.post_norm)
-        block += (3 * D * self.shared_ffn + D) * bool(self.shared_ffn)
-        block += self.mlp_bias * (2 * self.ffn + D) + self.experts_bias * E * (1 + 2 * self.ffn + D)
-        attention = D * H * (Q + N + 2 * K) + self.qkv_bias * (Q + 2 * K) * H + self.o_bias * D + self.sinks * N
-        attention += {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
-        of_kinds = len(self.layers_with("q")) * attention
-        of_kinds += len(self.layers_with("delta_out")) * (self.delta.num_params(D) if self.delta else 0)
-        return self.num_layers * block + of_kinds + self.vocab_size * D * (1 if self.tied else 2) + D
+        D = self.width
+        num_attention = len(self.layers_with("q"))
+        num_delta = len(self.layers_with("delta_out"))
+        mixers = num_attention * self._num_attention_params
+        if self.delta is not None:
+            mixers += num_delta * self.delta.num_params(D)
+        num_tables = 1 if self.tied else 2
+        norms_of_block = 2 * D * (self.pre_norm + self.post_norm)
+        block = norms_of_block + self._num_mlp_params
+        return self.num_layers * block + mixers + num_tables * self.vocab_size * D + D
+
+    @property
+    def _num_attention_params(self) -> int:
+        """Return the number of parameters of attention in one layer."""
+        N = self.num_heads
+        K = self.num_kv_heads
+        H = self.head_size
+        D = self.width
+        queries = N * (1 + self.output_gate)  # heads of the query projection, with output gates
+        count = D * H * (queries + N + 2 * K)
+        if self.qkv_bias:
+            count += (queries + 2 * K) * H
+        if self.o_bias:
+            count += D
+        if self.sinks:
+            count += N
+        return count + {"": 0, "head": 2 * H, "all": (N + K) * H}[self.qk_norm]
+
+    @property
+    def _num_mlp_params(self) -> int:
+        """Return the number of parameters of the MLP, or of the experts and their router, in one layer."""
+        D = self.width
+        E = self.num_experts
+        count = 3 * D * self.ffn * max(E, 1) + D * E
+        if self.shared_ffn:
+            count += 3 * D * self.shared_ffn + D
+        if self.mlp_bias:
+            count += 2 * self.ffn + D
+        if self.experts_bias:
+            count += E * (1 + 2 * self.ffn + D)
+        return count
 
 
 def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float = 2**31 - 1) -> Any:
@@ -177,7 +208,8 @@ def positive(path: Any, key: str, value: Any, *, whole: bool = True, most: float
     Raises:
         ConfigError: the value is not a (whole) number above 0 and at most ``most``.
     """
-    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)) or not 0 < value <= most:
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= most:
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"{path}: {key}={value!r:.60} must be {kind} above 0 and at most {most}")
     return value if whole else float(value)

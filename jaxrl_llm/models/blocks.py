@@ -233,14 +233,17 @@ def scan(blocks: dict[Layer, Block], by_layer: tuple[Layer, ...], x: jax.Array, 
         for kind in kinds:
             layer_leaves = []
             for name, part in zip(names, parts, strict=True):
-                a = next(part) if kind.has(name) else None
-                layer_leaves.append(a)
-            layer_leaves = [None if a is None else a.reshape(a.shape[1:]) for a in layer_leaves]
+                leaf = None
+                if kind.has(name):
+                    a = next(part)
+                    leaf = a.reshape(a.shape[1:])
+                layer_leaves.append(leaf)
             x, new = blocks[kind](x, tree.unflatten(layer_leaves))
             outputs.append(new)
         return x, jax.tree.map(lambda *a: jnp.stack(a), *outputs)
 
-    scanned, last = [], []
+    scanned = []
+    last = []
     for name, (_, a) in zip(names, leaves, strict=True):
         num_last_parts = sum(kind.has(name) for kind in last_kinds)
         last_part = None

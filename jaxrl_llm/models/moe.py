@@ -117,7 +117,10 @@ def parameters(arch: Architecture) -> Iterator[Parameter]:
     Raises:
         ConfigError: the number of experts per token is not between 1 and the number of experts.
     """
-    E, D, F, k = arch.num_experts, arch.width, arch.ffn, arch.experts_per_token
+    E = arch.num_experts
+    D = arch.width
+    F = arch.ffn
+    k = arch.experts_per_token
     if not 1 <= k <= E:
         raise ConfigError(f"num_experts_per_tok={k} must be from 1 to {E}, the number of the model's experts")
     yield Parameter("router", (E, D), ("activation", "embed"))
@@ -194,7 +197,8 @@ def _routed(results: tuple[Any, ...]) -> tuple[jax.Array, ...]:
     chosen, *costs = (jnp.stack(x) if isinstance(x, tuple) else x for x in mlp_results)
     chosen = jnp.moveaxis(chosen, 0, 2)
     chosen = chosen.reshape(*chosen.shape[:2], -1)
-    return (chosen, *(jnp.mean(x, axis=0)[..., None] for x in costs))
+    mean_costs = [jnp.mean(cost, axis=0)[..., None] for cost in costs]
+    return (chosen, *mean_costs)
 
 
 def in_lines(
@@ -209,9 +213,11 @@ def in_lines(
     if routing is None or routing.chosen is None:
         return routing
     n, K, S, m = routing.chosen.shape
-    index = jnp.broadcast_to(jnp.arange(K * S, dtype=jnp.int32).reshape(1, K, S), (n, K, S))
+    index_1KS = jnp.arange(K * S, dtype=jnp.int32).reshape(1, K, S)
+    index = jnp.broadcast_to(index_1KS, (n, K, S))
     line = packing.lay(index, prompt_length, length, width=width, group_size=group_size)
-    chosen = jnp.take_along_axis(routing.chosen.reshape(n, K * S, m), line.tokens[:, :, None], axis=1)
+    chosen_nXm = routing.chosen.reshape(n, K * S, m)
+    chosen = jnp.take_along_axis(chosen_nXm, line.tokens[:, :, None], axis=1)
     return dataclasses.replace(routing, chosen=chosen)
 
 
@@ -226,7 +232,8 @@ def of_groups(
     if routing is None or routing.chosen is None:
         return routing
     B, S, m = routing.chosen.shape
-    prompts = routing.chosen.reshape(B // group_size, group_size, S, m)[:, 0, : S - completion_width]
+    by_group = routing.chosen.reshape(B // group_size, group_size, S, m)
+    prompts = by_group[:, 0, : S - completion_width]
     completions = completion_window(routing.chosen, prompt_length, completion_width)
     completions = completions.reshape(len(prompts), -1, m)
     return dataclasses.replace(routing, chosen=jnp.concatenate([prompts, completions], axis=1))
@@ -268,10 +275,14 @@ def counts(chosen: jax.Array, mask: jax.Array, arch: Architecture) -> jax.Array:
         chosen: [...,layers*k] experts of each token.
         mask: [...] the tokens to count.
     """
-    L, E = arch.num_layers, arch.num_experts
-    index = chosen.reshape(-1, L, arch.experts_per_token).astype(jnp.int32) + E * jnp.arange(L)[None, :, None]
-    weight = jnp.broadcast_to(mask.reshape(-1, 1, 1).astype(jnp.float32), index.shape)
-    sums = jnp.zeros(L * E, jnp.float32).at[index.reshape(-1)].add(weight.reshape(-1))
+    L = arch.num_layers
+    E = arch.num_experts
+    chosen_XLk = chosen.reshape(-1, L, arch.experts_per_token).astype(jnp.int32)
+    index = chosen_XLk + E * jnp.arange(L)[None, :, None]
+    mask_X11 = mask.reshape(-1, 1, 1).astype(jnp.float32)
+    weight = jnp.broadcast_to(mask_X11, index.shape)
+    zeros = jnp.zeros(L * E, jnp.float32)
+    sums = zeros.at[index.reshape(-1)].add(weight.reshape(-1))
     return sums.reshape(L, E)
 
 
@@ -383,25 +394,24 @@ def mlp(
         The output [B,T,D], and a tuple. The tuple has the chosen experts [B,T,k], likeliest first unless they are
         replayed. With ``load``, it also has each token's balance cost [B,T] f32: E sum_e f_e p_e.
     """
-    k = arch.experts_per_token
-    logits_BTE = jnp.einsum(
-        "BTD,ED->BTE",
-        x_BTD.astype(jnp.float32),
-        weight("router").astype(jnp.float32),
-        precision="highest",
+    chosen_BTk, share_BTk, probs_BTE = _route(x_BTD, weight, chosen, arch)
+    y_BTD = _by_device(
+        x_BTD,
+        chosen_BTk,
+        share_BTk,
+        weight,
+        arch,
+        lora,
+        rules,
+        grouped,
+        rounded,
     )
-    if arch.experts_bias:
-        logits_BTE += weight("router_bias").astype(jnp.float32)[None, None]
-    probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
-    chosen_BTk = jax.lax.top_k(probs_BTE, k)[1] if chosen is None else chosen.astype(jnp.int32)
-    share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
-    if arch.norm_topk:
-        share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
-    y_BTD = _by_device(x_BTD, chosen_BTk, share_BTk, weight, arch, lora, rules, grouped, rounded)
     if arch.experts_bias:  # add the output bias here, because devices that share an expert's ffn would each add it
-        share_BTE = jnp.sum(jax.nn.one_hot(chosen_BTk, arch.num_experts) * share_BTk[..., None], axis=2)
+        is_chosen_BTkE = jax.nn.one_hot(chosen_BTk, arch.num_experts)
+        share_BTE = jnp.sum(is_chosen_BTkE * share_BTk[..., None], axis=2)
         bias_ED = weight("experts_down_bias").astype(jnp.float32)
-        y_BTD += jnp.einsum("BTE,ED->BTD", share_BTE, bias_ED, precision="highest").astype(y_BTD.dtype)
+        bias_BTD = jnp.einsum("BTE,ED->BTD", share_BTE, bias_ED, precision="highest")
+        y_BTD += bias_BTD.astype(y_BTD.dtype)
     if arch.shared_ffn:
         row = weight("shared_router").astype(jnp.float32)
         logits_BT1 = jnp.einsum("BTD,ED->BTE", x_BTD.astype(jnp.float32), row, precision="highest")
@@ -412,6 +422,33 @@ def mlp(
         return y_BTD, (stored_choice,)
     cost_BT = arch.num_experts * jnp.einsum("BTE,E->BT", probs_BTE, load)
     return y_BTD, (stored_choice, cost_BT)
+
+
+def _route(
+    x_BTD: jax.Array, weight: Callable[[str], jax.Array], chosen: jax.Array | None, arch: Architecture
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the experts of each token [B,T,k], their shares of the output [B,T,k], and all probabilities [B,T,E].
+
+    Args:
+        weight, chosen: as in ``mlp``.
+    """
+    logits_BTE = jnp.einsum(
+        "BTD,ED->BTE",
+        x_BTD.astype(jnp.float32),
+        weight("router").astype(jnp.float32),
+        precision="highest",
+    )
+    if arch.experts_bias:
+        logits_BTE += weight("router_bias").astype(jnp.float32)[None, None]
+    probs_BTE = jax.nn.softmax(logits_BTE, axis=-1)
+    if chosen is None:
+        _, chosen_BTk = jax.lax.top_k(probs_BTE, arch.experts_per_token)
+    else:
+        chosen_BTk = chosen.astype(jnp.int32)
+    share_BTk = jnp.take_along_axis(probs_BTE, chosen_BTk, axis=-1)
+    if arch.norm_topk:
+        share_BTk = share_BTk / jnp.sum(share_BTk, axis=-1, keepdims=True)
+    return chosen_BTk, share_BTk, probs_BTE
 
 
 def _by_device(
@@ -545,7 +582,9 @@ def _by_experts(
             rows_AR = grouped(rows_AI, local[name + adapters.A], sizes_E) * scale
             out_AO += grouped(rows_AR, local[name + adapters.B], sizes_E)
         bias_EO = local.get(f"{name}_bias")
-        return out_AO if bias_EO is None else out_AO + is_expert_AE.astype(out_AO.dtype) @ bias_EO
+        if bias_EO is None:
+            return out_AO
+        return out_AO + is_expert_AE.astype(out_AO.dtype) @ bias_EO
 
     num_parts = jax.lax.axis_size(expert_axes) if expert_axes else 1
     with jax.named_scope(f"experts_in_{num_parts}_parts"):  # ``plan`` reads this name

@@ -35,8 +35,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.architecture import Architecture
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down", "delta_in", "delta_qkv", "delta_z", "delta_out")
-OF_EXPERTS = tuple(f"{kind}_{name}" for kind in ("experts", "shared") for name in ("gate", "up", "down"))
+MATRICES = (
+    "q",
+    "k",
+    "v",
+    "o",
+    "gate",
+    "up",
+    "down",
+    "delta_in",
+    "delta_qkv",
+    "delta_z",
+    "delta_out",
+)
+OF_EXPERTS = (
+    "experts_gate",
+    "experts_up",
+    "experts_down",
+    "shared_gate",
+    "shared_up",
+    "shared_down",
+)
 # Dtype by the name in the settings. "compute": not rounded, in the compute dtype.
 KINDS = {
     "compute": None,
@@ -107,7 +126,8 @@ def multiply(
     out_BTO = linear(x_BTI, w_OI)
     if scale_O is None:
         return out_BTO
-    return (out_BTO * scale_O.reshape(1, 1, -1)).astype(x_BTI.dtype)
+    scaled_BTO = out_BTO * scale_O.reshape(1, 1, -1)
+    return scaled_BTO.astype(x_BTI.dtype)
 
 
 def rounded(name: str, w_OI: jax.Array, kind: str) -> Any:
@@ -136,7 +156,8 @@ def _packed(values: jax.Array) -> jax.Array:
     x = values.astype(jnp.float32)
     magnitude = sum((jnp.abs(x) >= least).astype(jnp.int32) for least in (0.5, 1, 1.5, 2, 3, 4, 6))
     bits = 8 * (x < 0) + magnitude
-    return (bits[..., ::2] + 16 * bits[..., 1::2]).astype(jnp.uint8)
+    pairs = bits[..., ::2] + 16 * bits[..., 1::2]
+    return pairs.astype(jnp.uint8)
 
 
 def _values(w: Any) -> jax.Array:
@@ -144,7 +165,8 @@ def _values(w: Any) -> jax.Array:
     if w.qvalue.dtype != jnp.uint8:
         return w.qvalue
     bits = w.qvalue.astype(jnp.int32)
-    bits = jnp.stack([bits & 15, bits >> 4], axis=-1).reshape(*bits.shape[:-1], -1)
+    pairs = jnp.stack([bits & 15, bits >> 4], axis=-1)
+    bits = pairs.reshape(*bits.shape[:-1], -1)
     exponent = (bits >> 1) & 3
     mantissa = 0.5 * (bits & 1)
     magnitude = jnp.where(exponent == 0, mantissa, (1 + mantissa) * (1 << exponent) / 2)
@@ -184,13 +206,18 @@ def shape(name: str, w_IO: jax.ShapeDtypeStruct, layout: NamedSharding, kind: st
     *num_experts, num_inputs, num_outputs = w_IO.shape
     qtype = KINDS[kind]
     assert qtype is not None, "only matrices of a rounded kind are rounded"
-    values_dtype, values_per_element = (jnp.uint8, 2) if kind == "fp4" else (qtype, 1)
+    values_dtype = qtype
+    values_per_element = 1
+    if kind == "fp4":
+        values_dtype = jnp.uint8
+        values_per_element = 2
     values_shape = (*num_experts, num_inputs // values_per_element, num_outputs)
     num_scales = num_inputs // PER_SCALE.get(kind, num_inputs)
     scales_sharding = NamedSharding(layout.mesh, PartitionSpec(*expert_axes, None, out_axes))
     # qwix declares arrays; an abstract QArray has their shapes.
     values: Any = jax.ShapeDtypeStruct(values_shape, values_dtype, sharding=w_IO.format)
-    scales: Any = jax.ShapeDtypeStruct((*num_experts, num_scales, num_outputs), jnp.float32, sharding=scales_sharding)
+    scales_shape = (*num_experts, num_scales, num_outputs)
+    scales: Any = jax.ShapeDtypeStruct(scales_shape, jnp.float32, sharding=scales_sharding)
     return qwix.QArray(values, scales, qtype=qtype)
 
 
@@ -208,7 +235,8 @@ def factors(w: Any, inputs: int, kind: str = "compute") -> tuple[jax.Array, jax.
     elif KINDS[kind] is None:
         return w, None
     else:
-        values, scale = _round_straight_through(w.reshape(-1, inputs).astype(jnp.float32), kind)
+        w_OI = w.reshape(-1, inputs)
+        values, scale = _round_straight_through(w_OI.astype(jnp.float32), kind)
     if scale.shape[-1] > 1:  # apply the scales before the matmul, because one output has several scales
         return values.astype(jnp.float32) * _scale_by_input(scale, inputs), None
     return values, scale.reshape(-1)
@@ -223,7 +251,9 @@ def of_experts(w: Any, dtype: Any, kind: str = "compute") -> jax.Array:
         return w.astype(dtype)
     else:
         values, scale = _round_straight_through(w.astype(jnp.float32), kind)
-    return (values.astype(jnp.float32) * _scale_by_input(scale, values.shape[-1])).astype(dtype)
+    scale_by_input = _scale_by_input(scale, values.shape[-1])
+    matrices = values.astype(jnp.float32) * scale_by_input
+    return matrices.astype(dtype)
 
 
 def _scale_by_input(scale: jax.Array, inputs: int) -> jax.Array:
@@ -238,5 +268,6 @@ def _round_straight_through(w: jax.Array, kind: str) -> tuple[jax.Array, jax.Arr
     rounded_w = jax.lax.stop_gradient(_round(w, kind))
     unrounded = w / _scale_by_input(rounded_w.scale, w.shape[-1])
     # The result is exactly q, because the added difference is zero. The difference only carries the gradient.
-    values = rounded_w.qvalue.astype(jnp.float32) + (unrounded - jax.lax.stop_gradient(unrounded))
+    zero = unrounded - jax.lax.stop_gradient(unrounded)
+    values = rounded_w.qvalue.astype(jnp.float32) + zero
     return values, rounded_w.scale

@@ -64,16 +64,21 @@ def _param(
     logical_axes: tuple[str, ...],
     constant: float | None = None,
 ) -> nnx.Param:
-    init = INIT_STDDEV * jax.random.normal(rngs.params(), shape) if constant is None else jnp.full(shape, constant)
-    return nnx.Param(init, logical_axes=logical_axes)
+    if constant is not None:
+        return nnx.Param(jnp.full(shape, constant), logical_axes=logical_axes)
+    noise = jax.random.normal(rngs.params(), shape)
+    return nnx.Param(INIT_STDDEV * noise, logical_axes=logical_axes)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, arch: Architecture) -> jax.Array:
     """Return x / rms(x) * (scale + ``arch.norm_offset``) over the last dimension, computed in float32."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + arch.norm_eps)
-    scale = scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))
-    return (x32 * (scale + arch.norm_offset if arch.norm_offset else scale)).astype(x.dtype)
+    leading_axes = (1,) * (x.ndim - 1)
+    scale = scale.astype(jnp.float32).reshape((*leading_axes, -1))
+    if arch.norm_offset:
+        scale = scale + arch.norm_offset
+    return (x32 * scale).astype(x.dtype)
 
 
 def linear(
@@ -104,10 +109,13 @@ def linear(
         w_OI = sharding.gather_once(w_OI, *axes)
     if not merged:
         return jnp.einsum("BTI,OI->BTO", x_BTI, w_OI)
-    x_XI, X = x_BTI.reshape(-1, x_BTI.shape[-1]), x_BTI.shape[0] * x_BTI.shape[1]
+    B, T, _ = x_BTI.shape
+    x_XI = x_BTI.reshape(-1, x_BTI.shape[-1])
+    X = B * T
     if X == 1:  # XLA would fuse a vector's product and read the sampler's transposed weights (publish) with strides
         x_XI = jnp.repeat(x_XI, 2, axis=0)
-    return jnp.einsum("XI,OI->XO", x_XI, w_OI)[:X].reshape(*x_BTI.shape[:2], -1)
+    out_XO = jnp.einsum("XI,OI->XO", x_XI, w_OI)
+    return out_XO[:X].reshape(B, T, -1)
 
 
 def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
@@ -118,7 +126,8 @@ def look_up(dtype, width: int, axes: Any, tokens_BT: jax.Array, table_VD: jax.Ar
     """
     if table_VD.shape[1] == width:
         return table_VD[tokens_BT].astype(dtype)
-    part = table_VD[jax.lax.all_gather(tokens_BT, axes, tiled=True)].astype(dtype)
+    all_tokens = jax.lax.all_gather(tokens_BT, axes, tiled=True)
+    part = table_VD[all_tokens].astype(dtype)
     return jax.lax.all_to_all(part, axes, split_axis=0, concat_axis=2, tiled=True)
 
 
@@ -143,17 +152,12 @@ class Blocks(nnx.Module):
         self.arch = arch
         self.lora = lora
         parameters = list(block_parameters(arch))
-        for name, shape, axes, constant in (
-            *parameters,
-            *adapters.matrices(lora, parameters),
-        ):
+        all_parameters = [*parameters, *adapters.matrices(lora, parameters)]
+        for name, shape, axes, constant in all_parameters:
             count = len(arch.layers_with(name))
             if count:
-                setattr(
-                    self,
-                    name,
-                    _param(rngs, (count, *shape), ("layers", *axes), constant),
-                )
+                stacked = _param(rngs, (count, *shape), ("layers", *axes), constant)
+                setattr(self, name, stacked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,15 +490,15 @@ class Model:
         _, state = _abstract(self.arch, self.lora)
 
         def one(variable):
-            shape, axes = (
-                variable.get_value().shape,
-                variable.get_metadata()["logical_axes"],
-            )
-            own = "float32" if "rank" in axes else self.param_dtype
+            shape = variable.get_value().shape
+            axes = variable.get_metadata()["logical_axes"]
+            own_dtype = "float32" if "rank" in axes else self.param_dtype
             # Other parameters, such as routers, are computed in float32.
-            if {"embed", "rank"} & {*axes} and "activation" not in axes:
-                own = dtype or own
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(own), sharding=sharding.named(mesh, shape, axes, rules))
+            is_matrix = "embed" in axes or "rank" in axes
+            if is_matrix and "activation" not in axes:
+                own_dtype = dtype or own_dtype
+            layout = sharding.named(mesh, shape, axes, rules)
+            return jax.ShapeDtypeStruct(shape, jnp.dtype(own_dtype), sharding=layout)
 
         return _pure_dict(jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
@@ -563,12 +567,12 @@ class Model:
     @property
     def table_spec(self) -> jax.P:
         """Return the sharding of embedding and head in the mesh of the function that is traced."""
-        mesh, shape = (
-            jax.sharding.get_abstract_mesh(),
-            (self.arch.vocab_size, self.arch.width),
-        )
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            return jax.P(None, None)
+        shape = (self.arch.vocab_size, self.arch.width)
         rules = sharding.RULES | dict(self.rules)
-        return jax.P(None, None) if mesh.empty else sharding.partition_spec(shape, EMBEDDING, mesh, rules)
+        return sharding.partition_spec(shape, EMBEDDING, mesh, rules)
 
     def head(self, params: Params) -> jax.Array:
         """Return the output projection [V,D] from the learner's or the sampler's parameters."""

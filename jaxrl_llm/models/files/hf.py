@@ -40,9 +40,9 @@ DTYPES = {
     "F16": np.dtype(np.float16),
 }
 CODES = "U8"  # dtype of the bytes of MXFP4 codes (``mixtures``)
-# Names in a model with images: the prefix of the text model's tensors, and the prefixes of the image model's tensors,
-# which are not read.
-OF_TEXT, OF_IMAGES = "model.language_model.", "model.visual."
+# Prefixes of names in a model with images. The image model's tensors are not read.
+OF_TEXT = "model.language_model."
+OF_IMAGES = "model.visual."
 CONFIGS = ("config.json", "adapter_config.json")  # a folder without one of these files is not read as a model
 # Subfolder of an unfinished export.
 PARTIAL = ".partial"
@@ -314,7 +314,8 @@ def export(
             fetch()  # all hosts gather the arrays that are split over hosts
         return
     folder = Path(folder)
-    original_dtypes = {} if like is None or dtype else _dtypes(Path(like))
+    original = None if like is None else Path(like)
+    original_dtypes = {} if original is None or dtype else _dtypes(original)
     default_dtype = numpy_dtypes()[dtype or "float32"]
 
     def dtype_of(name: str) -> np.dtype:
@@ -327,21 +328,31 @@ def export(
     partial.mkdir()
     try:
         num_bytes = _write_weights(tensors, partial, dtype_of)
-        tokens = {
-            "bos_token_id": tokenizer.bos_id,
-            "eos_token_id": list(tokenizer.eos_ids),
-        }
-        if like is None:
-            tokenizer.save(partial)
-        else:
-            _copy_kept(Path(like), partial)
-        _write_end_tokens(partial / "generation_config.json", tokens, tokenizer.pad_id)
         main_dtype = max(num_bytes, key=lambda name: num_bytes[name])
-        config = {**families.config_of(model.arch), "torch_dtype": main_dtype, **tokens}
-        write_json(partial / "config.json", config)
+        _write_settings(partial, model, tokenizer, original, main_dtype)
         _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_settings(folder: Path, model: Model, tokenizer: Tokenizer, original: Path | None, dtype: str) -> None:
+    """Write tokenizer, generation_config.json and config.json.
+
+    Args:
+        original: the folder whose tokenizer is copied; None = write the tokenizer.
+        dtype: name of the dtype of most weights.
+    """
+    tokens = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": list(tokenizer.eos_ids),
+    }
+    if original is None:
+        tokenizer.save(folder)
+    else:
+        _copy_kept(original, folder)
+    _write_end_tokens(folder / "generation_config.json", tokens, tokenizer.pad_id)
+    config = {**families.config_of(model.arch), "torch_dtype": dtype, **tokens}
+    write_json(folder / "config.json", config)
 
 
 def _copy_kept(source: Path, folder: Path) -> None:

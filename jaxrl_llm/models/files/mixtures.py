@@ -34,43 +34,53 @@ from jaxrl_llm.models.dense_mlp import GLU_ALPHA
 
 _LAYER = "model.layers.{layer}."
 QWEN3_MOE_KEYS = {
-    **dict(num_key_value_heads=4, max_position_embeddings=32768, attention_bias=False),
-    **dict(sliding_window=4096, use_sliding_window=False, max_window_layers=28),
-    **dict(
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=False,
-    ),
-    **dict(decoder_sparse_step=1, mlp_only_layers=None, num_local_experts=None),
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "num_local_experts": None,
 }
 MIXTRAL_KEYS = {
-    **dict(
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-    ),
-    **dict(sliding_window=None, num_experts_per_tok=2, num_local_experts=8),
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
 }
-_YARN = dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False)
-_YARN |= {"original_max_position_embeddings": 4096}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 GPT_OSS_KEYS = {
-    **dict(
-        num_key_value_heads=8,
-        head_dim=64,
-        max_position_embeddings=131072,
-        rms_norm_eps=1e-5,
-        rope_theta=150000.0,
-    ),
-    **dict(sliding_window=128, attention_bias=True, rope_parameters=_YARN),
-    **dict(
-        num_local_experts=128,
-        num_experts_per_tok=4,
-        swiglu_alpha=GLU_ALPHA,
-        swiglu_limit=7.0,
-    ),
-    **dict(initial_context_length=None, experts_per_token=None),  # transformers does not read these keys
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rope_parameters": _YARN,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "swiglu_alpha": GLU_ALPHA,
+    "swiglu_limit": 7.0,
+    # transformers does not read these two keys.
+    "initial_context_length": None,
+    "experts_per_token": None,
     "quantization_config": None,
 }
 GPT_OSS_ONLY = {"swiglu_alpha": (GLU_ALPHA,), "hidden_act": ("silu",)}
@@ -129,13 +139,16 @@ def is_code(name: str) -> bool:
 
 def decoded(blocks_OGb: np.ndarray, scales_OG: np.ndarray) -> np.ndarray:
     """Decode MXFP4 blocks [O,G,16] and scales [O,G] to float32 [O,32 G]."""
-    bits = np.stack([blocks_OGb & 15, blocks_OGb >> 4], axis=-1).reshape(*scales_OG.shape, PER_SCALE)
+    halves = np.stack([blocks_OGb & 15, blocks_OGb >> 4], axis=-1)
+    codes = halves.reshape(*scales_OG.shape, PER_SCALE)
+    exponents = scales_OG.astype(np.int32)[..., None] - 127
     with np.errstate(over="ignore"):  # a scale of 255 means NaN, and numbers can overflow
-        return np.ldexp(FP4[bits], scales_OG.astype(np.int32)[..., None] - 127).reshape(len(scales_OG), -1)
+        values = np.ldexp(FP4[codes], exponents)
+    return values.reshape(len(scales_OG), -1)
 
 
 class _ExpertPlace(NamedTuple):
-    """Where a folder stores the tensor of one expert."""
+    """Place of one expert's tensor in a folder."""
 
     stored_name: str
     kind: str  # suffix of the stored tensor's name
@@ -226,10 +239,12 @@ class Apart:
         stop_scale = -(-inputs.stop // PER_SCALE)
         index = (expert, rows, slice(first_scale, stop_scale))
         part_rows = slice(place.part, None, place.num_parts)
-        scales = self._file.read(place.stored_name.removesuffix(place.kind) + "_scales", index)[0, part_rows]
-        blocks = self._file.read(place.stored_name, (*index, slice(None)))[0, part_rows]
-        start = inputs.start - PER_SCALE * first_scale
-        return decoded(blocks, scales)[:, start : start + inputs.stop - inputs.start]
+        scales_name = place.stored_name.removesuffix(place.kind) + "_scales"
+        scales = self._file.read(scales_name, index)
+        blocks = self._file.read(place.stored_name, (*index, slice(None)))
+        values = decoded(blocks[0, part_rows], scales[0, part_rows])
+        num_skipped = PER_SCALE * first_scale
+        return values[:, inputs.start - num_skipped : inputs.stop - num_skipped]
 
 
 def name_together(name: str) -> str:
@@ -259,7 +274,8 @@ def together(tensors: Iterable[Any], *, is_together: bool) -> Iterator[Any]:
         joined.setdefault(name_together(name), {})[int(expert), part] = (shape, fetch)
     for name, expert_tensors in joined.items():
         parts = _PARTS["gate_up" if "gate_up" in name else "down"]
-        num_outputs, *input_shape = next(iter(expert_tensors.values()))[0]
+        first_shape, _ = next(iter(expert_tensors.values()))
+        num_outputs, *input_shape = first_shape
         num_experts = len(expert_tensors) // len(parts)
         shape = (num_experts, *input_shape, len(parts) * num_outputs)
         yield name, shape, functools.partial(_join, expert_tensors, parts, num_experts)
@@ -274,4 +290,5 @@ def _join(expert_tensors: ExpertTensors, parts: tuple[str, ...], num_experts: in
     for part in parts:
         by_part.append([expert_tensors[expert, part][1]() for expert in range(num_experts)])
     out = np.moveaxis(np.asarray(by_part), 0, 2)  # [E,O,parts,...]
-    return np.ascontiguousarray(out.reshape(num_experts, -1, *out.shape[3:]).swapaxes(1, -1))
+    outputs_first = out.reshape(num_experts, -1, *out.shape[3:])
+    return np.ascontiguousarray(outputs_first.swapaxes(1, -1))

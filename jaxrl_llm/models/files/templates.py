@@ -31,8 +31,20 @@ TEMPLATE_SECONDS = 10.0  # time limit per prompt
 TURN = "(a turn of the assistant's)"
 CALL_ID = "call{:05}"  # id of a call and its answer; Mistral's templates require exactly nine letters or digits
 # Arguments of transformers' apply_chat_template that templates do not receive, or that every prompt sets.
-OWN_KWARGS = ("messages", "add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation")
-OWN_KWARGS += ("conversation", "chat_template", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
+OWN_KWARGS = (
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "padding",
+    "truncation",
+    "conversation",
+    "chat_template",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "tokenizer_kwargs",
+)
 
 
 def checked_kwargs(kwargs: Mapping[str, Any], template: Any, hide: Callable[[str], str]) -> dict[str, Any]:
@@ -42,7 +54,8 @@ def checked_kwargs(kwargs: Mapping[str, Any], template: Any, hide: Callable[[str
         ConfigError: the template does not use a key, so the key would have no effect; or the date is not valid.
     """
     for key, value in kwargs.items():
-        if key in OWN_KWARGS or not re.search(rf"\b{re.escape(key)}\b", str(template)):
+        is_read = re.search(rf"\b{re.escape(key)}\b", str(template))
+        if key in OWN_KWARGS or not is_read:
             named = f"prompts.chat_template_kwargs.{key}={value!r:.200}"
             raise ConfigError(f"{named} must be left out: the model's chat template does not read it")
     if DATE in kwargs:
@@ -62,7 +75,8 @@ def dated(config: Config, tokenizer: Any, workdir: pathlib.Path) -> Config:
     If the date changed, the prompts of a resumed run would differ from the saved prompts.
     """
     kwargs = config.prompts.chat_template_kwargs
-    day = hosts.exchange(hosts.is_first() and _day(config, workdir))[0]
+    own_day = hosts.is_first() and _day(config, workdir)
+    day = hosts.exchange(own_day)[0]
     if DATE in kwargs or day is None:
         return config
     prompts = dataclasses.replace(config.prompts, chat_template_kwargs={**kwargs, DATE: day})
@@ -211,8 +225,10 @@ def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
     for message in messages:
         calls = []
         for call in message.get("tool_calls", ()):
-            marks.append(f"name_of_call_{len(marks):05}")
-            calls.append({**call, "function": {**call["function"], "name": marks[-1]}})
+            mark = f"name_of_call_{len(marks):05}"
+            marks.append(mark)
+            function = {**call["function"], "name": mark}
+            calls.append({**call, "function": function})
         marked.append({**message, "tool_calls": calls} if calls else message)
     return marked, marks
 
@@ -220,7 +236,11 @@ def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
 def _with_user_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages in which tool messages are messages of the user. Consecutive tool messages become one."""
     result: list[dict[str, Any]] = []
-    for is_tool, group in itertools.groupby(messages, key=lambda message: message["role"] == "tool"):
+
+    def is_result(message: dict[str, Any]) -> bool:
+        return message["role"] == "tool"
+
+    for is_tool, group in itertools.groupby(messages, key=is_result):
         if is_tool:
             texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
             result.append({"role": "user", "content": "\n".join(texts)})
@@ -233,4 +253,8 @@ def _with_user_results(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _on_day(template: str, day: str) -> str:
     """Return the template with ``day`` in place of its calls for today's date."""
     date = datetime.date.fromisoformat(day)
-    return DATE_CALL.sub(lambda call: json.dumps(date.strftime(call[2]), ensure_ascii=False), template)
+
+    def printed(call: re.Match[str]) -> str:
+        return json.dumps(date.strftime(call[2]), ensure_ascii=False)
+
+    return DATE_CALL.sub(printed, template)

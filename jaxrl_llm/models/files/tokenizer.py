@@ -172,8 +172,8 @@ class Tokenizer:
             try:
                 texts.append(templates.rendered(self._fast, messages, kwargs))
             except Exception as error:  # jinja's errors, from a package that is not imported here
-                reason = str(error) or repr(error)
-                raise ConfigError(f"the chat template refuses the messages {prompt!r:.200}: {reason}") from error
+                reason = str(error) or error
+                raise ConfigError(f"the chat template refuses the messages {prompt!r:.200}: {reason!r}") from error
         return self._encode(texts, at_start=False)
 
     def _with_one_bos(self, ids: list[int]) -> list[int]:
