@@ -33,7 +33,10 @@ from jaxrl_llm.models.blocks import Parameter
 from jaxrl_llm.ops.checksum import checksums
 from jaxrl_llm.runtime import rng, sharding
 
-A, B, M = "_lora_a", "_lora_b", "_lora_m"
+# Suffixes of the names of A, B and m.
+A = "_lora_a"
+B = "_lora_b"
+M = "_lora_m"
 
 
 def scale(config: LoraConfig) -> float:
@@ -380,10 +383,15 @@ def common(configs: Iterable[LoraConfig]) -> LoraConfig:
     """
     configs = list(configs)
     rank = max(config.rank for config in configs)
-    all_targets = {name for config in configs for name in config.targets}
-    targets = tuple(name for name in LORA_TARGETS if name in all_targets)
-    has_dora = any(config.dora for config in configs)
-    return LoraConfig(rank=rank, alpha=float(rank), dora=has_dora, targets=targets)
+    all_targets: set[str] = set()
+    for config in configs:
+        all_targets.update(config.targets)
+    return LoraConfig(
+        rank=rank,
+        alpha=float(rank),
+        dora=any(config.dora for config in configs),
+        targets=tuple(name for name in LORA_TARGETS if name in all_targets),
+    )
 
 
 def fit(learned: Any, config: LoraConfig, shapes: Any, new_config: LoraConfig, base: Any) -> Any:

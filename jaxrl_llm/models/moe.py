@@ -567,13 +567,9 @@ def _by_experts(
     E = weights[0].shape[0]
     k = chosen_BTk.shape[-1]
     first_expert = jax.lax.axis_index(expert_axes) * E if expert_axes else 0
-    expert_A = chosen_Xk.reshape(-1) - first_expert
-    # Number E marks an expert of another device, which is sorted last.
-    expert_A = jnp.where((expert_A >= 0) & (expert_A < E), expert_A, E)
-    order_A = jnp.argsort(expert_A, stable=True)
-    is_expert_AE = expert_A[order_A][:, None] == jnp.arange(E)[None]
+    order_A, is_expert_AE = _sort_by_expert(chosen_Xk.reshape(-1) - first_expert, E)
     sizes_E = jnp.sum(is_expert_AE, axis=0, dtype=jnp.int32)
-    is_here_A = jnp.arange(expert_A.size) < jnp.sum(sizes_E)
+    is_here_A = jnp.arange(order_A.size) < jnp.sum(sizes_E)
     rows_AD = jnp.where(is_here_A[:, None], x_XD[order_A // k], 0)
 
     def multiply(rows_AI: jax.Array, name: str) -> jax.Array:
@@ -600,6 +596,20 @@ def _by_experts(
     if expert_axes:
         y_XD = jax.lax.psum_scatter(y_XD, expert_axes, tiled=True)
     return y_XD.reshape(x_BTD.shape)
+
+
+def _sort_by_expert(expert_A: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array]:
+    """Return the order that sorts choices by expert, and whether each sorted choice is each expert, [A,E].
+
+    Args:
+        expert_A: the number of each choice's expert among the experts of this device. Choices of experts of other
+            devices are sorted last.
+    """
+    is_own_A = (expert_A >= 0) & (expert_A < num_experts)
+    expert_A = jnp.where(is_own_A, expert_A, num_experts)
+    order_A = jnp.argsort(expert_A, stable=True)
+    is_expert_AE = expert_A[order_A][:, None] == jnp.arange(num_experts)[None]
+    return order_A, is_expert_AE
 
 
 def _mesh_axes(spec: PartitionSpec, dim: int) -> tuple[str, ...]:

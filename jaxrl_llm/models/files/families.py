@@ -290,9 +290,6 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
     def get(key: str, **limits: Any) -> Any:
         return positive(path, key, config[key], **limits)
 
-    def flag(key: str) -> bool:
-        return _flag(path, key, config.get(key, False))
-
     width = get("hidden_size")
     num_heads = get("num_attention_heads")
     num_layers = get("num_hidden_layers", most=1000)
@@ -310,17 +307,7 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
         local=family.local_rope,
         keys=family.keys,
     )
-    has_bias = flag("attention_bias")
-    fields: dict[str, Any] = {
-        **ropes,
-        "qkv_bias": has_bias,
-        "o_bias": has_bias,
-        "mlp_bias": flag("mlp_bias"),
-        "norm_topk": flag("norm_topk_prob"),
-        **family.fixed,
-        **family.derived(get),
-        **hybrids.experts_of(path, config, family.keys),
-    }
+    fields = {**ropes, **_fields_of_family(path, config, family)}
     if "ffn" not in fields:
         fields["ffn"] = get("intermediate_size")
     return Architecture(
@@ -331,7 +318,7 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
         num_kv_heads=get("num_key_value_heads"),
         head_size=head_size,
         norm_eps=get("rms_norm_eps", whole=False, most=1.0),
-        tied=flag("tie_word_embeddings"),
+        tied=_flag(path, "tie_word_embeddings", config.get("tie_word_embeddings", False)),
         max_positions=rope.most_positions(ropes["rope_scaling"], get("max_position_embeddings")),
         activation=activation,
         layers=_layers(path, config, family),
@@ -340,6 +327,27 @@ def architecture_of(stored: dict[str, Any], path: Any) -> Architecture:
         family=config["model_type"],
         **fields,
     )
+
+
+def _fields_of_family(path: Any, config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of ``Architecture`` that not every family has, or that are always the same in a family."""
+
+    def get(key: str, **limits: Any) -> Any:
+        return positive(path, key, config[key], **limits)
+
+    def flag(key: str) -> bool:
+        return _flag(path, key, config.get(key, False))
+
+    has_bias = flag("attention_bias")
+    return {
+        "qkv_bias": has_bias,
+        "o_bias": has_bias,
+        "mlp_bias": flag("mlp_bias"),
+        "norm_topk": flag("norm_topk_prob"),
+        **family.fixed,
+        **family.derived(get),
+        **hybrids.experts_of(path, config, family.keys),
+    }
 
 
 def _checked_config(stored: dict[str, Any], path: Any) -> tuple[Family, dict[str, Any]]:

@@ -156,7 +156,7 @@ def check_weights(folder: str | Path, model: Model, mesh: Mesh) -> None:
 
 
 def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
-    """Return the shapes of the parameters, and a description of them for error messages."""
+    """Return the shapes of the parameters, and the model's description for error messages."""
     return model.abstract_params(mesh), f"a model of the family {model.arch.family}"
 
 

@@ -182,7 +182,7 @@ def load(folder: str | Path, model: Model, mesh: Mesh) -> Params:
 
 
 def _expected(model: Model, mesh: Mesh) -> tuple[Params, str]:
-    """Return the shapes of the model's adapters, and a description of them for error messages."""
+    """Return the shapes of the model's adapters, and the adapters' description for error messages."""
     config = model.lora
     return lora.split(model.abstract_params(mesh))[0], f"adapters of {', '.join(config.targets)} of rank {config.rank}"
 

@@ -23,7 +23,7 @@ from jaxrl_llm.runtime import json_lines
 
 Messages = list[dict[str, str]]
 
-# Tokens that end a turn in chat templates, besides the tokenizer's own EOS.
+# Tokens that end a turn in chat templates, in addition to the tokenizer's own EOS.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>")
 IMAGE = "<image_soft_token>"  # a token of Gemma; Gemma's models for text only have no embedding for it
 
@@ -81,8 +81,8 @@ class Tokenizer:
         for i, token in fast.added_tokens_decoder.items():
             if token.special or i in special_ends:
                 self._special[i] = token
-        # Besides end_id, end tokens in the template end a turn: Llama 3.1's <|eom_id|> does, Qwen's <|endoftext|> does
-        # not.
+        # In addition to end_id, every end token in the template ends a turn. Llama 3.1's <|eom_id|> is in the template,
+        # Qwen's <|endoftext|> is not.
         self._turn_ends = {self.end_id}
         for i in self.eos_ids:
             if i in self._special and self._special[i].content in template:
@@ -270,8 +270,9 @@ class Tokenizer:
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """Return the number of characters of the longest token, as it is written in the tokenizer's file."""
-        return max(map(len, self._fast.get_vocab()), default=1)
+        """Return the number of characters of the longest token in the spelling of the tokenizer's file."""
+        lengths = [len(token) for token in self._fast.get_vocab()]
+        return max(lengths, default=1)
 
     def bytes_of(self, token: int) -> bytes:
         """Return the bytes of a token's text, which may be a part of a character.
@@ -364,7 +365,7 @@ def _checked_ends(path: Path, ends: Any) -> list[int]:
     """Return ``eos_token_id`` of a file as a list.
 
     Raises:
-        ConfigError: it is neither absent, nor a token id, nor a list of them.
+        ConfigError: the value is set, but it is not a token id or a list of token ids.
     """
     if ends is None:
         return []

@@ -74,7 +74,9 @@ def to_heads(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array) -> tuple[j
         return sharding.constrain(x_BKTH, "batch", "attended", None, "head_size")
 
     q_BTNH = sharding.constrain(q_BTNH, "batch", None, "attended", "head_size")
-    return q_BTNH, whole_rows(k_BKTH), whole_rows(v_BKTH)
+    k_BKTH = whole_rows(k_BKTH)
+    v_BKTH = whole_rows(v_BKTH)
+    return q_BTNH, k_BKTH, v_BKTH
 
 
 def to_tokens(out_BTNH: jax.Array) -> jax.Array:
