@@ -46,7 +46,10 @@ class Modules(NamedTuple):
     rewards: jax.Array  # [W] f32, rewards of the last W steps, newest last
 
 
-def one_at_a_time(optimizer: optax.GradientTransformation, config: LoraConfig) -> optax.GradientTransformation:
+def one_at_a_time(
+    optimizer: optax.GradientTransformation,
+    config: LoraConfig,
+) -> optax.GradientTransformation:
     """Return an optimizer that applies ``optimizer`` to one module at a time, or ``optimizer`` if there is one module.
 
     With several modules ``update`` takes one more argument: ``reward``, the mean reward [] f32 of the gradient's batch.

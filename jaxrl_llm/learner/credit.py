@@ -31,7 +31,10 @@ _NO_GROUP = jnp.iinfo(jnp.int32).max
 
 
 def assign(
-    rollout: Rollout, scores: Scores, columns: Mapping[str, Any], config: Config
+    rollout: Rollout,
+    scores: Scores,
+    columns: Mapping[str, Any],
+    config: Config,
 ) -> tuple[Experience, dict[str, Num[Array, ...]]]:
     """Return the rollouts of one iteration with their advantages. On the device.
 
@@ -50,75 +53,84 @@ def assign(
             ``sampling``.
 
     Returns:
-        The experience, and a mapping. Its entry "degenerate_groups" [] i32 is the number of the run's own groups whose
-        advantages are all 0. The other entries are the values that memories learn from, by name.
-
-    Raises:
-        ConfigError: a user's function returns something else than one number for each row or token.
+        The experience, and the values that memories learn from, by name. The entry "degenerate_groups" [] i32 is the
+        number of the run's own groups whose advantages are all 0.
     """
     algorithm = config.algorithm
-    mask_BS = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
     trainable = scores.trainable
     if algorithm.overlong_filter:
         trainable = trainable & (rollout.stop_reason != STOP_LENGTH)
+    reward_columns = _reward_columns(rollout, scores)
+    all_columns = {**rollout.columns, **columns, **scores.columns, **reward_columns}
+    as_scored = _rows(rollout, scores, trainable, all_columns, config)
+    is_mixed = _is_mixed(as_scored, config)
+    is_trained_BS = as_scored.mask & trainable[:, None]
+    row_shape = as_scored.reward.shape
+    token_shape = as_scored.mask.shape
+
+    learned: dict[str, Any] = {}
+    rows = _add_reward_terms(as_scored, trainable, config, learned)
+    advantage = _call(algorithm.advantage, "advantage", (rows,), (row_shape, token_shape), learned)
+    credit_columns = _returns(rows, is_trained_BS, columns, learned)
+    advantage_BS = _on_tokens(advantage, is_trained_BS, is_mixed, config)
+    for reshaping in algorithm.reshaping:
+        advantage_BS = _call(reshaping, "reshaping", (advantage_BS, rows), (token_shape,), learned)
+
+    teaches_Q = _groups_with_advantage(advantage_BS, rows.groups)
+    learned["degenerate_groups"] = _num_degenerate(rollout, teaches_Q, rows.groups, config)
+    tied = ~teaches_Q[rows.groups.index]
+    if not algorithm.tied_teaches:
+        tied &= ~is_mixed
+    group_mean = compare.group_mean(as_scored.reward, rows.groups)
+    credit_columns["group_mean"] = jnp.where(trainable, group_mean, 0.0)
+    credit_columns["tied"] = tied
+    credit_columns["question_id"] = scores.question_id
+    credit_columns |= _columns_of_loss(columns, reward_columns, config)
+    experience = Experience(rollout, as_scored.reward, advantage_BS, trainable, columns=credit_columns)
+    return experience, learned
+
+
+def _rows(
+    rollout: Rollout,
+    scores: Scores,
+    trainable: jax.Array,
+    columns: Mapping[str, jax.Array],
+    config: Config,
+) -> Rows:
+    """Return the rows as the method's functions see them, with the reward as scored."""
     reward = jnp.where(trainable, scores.reward, 0.0)
-    groups = _group_rows(rollout, trainable, config)
-    parts = tuple(zip(scores.parts, config.rewards.weights, strict=True)) if scores.parts else ()
-    reward_columns = {name: _placed(name, x, rollout) for name, x in scores.columns.items() if name in COLUMNS}
-    rows = Rows(
+    mask_BS = sampled_mask(rollout.prompt_length, rollout.length, rollout.policy_version)
+    return Rows(
         reward=reward,
         added=None,
-        parts=parts,
+        parts=_parts(scores, config),
         correct=trainable & (reward >= config.rewards.pass_threshold),
-        groups=groups,
+        groups=_group_rows(rollout, trainable, config),
         group_id=rollout.group_id,
         length=jnp.sum(mask_BS, axis=1, dtype=jnp.int32),
         mask=mask_BS,
         tokens=rollout.tokens,
         behaviour_logp=rollout.behaviour_logp,
-        columns={**rollout.columns, **columns, **scores.columns, **reward_columns},
+        columns=columns,
         memory=scores.memory,
         max_length=config.sampling.max_completion_tokens,
     )
-    learned: dict[str, Any] = {}
-    rows = _add_reward_terms(rows, trainable, config, learned)
-    advantage = _call(
-        algorithm.advantage,
-        "advantage",
-        (rows,),
-        (reward.shape, mask_BS.shape),
-        learned,
-    )
-    credit_columns = {}
-    if "returns" in learned:
-        credit_columns["returns"] = learned.pop("returns")
-    elif "value" in columns:  # by default the critic learns to predict the reward at each token
-        credit_columns["returns"] = jnp.where(mask_BS & trainable[:, None], rows.reward[:, None], 0.0)
-    mixed = _is_mixed(reward, rows, config)
-    if advantage.ndim == 1:
-        if config.replay.skip_tied and not algorithm.tied_teaches:
-            advantage = jnp.where(mixed, advantage, 0.0)
-        advantage = advantage[:, None]
-    advantage_BS = jnp.where(mask_BS & trainable[:, None], advantage, 0.0)
-    for reshaping in algorithm.reshaping:
-        advantage_BS = _call(reshaping, "reshaping", (advantage_BS, rows), (mask_BS.shape,), learned)
 
-    teaches_Q = _groups_with_advantage(advantage_BS, groups)
-    learned["degenerate_groups"] = _num_degenerate(rollout, teaches_Q, groups, config)
-    tied = ~teaches_Q[groups.index]
-    if not algorithm.tied_teaches:
-        tied &= ~mixed
-    credit_columns["group_mean"] = jnp.where(trainable, compare.group_mean(reward, groups), 0.0)
-    credit_columns["tied"] = tied
-    credit_columns["question_id"] = scores.question_id
-    loss_reads_value = algorithm.critic.clip > 0 or algorithm.loss_needs("value")
-    for name, column in columns.items():
-        if name != "value" or loss_reads_value:
-            credit_columns[name] = column
-    for name, column in reward_columns.items():
-        if COLUMNS[name].is_stored and algorithm.loss_needs(name):
-            credit_columns[name] = column
-    return Experience(rollout, reward, advantage_BS, trainable, columns=credit_columns), learned
+
+def _parts(scores: Scores, config: Config) -> tuple[tuple[jax.Array, float], ...]:
+    """Return the scores [B] and the weight of each reward function; () if only the sum of the scores counts."""
+    if not scores.parts:
+        return ()
+    return tuple(zip(scores.parts, config.rewards.weights, strict=True))
+
+
+def _reward_columns(rollout: Rollout, scores: Scores) -> dict[str, jax.Array]:
+    """Return the columns that reward functions gave, by name, with values per token at their tokens."""
+    columns = {}
+    for name, column in scores.columns.items():
+        if name in COLUMNS:
+            columns[name] = _placed(name, column, rollout)
+    return columns
 
 
 def _placed(name: str, column: jax.Array, rollout: Rollout) -> jax.Array:
@@ -132,10 +144,11 @@ def _placed(name: str, column: jax.Array, rollout: Rollout) -> jax.Array:
     """
     if not COLUMNS[name].per_token:
         return column
-    place_S = jnp.arange(rollout.tokens.shape[1])[None, :]
-    index_BS = place_S - rollout.prompt_length[:, None]
-    is_completion = (index_BS >= 0) & (place_S < rollout.length[:, None])
-    value_BS = jnp.take_along_axis(column, jnp.clip(index_BS, 0, column.shape[1] - 1), axis=1)
+    position = jnp.arange(rollout.tokens.shape[1])[None, :]
+    index_BS = position - rollout.prompt_length[:, None]
+    is_completion = (index_BS >= 0) & (position < rollout.length[:, None])
+    clipped = jnp.clip(index_BS, 0, column.shape[1] - 1)
+    value_BS = jnp.take_along_axis(column, clipped, axis=1)
     return jnp.where(is_completion, value_BS, 0.0)
 
 
@@ -147,25 +160,63 @@ def _group_rows(rollout: Rollout, trainable: jax.Array, config: Config) -> Group
     return compare.group_rows(group_index, trainable, num_groups + 1)
 
 
-def _add_reward_terms(rows: Rows, trainable: jax.Array, config: Config, learned: dict[str, Any]) -> Rows:
+def _add_reward_terms(
+    rows: Rows,
+    trainable: jax.Array,
+    config: Config,
+    learned: dict[str, Any],
+) -> Rows:
     """Return the rows with the reward terms of the config added to their rewards."""
     if not config.algorithm.reward_terms:
         return rows
     added = jnp.zeros_like(rows.reward)
     for term in config.algorithm.reward_terms:
         added = added + _call(term, "reward_terms", (rows,), (rows.reward.shape,), learned)
-    return rows._replace(reward=jnp.where(trainable, rows.reward + added, 0.0), added=added)
+    reward = jnp.where(trainable, rows.reward + added, 0.0)
+    return rows._replace(reward=reward, added=added)
 
 
-def _is_mixed(reward: jax.Array, rows: Rows, config: Config) -> jax.Array:
+def _returns(
+    rows: Rows,
+    is_trained_BS: jax.Array,
+    columns: Mapping[str, Any],
+    learned: dict[str, Any],
+) -> dict[str, jax.Array]:
+    """Return the column "returns", which the critic learns to predict; {} without a critic.
+
+    An advantage may return it among the values in ``learned``; this function removes it there. By default the critic
+    learns to predict the reward at each token.
+    """
+    if "returns" in learned:
+        return {"returns": learned.pop("returns")}
+    if "value" in columns:
+        return {"returns": jnp.where(is_trained_BS, rows.reward[:, None], 0.0)}
+    return {}
+
+
+def _on_tokens(
+    advantage: jax.Array,
+    is_trained_BS: jax.Array,
+    is_mixed: jax.Array,
+    config: Config,
+) -> jax.Array:
+    """Return an advantage of rows [B] or tokens [B,S] at each trained token, [B,S], 0.0 elsewhere."""
+    if advantage.ndim == 1:
+        if config.replay.skip_tied and not config.algorithm.tied_teaches:
+            advantage = jnp.where(is_mixed, advantage, 0.0)
+        advantage = advantage[:, None]
+    return jnp.where(is_trained_BS, advantage, 0.0)
+
+
+def _is_mixed(as_scored: Rows, config: Config) -> jax.Array:
     """Return, for each row, whether the rewards of its group differ, [B] bool.
 
     Rewards as scored decide this, as in ``resampling.is_mixed``. Reward terms, such as a length penalty, do not count.
     """
-    parts = [(reward, 1.0)]
-    if rows.parts:
-        parts = config.algorithm.compared(rows.parts, jnp.where)
-    untied = [compare.is_untied(values, rows.groups) for values, weight in parts if weight]
+    parts = [(as_scored.reward, 1.0)]
+    if as_scored.parts:
+        parts = config.algorithm.compared(as_scored.parts, jnp.where)
+    untied = [compare.is_untied(values, as_scored.groups) for values, weight in parts if weight]
     return jnp.any(jnp.stack(untied), axis=0)
 
 
@@ -175,7 +226,30 @@ def _groups_with_advantage(advantage_BS: jax.Array, groups: Groups) -> jax.Array
     return jnp.any(groups.member & teaches_B[None, :], axis=1)
 
 
-def _num_degenerate(rollout: Rollout, teaches_Q: jax.Array, groups: Groups, config: Config) -> jax.Array:
+def _columns_of_loss(
+    columns: Mapping[str, jax.Array],
+    reward_columns: Mapping[str, jax.Array],
+    config: Config,
+) -> dict[str, jax.Array]:
+    """Return the columns of the learner and of the rewards that the ring stores for the loss."""
+    algorithm = config.algorithm
+    reads_value = algorithm.critic.clip > 0 or algorithm.loss_needs("value")
+    stored = {}
+    for name, column in columns.items():
+        if name != "value" or reads_value:
+            stored[name] = column
+    for name, column in reward_columns.items():
+        if COLUMNS[name].is_stored and algorithm.loss_needs(name):
+            stored[name] = column
+    return stored
+
+
+def _num_degenerate(
+    rollout: Rollout,
+    teaches_Q: jax.Array,
+    groups: Groups,
+    config: Config,
+) -> jax.Array:
     """Return the number [] i32 of the run's own groups without an advantage other than 0."""
     is_own_Q = jnp.any(groups.member & (rollout.group_id >= 0)[None, :], axis=1)
     num_teaching = jnp.sum(teaches_Q & is_own_Q, dtype=jnp.int32)

@@ -71,7 +71,8 @@ class LearnerPrograms:
 
         Programs that take weights receive this tuple, unpacked, as their last argument.
         """
-        return lora.split(self.model.abstract_params(self.mesh))[1:]
+        _, *base = lora.split(self.model.abstract_params(self.mesh))
+        return tuple(base)
 
     @property
     def loads_reference(self) -> bool:
@@ -125,7 +126,10 @@ class LearnerPrograms:
         memory = self.memory(Ledger())
 
         # The type is Any, because the fields of Scores are arrays, but this record holds their shapes.
-        def rows(dtype: jax.typing.DTypeLike = jnp.float32, shape: tuple[int, ...] = ()) -> Any:
+        def rows(
+            dtype: jax.typing.DTypeLike = jnp.float32,
+            shape: tuple[int, ...] = (),
+        ) -> Any:
             return sharding.rows(self.mesh, (B, *shape), dtype)
 
         whole: Any = {name: sharding.undivided(self.mesh, jnp.float32, shape) for name, shape in memory.whole.items()}
@@ -140,17 +144,15 @@ class LearnerPrograms:
 
     def memory(self, ledger: Ledger) -> Memory:
         """Return a new memory of earlier rewards for the method's functions."""
-        sampling = self.config.sampling
-        environments = self.config.environments
-        turns = environments.max_turns if environments.factory else 1
+        config = self.config
         sizes = Sizes(
             self.model.arch.width,
-            sampling.max_completion_tokens,
-            turns,
-            self.config.rollout.group_size,
+            config.sampling.max_completion_tokens,
+            config.environments.max_turns if config.environments.factory else 1,
+            config.rollout.group_size,
         )
-        parts = self.config.rewards.functions if self.config.algorithm.looks_at_parts else ()
-        functions = (*self.config.algorithm.of_credit, *self.config.algorithm.of_loss)
+        parts = config.rewards.functions if config.algorithm.looks_at_parts else ()
+        functions = (*config.algorithm.of_credit, *config.algorithm.of_loss)
         return Memory(functions, parts, sizes, ledger)
 
     @functools.cached_property
@@ -238,7 +240,11 @@ class LearnerPrograms:
     def _init_ring(self) -> RingState:
         """Return an empty ring."""
 
-        def experience(rollout: Rollout, scores: Scores, columns: dict[str, jax.Array]) -> Experience:
+        def experience(
+            rollout: Rollout,
+            scores: Scores,
+            columns: dict[str, jax.Array],
+        ) -> Experience:
             return credit.assign(rollout, scores, columns, self.config)[0]
 
         shape = jax.eval_shape(
@@ -318,7 +324,11 @@ class LearnerPrograms:
         }
         return state, ring, sums.named() | figures
 
-    def _reset_reference(self, state: TrainState, ring: RingState) -> tuple[TrainState, RingState]:
+    def _reset_reference(
+        self,
+        state: TrainState,
+        ring: RingState,
+    ) -> tuple[TrainState, RingState]:
         """Return the state with the policy's weights as the reference, and an empty ring.
 
         The old ring is discarded because its rows hold log-probs of the old reference.
@@ -330,66 +340,77 @@ class LearnerPrograms:
 
     def programs(self) -> dict[str, Program]:
         """Return every program of the learner by name."""
-        config = self.config
-        annotation = self.annotation
-        columns = self.abstract_columns
-        params = self.params
+        sampler_mesh = sharding.sampler_mesh(self.config.mesh, self.mesh)
+        return {
+            **publish.programs(self.model, self.mesh, sampler_mesh),
+            **self._state_programs(),
+            **self._annotation_programs(),
+        }
+
+    def _state_programs(self) -> dict[str, Program]:
+        """Return the programs that make and change the train state and the ring."""
         state = self.abstract_state
         ring = self.abstract_ring
-        rollout = self.abstract_rollout
         state_layout = sharding.of(state)
         ring_layout = sharding.of(ring)
         whole = sharding.replicated(self.mesh, 0)
         key = sharding.undivided(self.mesh, jax.eval_shape(lambda: rng.stream(0, "draw")).dtype)
-        number = sharding.undivided(self.mesh, jnp.int32)  # number of an iteration, or version of the weights
         programs = {
-            **publish.programs(
-                self.model,
-                self.mesh,
-                sharding.sampler_mesh(self.config.mesh, self.mesh),
-            ),
-            "init_state": Program(self._init_state, (params,), state_layout, donate=(0,)),
+            "init_state": Program(self._init_state, (self.params,), state_layout, donate=(0,)),
             "init_ring": Program(self._init_ring, (), ring_layout),
             "insert": Program(
                 self._insert,
-                (ring, rollout, self.abstract_scores, columns, number),
+                (ring, self.abstract_rollout, self.abstract_scores, self.abstract_columns, self._abstract_number),
                 (ring_layout, whole),
                 donate=(0,),
             ),
             "update": Program(
                 self._update,
-                (state, ring, number, key, *self.base),
+                (state, ring, self._abstract_number, key, *self.base),
                 (state_layout, ring_layout, whole),
                 donate=(0, 1),
             ),
         }
-        if columns:
-            programs["annotate"] = Program(
-                annotation.annotate,
-                (state, self.reference, rollout, *self.base),
-                sharding.of(columns),
-            )
-        if config.algorithm.reference_reset_iterations:
+        if self.config.algorithm.reference_reset_iterations:
             programs["reset_reference"] = Program(
                 self._reset_reference,
                 (state, ring),
                 (state_layout, ring_layout),
                 donate=(0, 1),
             )
+        return programs
+
+    def _annotation_programs(self) -> dict[str, Program]:
+        """Return the programs that compute log-probs and other columns of rollouts."""
+        annotation = self.annotation
+        columns = self.abstract_columns
+        rollout = self.abstract_rollout
+        programs = {}
+        if columns:
+            programs["annotate"] = Program(
+                annotation.annotate,
+                (self.abstract_state, self.reference, rollout, *self.base),
+                sharding.of(columns),
+            )
         if self.open_rollouts is not None:
             programs["score_open"] = Program(
                 annotation.score_open,
-                (params, number, self.open_rollouts, *self.base),
+                (self.params, self._abstract_number, self.open_rollouts, *self.base),
                 sharding.of(self.open_rollouts),
                 donate=(2,),
             )
-        if config.external.groups_per_iteration:
+        if self.config.external.groups_per_iteration:
             programs["join"] = Program(
                 annotation.join,
-                (params, number, self.sampled, self.abstract_external, *self.base),
+                (self.params, self._abstract_number, self.sampled, self.abstract_external, *self.base),
                 sharding.of(rollout),
             )
         return programs
+
+    @property
+    def _abstract_number(self) -> jax.ShapeDtypeStruct:
+        """Abstract iteration, or version of the weights."""
+        return sharding.undivided(self.mesh, jnp.int32)
 
 
 class Learner:
@@ -469,7 +490,7 @@ class Learner:
         return {"train": self.state, "ring": self.ring, **remembered}
 
     def host_state(self) -> dict[str, Any]:
-        """Return the state on the host that ``restore`` needs besides ``arrays()``, as plain JSON."""
+        """Return the state on the host that ``restore`` needs in addition to ``arrays()``, as plain JSON."""
         return {
             "memory": self.memory.state(),
             "faults": self.faults.state(),
@@ -490,7 +511,11 @@ class Learner:
         """Return the weights in the sampler's form. Trainable weights are copied; the published base is reused."""
         return lora.join(self._compiled["publish"](self.policy, *self._base), *self._published_base)
 
-    def learn(self, scored: ScoredRollouts, iteration: int) -> tuple[dict[str, Any], OpenRollouts | None]:
+    def learn(
+        self,
+        scored: ScoredRollouts,
+        iteration: int,
+    ) -> tuple[dict[str, Any], OpenRollouts | None]:
         """Put an iteration's rollouts into the ring and take U optimizer steps on batches drawn from the ring.
 
         Returns:

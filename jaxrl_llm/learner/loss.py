@@ -9,8 +9,8 @@
 
 Every term is a function of an ``Objective`` (static) and of ``LossInputs`` (arrays). It returns a ``Term``: its
 contributions to the loss, and sums for metrics. A term that the run does not use returns an empty ``Term``. The token
-weights w_t and u_t include all denominators. Contributions and sums of micro-batches therefore add up to those of the
-batch.
+weights w_t and u_t include all denominators. Contributions and sums of micro-batches therefore add up to the
+values of the batch.
 
 Owns: the terms and their order, the sums for metrics. Does not know: forward passes, gradients, an algorithm's name.
 """

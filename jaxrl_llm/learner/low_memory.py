@@ -41,9 +41,10 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
     A bfloat16 is the upper 16 bits of a float32. The function adds 16 random bits to the lower half; a carry into the
     upper half rounds up. NaN and infinity stay the same. Source: Gupta et al. 2015, arXiv:1502.02551, eq. of section 3.
     """
-    chance = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    random_lower_half = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    rounded = jax.lax.bitcast_convert_type((bits + chance) & jnp.uint32(UPPER_HALF), jnp.float32)
+    rounded_bits = (bits + random_lower_half) & jnp.uint32(UPPER_HALF)
+    rounded = jax.lax.bitcast_convert_type(rounded_bits, jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
@@ -53,9 +54,10 @@ def _keys(number: int, step: jax.Array) -> Iterator[jax.Array]:
     Args:
         number: ``WEIGHTS`` or ``MOMENTS``.
     """
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), number), step)
+    key_of_rounding = jax.random.fold_in(jax.random.key(0), number)
+    key_of_step = jax.random.fold_in(key_of_rounding, step)
     for call in itertools.count():
-        yield jax.random.fold_in(key, call)
+        yield jax.random.fold_in(key_of_step, call)
 
 
 def _rounding(number: int, step: jax.Array) -> Callable[[jax.Array], jax.Array]:
@@ -77,7 +79,11 @@ def apply_updates(params: Any, updates: Any, step: jax.Array) -> Any:
     if all(x.dtype == jnp.float32 for x in jax.tree.leaves(params)):
         return optax.apply_updates(params, updates)
     rounded = _rounding(WEIGHTS, step)
-    return jax.tree.map(lambda p, u: rounded(p.astype(jnp.float32) + u), params, updates)
+
+    def add(param: jax.Array, update: jax.Array) -> jax.Array:
+        return rounded(param.astype(jnp.float32) + update)
+
+    return jax.tree.map(add, params, updates)
 
 
 def rounded_moments(
@@ -123,10 +129,12 @@ def own_dims(path: KeyPath, x: HasShape) -> tuple[tuple[int, ...], ...]:
     ndim = len(x.shape)
     groups = tuple((dim,) for dim in range(ndim))
     if name in layout.LAYOUT:
-        groups = layout.stored_dims(name, ndim)[-len(layout.LAYOUT[name]) :]
+        num_own_groups = len(layout.LAYOUT[name])
+        groups = layout.stored_dims(name, ndim)[-num_own_groups:]
     if len(groups) == 2:
         return groups
-    return (tuple(itertools.chain.from_iterable(groups)),)
+    all_dims = tuple(itertools.chain.from_iterable(groups))
+    return (all_dims,)
 
 
 class ByteMoments(NamedTuple):
@@ -149,7 +157,11 @@ LEAST_BYTES = 4096  # smallest number of elements of a tensor with 8-bit moments
 LEAST_FACTORED = 64  # smallest number of outputs, and of inputs, of a matrix with factored moments
 
 
-def to_bytes(x: jax.Array, key: jax.Array, kind: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
+def to_bytes(
+    x: jax.Array,
+    key: jax.Array,
+    kind: tuple[int, int],
+) -> tuple[jax.Array, jax.Array]:
     """Quantise float32 [..., D] to codes of one byte and scales [..., 1], with stochastic rounding.
 
         x = scale * sign(c) * (|c| / largest) ** power
@@ -172,19 +184,24 @@ def to_bytes(x: jax.Array, key: jax.Array, kind: tuple[int, int]) -> tuple[jax.A
     def value(code: jax.Array) -> jax.Array:
         return (code / largest) ** power
 
-    below = jnp.minimum(jnp.floor(largest * share ** (1 / power)), largest - 1)
+    exact_code = largest * share ** (1 / power)
+    below = jnp.minimum(jnp.floor(exact_code), largest - 1)
     chance = (share - value(below)) / (value(below + 1) - value(below))
-    code = below + (jax.random.uniform(key, x.shape) < chance)
+    goes_up = jax.random.uniform(key, x.shape) < chance
+    code = below + goes_up
     if kind == SECOND:
-        return jnp.where(x > 0, jnp.maximum(code, 1), 0).astype(jnp.uint8), scale
-    return (jnp.sign(x) * code).astype(jnp.int8), scale
+        positive_code = jnp.where(x > 0, jnp.maximum(code, 1), 0)
+        return positive_code.astype(jnp.uint8), scale
+    signed_code = jnp.sign(x) * code
+    return signed_code.astype(jnp.int8), scale
 
 
 def from_bytes(code: jax.Array, scale: jax.Array, kind: tuple[int, int]) -> jax.Array:
     """Return the float32 values of the codes and scales that ``to_bytes`` returned."""
     largest, power = kind
     code = code.astype(jnp.float32)
-    return scale * jnp.sign(code) * (jnp.abs(code) / largest) ** power
+    share = (jnp.abs(code) / largest) ** power
+    return scale * jnp.sign(code) * share
 
 
 def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -197,32 +214,38 @@ def byte_moments(adam: optax.GradientTransformation) -> optax.GradientTransforma
     def init(params: optax.Params) -> ByteMoments:
         # Zeros of the final dtypes. If they were computed by rounding, XLA would compute them while it compiles.
         state = _adam_state(adam.init(params))
-        codes = state._replace(mu=_zero_codes(state.mu, jnp.int8), nu=_zero_codes(state.nu, jnp.uint8))
+        mu_codes = _zero_codes(state.mu, jnp.int8)
+        nu_codes = _zero_codes(state.nu, jnp.uint8)
         return ByteMoments(
-            codes,
-            jax.tree.map(_zero_scale, state.mu),
-            jax.tree.map(_zero_scale, state.nu),
+            adam=state._replace(mu=mu_codes, nu=nu_codes),
+            mu_scale=jax.tree.map(_zero_scale, state.mu),
+            nu_scale=jax.tree.map(_zero_scale, state.nu),
         )
 
     def update(
-        updates: optax.Updates, state: ByteMoments, params: optax.Params | None = None
+        updates: optax.Updates,
+        state: ByteMoments,
+        params: optax.Params | None = None,
     ) -> tuple[optax.Updates, ByteMoments]:
         mu = _unpacked(state.adam.mu, state.mu_scale, FIRST)
         nu = _unpacked(state.adam.nu, state.nu_scale, SECOND)
-        updates, new_state = adam.update(updates, state.adam._replace(mu=mu, nu=nu), params)
+        exact = state.adam._replace(mu=mu, nu=nu)
+        updates, new_state = adam.update(updates, exact, params)
         return updates, _packed(_adam_state(new_state))
 
     return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type], its state is ByteMoments
 
 
 def _adam_state(state: optax.OptState) -> optax.ScaleByAdamState:
+    """Return ``state`` with its type, which optax does not declare."""
     assert isinstance(state, optax.ScaleByAdamState)
     return state
 
 
 def _is_small(path: KeyPath, x: HasShape) -> bool:
     """Return whether the moments of a tensor stay float32."""
-    size = math.prod(x.shape[dim] for group in own_dims(path, x) for dim in group)
+    dims = itertools.chain.from_iterable(own_dims(path, x))
+    size = math.prod(x.shape[dim] for dim in dims)
     return size < LEAST_BYTES
 
 
@@ -230,20 +253,26 @@ def _zero_codes(moments: Any, dtype: jax.typing.DTypeLike) -> Any:
     """Return codes of 0 for a tree of moments, float32 for small tensors."""
 
     def zeros(path: KeyPath, x: jax.Array) -> jax.Array:
-        return jnp.zeros(x.shape, jnp.float32 if _is_small(path, x) else dtype)
+        if _is_small(path, x):
+            return jnp.zeros(x.shape, jnp.float32)
+        return jnp.zeros(x.shape, dtype)
 
     return jax.tree_util.tree_map_with_path(zeros, moments)
 
 
 def _zero_scale(x: jax.Array) -> jax.Array:
-    return jnp.zeros((*x.shape[:-1], 1), jnp.float32)
+    """Return scales of 0 for moments [..., D], [..., 1] f32."""
+    *row_dims, _ = x.shape
+    return jnp.zeros((*row_dims, 1), jnp.float32)
 
 
 def _unpacked(codes: Any, scales: Any, kind: tuple[int, int]) -> Any:
     """Return the float32 moments of a tree of codes and scales."""
 
     def value(code: jax.Array, scale: jax.Array) -> jax.Array:
-        return code if code.dtype == jnp.float32 else from_bytes(code, scale, kind)
+        if code.dtype == jnp.float32:
+            return code
+        return from_bytes(code, scale, kind)
 
     return jax.tree.map(value, codes, scales)
 
@@ -256,19 +285,31 @@ def _packed(state: optax.ScaleByAdamState) -> ByteMoments:
     return ByteMoments(state._replace(mu=mu, nu=nu), mu_scale, nu_scale)
 
 
-def _packed_moments(moments: Any, kind: tuple[int, int], keys: Iterator[jax.Array]) -> tuple[Any, Any]:
+def _packed_moments(
+    moments: Any,
+    kind: tuple[int, int],
+    keys: Iterator[jax.Array],
+) -> tuple[Any, Any]:
     """Return the codes and the scales of a tree of moments."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(moments)
     codes = []
     scales = []
     for path, x in leaves:
-        code, scale = (x, _zero_scale(x)) if _is_small(path, x) else to_bytes(x, next(keys), kind)
+        if _is_small(path, x):
+            codes.append(x)
+            scales.append(_zero_scale(x))
+            continue
+        code, scale = to_bytes(x, next(keys), kind)
         codes.append(code)
         scales.append(scale)
     return structure.unflatten(codes), structure.unflatten(scales)
 
 
-def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+def scale_by_subset_norm(
+    b1: float,
+    b2: float,
+    eps: float,
+) -> optax.GradientTransformation:
     """Return Adam with one second moment for each row of a matrix. A row holds the weights of one output.
 
         m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) mean_row(g^2)        step = m^ / (sqrt(v^) + eps)
@@ -282,15 +323,9 @@ def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTran
     """
 
     def init(params: optax.Params) -> optax.ScaleByAdamState:
-        def row_zeros(path: KeyPath, x: jax.Array) -> jax.Array:
-            inputs = _input_dims(path, x)
-            return jnp.zeros(
-                [1 if dim in inputs else size for dim, size in enumerate(x.shape)],
-                x.dtype,
-            )
-
-        nu = jax.tree_util.tree_map_with_path(row_zeros, params)
-        return optax.ScaleByAdamState(jnp.int32(0), jax.tree.map(jnp.zeros_like, params), nu)
+        mu = jax.tree.map(jnp.zeros_like, params)
+        nu = jax.tree_util.tree_map_with_path(_row_zeros, params)
+        return optax.ScaleByAdamState(jnp.int32(0), mu, nu)
 
     def update(
         updates: optax.Updates,
@@ -301,18 +336,39 @@ def scale_by_subset_norm(b1: float, b2: float, eps: float) -> optax.GradientTran
         gradient = updates
         count = state.count + 1
 
-        def mean_square(path: KeyPath, g: jax.Array) -> jax.Array:
-            return jnp.mean(jnp.square(g), axis=_input_dims(path, g), keepdims=True)
-
-        mu = jax.tree.map(lambda g, m: b1 * m + (1 - b1) * g, gradient, state.mu)
-        squares = jax.tree_util.tree_map_with_path(mean_square, gradient)
-        nu = jax.tree.map(lambda g2, v: b2 * v + (1 - b2) * g2, squares, state.nu)
         mu_bias = 1 - b1**count
         nu_bias = 1 - b2**count
-        steps = jax.tree.map(lambda m, v: m / mu_bias / (jnp.sqrt(v / nu_bias) + eps), mu, nu)
+
+        def first_moment(g: jax.Array, m: jax.Array) -> jax.Array:
+            return b1 * m + (1 - b1) * g
+
+        def second_moment(g2: jax.Array, v: jax.Array) -> jax.Array:
+            return b2 * v + (1 - b2) * g2
+
+        def step(m: jax.Array, v: jax.Array) -> jax.Array:
+            root = jnp.sqrt(v / nu_bias)
+            return m / mu_bias / (root + eps)
+
+        mu = jax.tree.map(first_moment, gradient, state.mu)
+        squares = jax.tree_util.tree_map_with_path(_row_mean_square, gradient)
+        nu = jax.tree.map(second_moment, squares, state.nu)
+        steps = jax.tree.map(step, mu, nu)
         return steps, optax.ScaleByAdamState(count, mu, nu)
 
     return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type], its state is Adam's
+
+
+def _row_zeros(path: KeyPath, x: jax.Array) -> jax.Array:
+    """Return one 0 for each row of a matrix, or for each weight of another parameter."""
+    shape = list(x.shape)
+    for dim in _input_dims(path, x):
+        shape[dim] = 1
+    return jnp.zeros(shape, x.dtype)
+
+
+def _row_mean_square(path: KeyPath, g: jax.Array) -> jax.Array:
+    """Return the mean of the squares of each row of a matrix, or the squares of another parameter."""
+    return jnp.mean(jnp.square(g), axis=_input_dims(path, g), keepdims=True)
 
 
 def _input_dims(path: KeyPath, x: HasShape) -> tuple[int, ...]:
@@ -320,7 +376,10 @@ def _input_dims(path: KeyPath, x: HasShape) -> tuple[int, ...]:
     if jax.tree_util.keystr(path, simple=True) == "embedding":
         return ()
     groups = own_dims(path, x)
-    return groups[1] if len(groups) == 2 else ()
+    if len(groups) < 2:
+        return ()
+    _, inputs = groups
+    return inputs
 
 
 def scale_by_factored_rms() -> optax.GradientTransformation:
@@ -337,7 +396,8 @@ def scale_by_factored_rms() -> optax.GradientTransformation:
     def init(params: optax.Params) -> optax.FactoredState:
         def zeros(part: str) -> Any:
             def zeros_of(path: KeyPath, x: jax.Array) -> jax.Array:
-                return jnp.zeros(getattr(_factored_shapes(path, x), part), x.dtype)
+                shape = getattr(_factored_shapes(path, x), part)
+                return jnp.zeros(shape, x.dtype)
 
             return jax.tree_util.tree_map_with_path(zeros_of, params)
 
@@ -355,12 +415,12 @@ def scale_by_factored_rms() -> optax.GradientTransformation:
         rows = structure.flatten_up_to(state.v_row)
         columns = structure.flatten_up_to(state.v_col)
         whole = structure.flatten_up_to(state.v)
-        results = [
-            _factored_step(path, g, *moments, decay=decay)
-            for (path, g), *moments in zip(leaves, rows, columns, whole, strict=True)
-        ]
-        steps, rows, columns, whole = (structure.unflatten(part) for part in zip(*results, strict=True))
-        return steps, optax.FactoredState(count, rows, columns, whole)
+        results = []
+        for (path, g), R, C, v in zip(leaves, rows, columns, whole, strict=True):
+            results.append(_factored_step(path, g, R, C, v, decay=decay))
+        by_part = [structure.unflatten(part) for part in zip(*results, strict=True)]
+        steps, *moments = by_part
+        return steps, optax.FactoredState(count, *moments)
 
     return optax.GradientTransformation(init, update)  # pyrefly: ignore[bad-argument-type], its state is Adafactor's
 
@@ -375,14 +435,20 @@ class FactoredShapes(NamedTuple):
 
 
 def _factored_shapes(path: KeyPath, x: HasShape) -> FactoredShapes:
+    """Return the shapes of a parameter's moments. Small matrices and vectors have no R and no C."""
     groups = own_dims(path, x)
-    sizes = [math.prod(x.shape[dim] for dim in group) for group in groups]
+    sizes = []
+    for group in groups:
+        sizes.append(math.prod(x.shape[dim] for dim in group))
     num_own_dims = sum(map(len, groups))
-    stacked = x.shape[: len(x.shape) - num_own_dims]
+    num_stacked_dims = len(x.shape) - num_own_dims
+    stacked = x.shape[:num_stacked_dims]
+    matrix = (*stacked, *sizes)
     absent = (1,)
-    if len(groups) == 2 and min(sizes) >= LEAST_FACTORED:
-        return FactoredShapes((*stacked, *sizes), (*stacked, sizes[0]), (*stacked, sizes[1]), absent)
-    return FactoredShapes((*stacked, *sizes), absent, absent, x.shape)
+    if len(sizes) < 2 or min(sizes) < LEAST_FACTORED:
+        return FactoredShapes(matrix, rows=absent, columns=absent, whole=x.shape)
+    outputs, inputs = sizes
+    return FactoredShapes(matrix, rows=(*stacked, outputs), columns=(*stacked, inputs), whole=absent)
 
 
 def _factored_step(
@@ -405,13 +471,17 @@ def _factored_step(
     if shapes.rows == shapes.matrix[:-1]:
         rows = average(rows, jnp.mean(square, axis=-1))
         columns = average(columns, jnp.mean(square, axis=-2))
-        share = rows / jnp.mean(rows, axis=-1, keepdims=True)
-        u *= jax.lax.rsqrt(share)[..., None] * jax.lax.rsqrt(columns)[..., None, :]
+        share_of_row = rows / jnp.mean(rows, axis=-1, keepdims=True)
+        row_factor = jax.lax.rsqrt(share_of_row)[..., None]
+        column_factor = jax.lax.rsqrt(columns)[..., None, :]
+        u *= row_factor * column_factor
     else:
         whole = average(whole, square.reshape(g.shape))
         u *= jax.lax.rsqrt(whole).reshape(shapes.matrix)
-    own = tuple(range(-len(own_dims(path, g)), 0))
-    u /= jnp.maximum(1.0, jnp.sqrt(jnp.mean(jnp.square(u), axis=own, keepdims=True)))
+    num_groups = len(own_dims(path, g))
+    own_axes = tuple(range(-num_groups, 0))
+    mean_square = jnp.mean(jnp.square(u), axis=own_axes, keepdims=True)
+    u /= jnp.maximum(1.0, jnp.sqrt(mean_square))
     return u.reshape(g.shape), rows, columns, whole
 
 
@@ -423,9 +493,10 @@ def offloaded(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     with_extra_args = optax.with_extra_args_support(optimizer)
 
     def move(state: optax.OptState, space: jax.memory.Space) -> optax.OptState:
-        return optax.tree_utils.tree_map_params(
-            with_extra_args.init, lambda moment: jax.device_put(moment, space), state
-        )
+        def put(moment: jax.Array) -> jax.Array:
+            return jax.device_put(moment, space)
+
+        return optax.tree_utils.tree_map_params(with_extra_args.init, put, state)
 
     def update(
         updates: optax.Updates,

@@ -28,11 +28,16 @@ class MicroBatches(NamedTuple, Generic[Weights]):
 
     count: int | jax.Array  # number of micro-batches
     max_count: int  # largest possible count
-    # I -> rows and weights of micro-batch i, from every shard.
+    # Function of i that returns the rows and weights of micro-batch i, from every shard.
     at: Callable[[jax.Array | int], tuple[Experience, Weights]]
 
 
-def padded(batch: Experience, weight: Weights, *, num_rows: int) -> MicroBatches[Weights]:
+def padded(
+    batch: Experience,
+    weight: Weights,
+    *,
+    num_rows: int,
+) -> MicroBatches[Weights]:
     """Cut rows [M,b,...] and their weights into micro-batches of ``num_rows`` rows of full width."""
     M, b = batch.reward.shape
     count = M * b // num_rows
@@ -45,7 +50,7 @@ def padded(batch: Experience, weight: Weights, *, num_rows: int) -> MicroBatches
     def at(i: jax.Array | int) -> tuple[Experience, Weights]:
         return jax.tree.map(lambda x: cut(x, i), (batch, weight))
 
-    return MicroBatches(count, count, at)
+    return MicroBatches(count, max_count=count, at=at)
 
 
 def packed(
@@ -70,28 +75,34 @@ def packed(
     M = batch.reward.shape[0]
     lines_per_shard = num_lines // M
     batch = _without_untrainable_completions(batch)
-    unit_size = _unit_sizes(batch, group_size)
     max_units = packing.units_per_line(width, unit_width)
-    pack = jax.vmap(lambda size: packing.first_fit(size, width=width, max_units=max_units))
-    unit_of_line, num_used_lines = pack(unit_size)
+
+    def pack(unit_size: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return packing.first_fit(unit_size, width=width, max_units=max_units)
+
+    unit_of_line, num_used_lines = jax.vmap(pack)(_unit_sizes(batch, group_size))
     num_all_lines = unit_of_line.shape[1]
     max_count = -(-num_all_lines // lines_per_shard)
+    count = -(-jnp.max(num_used_lines) // lines_per_shard)
     num_spare_lines = max_count * lines_per_shard - num_all_lines
-    unit_of_line = jnp.pad(unit_of_line, ((0, 0), (0, num_spare_lines), (0, 0)), constant_values=-1)
+    padded_unit_of_line = jnp.pad(unit_of_line, ((0, 0), (0, num_spare_lines), (0, 0)), constant_values=-1)
 
     def at(i: jax.Array | int) -> tuple[Experience, Weights]:
-        unit = jax.lax.dynamic_slice_in_dim(unit_of_line, i * lines_per_shard, lines_per_shard, axis=1)
-        row = unit[..., None] * group_size + jnp.arange(group_size, dtype=jnp.int32)[None, None, None, :]
-        row = row.reshape(M, -1)  # [M, lines * K], negative at a free place
+        first_line = i * lines_per_shard
+        unit = jax.lax.dynamic_slice_in_dim(padded_unit_of_line, first_line, lines_per_shard, axis=1)
+        first_row = unit[..., None] * group_size
+        offset = jnp.arange(group_size, dtype=jnp.int32)[None, None, None, :]
+        row = (first_row + offset).reshape(M, -1)  # [M, lines * K], negative at a free place
         return _rows_at(batch, weight, row)
 
-    return MicroBatches(-(-jnp.max(num_used_lines) // lines_per_shard), max_count, at)
+    return MicroBatches(count, max_count, at)
 
 
 def _without_untrainable_completions(batch: Experience) -> Experience:
     """Return the batch with only the prompt of each row that is not trainable."""
     length = jnp.where(batch.trainable, batch.rollout.length, batch.rollout.prompt_length)
-    return dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, length=length))
+    rollout = dataclasses.replace(batch.rollout, length=length)
+    return dataclasses.replace(batch, rollout=rollout)
 
 
 def _unit_sizes(batch: Experience, group_size: int) -> jax.Array:
@@ -103,22 +114,32 @@ def _unit_sizes(batch: Experience, group_size: int) -> jax.Array:
 
     prompt_length = batch.rollout.prompt_length
     completion_length = batch.rollout.length - prompt_length
-    size = packing.unit_size(by_unit(prompt_length)[..., 0], by_unit(completion_length))
+    unit_prompt_length = by_unit(prompt_length)[..., 0]
+    size = packing.unit_size(unit_prompt_length, by_unit(completion_length))
     is_trained = jnp.any(by_unit(batch.trainable), axis=-1)
     return jnp.where(is_trained, size, 0)
 
 
-def _rows_at(batch: Experience, weight: Weights, row: jax.Array) -> tuple[Experience, Weights]:
+def _rows_at(
+    batch: Experience,
+    weight: Weights,
+    row: jax.Array,
+) -> tuple[Experience, Weights]:
     """Return the rows with the indices ``row`` [M,n] and their weights. A negative index is a free place."""
     is_filled = (row >= 0).reshape(-1)
     index = jnp.maximum(row, 0)
 
+    def take_of_shard(x: jax.Array, index: jax.Array) -> jax.Array:
+        return x[index]
+
     def take(x: jax.Array) -> jax.Array:
-        rows = jax.vmap(lambda x, index: x[index])(x, index)
+        rows = jax.vmap(take_of_shard)(x, index)
         return rows.reshape(-1, *rows.shape[2:])
 
     def zero_if_free(x: jax.Array) -> jax.Array:
-        return jnp.where(is_filled.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))
+        num_other_dims = x.ndim - 1
+        mask = is_filled.reshape(-1, *[1] * num_other_dims)
+        return jnp.where(mask, x, jnp.zeros_like(x))
 
     rows: Experience
     rows, weights = jax.tree.map(take, (batch, weight))

@@ -94,7 +94,10 @@ def _in_float32(
     return optax.GradientTransformation(init, update)
 
 
-def _starting_anew(optimizer: optax.GradientTransformation, every: int) -> optax.GradientTransformation:
+def _starting_anew(
+    optimizer: optax.GradientTransformation,
+    every: int,
+) -> optax.GradientTransformation:
     """Return an optimizer like ``optimizer`` whose moments and step count are reset after every ``every`` steps.
 
     Source: Kimi k1.5, Kimi team 2025, arXiv:2501.12599, which resets the optimizer in each iteration. Differs: steps
@@ -151,7 +154,10 @@ def abstract_state(
     state = jax.eval_shape(optimizer.init, abstract_params)
     whole = sharding.replicated(mesh, 0)
 
-    def layout(moment: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> jax.sharding.Sharding:
+    def layout(
+        moment: jax.ShapeDtypeStruct,
+        param: jax.ShapeDtypeStruct,
+    ) -> jax.sharding.Sharding:
         place = param.sharding if _is_sharded_alike(moment, param) else whole
         return sharding.on_host(place) if offload else place
 
@@ -165,7 +171,10 @@ def abstract_state(
     return sharding.placed(state, layouts)
 
 
-def _is_sharded_alike(moment: jax.ShapeDtypeStruct, param: jax.ShapeDtypeStruct) -> bool:
+def _is_sharded_alike(
+    moment: jax.ShapeDtypeStruct,
+    param: jax.ShapeDtypeStruct,
+) -> bool:
     """Return whether the sharding of a parameter fits a moment: no shorter dimension of the moment is split."""
     if len(moment.shape) != len(param.shape):
         return False

@@ -57,18 +57,26 @@ def sampler_form(
     Args:
         take: (name, stacked parameter, i) -> its i-th layer; (name, parameter, None) -> a parameter outside the blocks.
     """
-    outside = {name: take(name, x, None) for name, x in params.items() if name != "blocks"}
+    outside = {}
+    for name, x in params.items():
+        if name != "blocks":
+            outside[name] = take(name, x, None)
     layers = []
     for number, layer in enumerate(arch.by_layer):
         parameters = {}
         for name, x in params["blocks"].items():
             if layer.has(name):
-                parameters[name] = take(name, x, arch.layers_with(name).index(number))
+                i = arch.layers_with(name).index(number)
+                parameters[name] = take(name, x, i)
         layers.append(parameters)
     return outside | {"layers": tuple(layers)}
 
 
-def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.OF_SAMPLER) -> Params:
+def abstract_params(
+    model: Model,
+    mesh: Mesh,
+    rules: dict[str, Any] = sharding.OF_SAMPLER,
+) -> Params:
     """Return abstract weights of the sampler, not split along ``fsdp``.
 
     Matrices have the compute dtype or are quantised. Other parameters keep their dtype.
@@ -79,14 +87,15 @@ def abstract_params(model: Model, mesh: Mesh, rules: dict[str, Any] = sharding.O
         if i is None:
             return x
         path = f"blocks.{name}"
-        spec = tuple(x.sharding.spec)[1:]
-        stored_spec = [spec[first] for first, *_ in stored_dims(path, len(spec))]
+        _, *layer_spec = x.sharding.spec
+        stored_spec = [layer_spec[first] for first, *_ in stored_dims(path, len(layer_spec))]
         place = NamedSharding(mesh, PartitionSpec(*transposed(stored_spec)))
         layout: NamedSharding | Format = place
         if is_tpu and name in ("q", "k", "v"):  # XLA would transpose these back in every chunk of steps
             layout = Format(Layout((1, 0)), place)
-        shape = jax.ShapeDtypeStruct(transposed(stored_shape(path, x.shape[1:])), x.dtype, sharding=layout)
-        return quantised.shape(name, shape, place, model.published)
+        matrix_shape = transposed(stored_shape(path, x.shape[1:]))
+        matrix = jax.ShapeDtypeStruct(matrix_shape, x.dtype, sharding=layout)
+        return quantised.shape(name, matrix, place, model.published)
 
     stacked = model.abstract_params(mesh, rules=rules, dtype=model.compute_dtype)
     return sampler_form(stacked, model.arch, take)
@@ -103,51 +112,75 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
     parts = lora.split(model.abstract_params(mesh))
 
     def publish(params: Params) -> Params:
-        # The barrier makes XLA gather one matrix at a time. A TPU gathers into a separate buffer. Without a computation
-        # on the buffer, XLA would copy it at the end of the program, and all weights would exist twice.
-        always = jax.lax.optimization_barrier(jnp.bool_(True))
-
-        def take(name: str, x: jax.Array, i: int | None) -> Any:
-            nonlocal always
-            before = learner[name] if i is None else learner["layers"][model.arch.layers_with(name)[i]][name]
-            after = sampler[name] if i is None else sampler["layers"][model.arch.layers_with(name)[i]][name]
-            if jax.tree.leaves(before)[0].sharding != jax.tree.leaves(after)[0].sharding:
-                x, always = jax.lax.optimization_barrier((x, always))
-            rounded = quantised.rounded(name, _stored(name, x, i), model.published)
-            return jax.tree.map(functools.partial(put, i is not None), rounded, before, after)
-
-        def put(
-            is_matrix: bool,
-            x: jax.Array,
-            before: jax.ShapeDtypeStruct,
-            after: jax.ShapeDtypeStruct,
-        ) -> jax.Array:
-            """Cast, reshard and lay out an array of a file's shape for the sampler. Transpose a matrix of a block."""
-            nonlocal always
-            x = x.astype(after.dtype)
-            if before.sharding == after.sharding:
-                return transpose(x) if is_matrix else x
-            # Transpose after the gather. If a layer were transposed before, XLA would transpose all layers once for
-            # each layer.
-            for layout in (before.sharding, after.sharding):
-                spec = tuple(layout.spec)
-                file_spec = PartitionSpec(*(transposed(spec) if is_matrix else spec))
-                x = jax.lax.with_sharding_constraint(x, NamedSharding(layout.mesh, file_spec))
-            row_major = Layout(tuple(range(x.ndim)))
-            x = with_layout_constraint(x, row_major)
-            x = jnp.where(always, transpose(x) if is_matrix else x, 0)
-            x = with_layout_constraint(x, after.format.layout or row_major)
-            x, always = jax.lax.optimization_barrier((x, always))
-            return x
-
-        return sampler_form(params, model.arch, take)
+        return _to_sampler(params, model, learner, sampler)
 
     def publish_trained(*parts: Params) -> Params:
         params = lora.published(lora.join(*parts), model.lora)
-        return publish(lora.split(params)[0])
+        trainable, *_ = lora.split(publish(params))
+        return trainable
 
     layouts = lora.split(jax.tree.map(lambda x: x.format, sampler))
     programs = {"publish": Program(publish_trained, parts, layouts[0])}
     if parts[1:]:
         programs["publish_base"] = Program(publish, parts[1:], *layouts[1:])
     return programs
+
+
+def _to_sampler(
+    params: Params,
+    model: Model,
+    learner: Params,
+    sampler: Params,
+) -> Params:
+    """Return the learner's parameters cast, resharded and laid out for the sampler.
+
+    Args:
+        learner, sampler: abstract parameters of both halves in the sampler's form.
+    """
+    # The barrier makes XLA gather one matrix at a time. A TPU gathers into a separate buffer. Without a computation on
+    # the buffer, XLA would copy it at the end of the program, and all weights would exist twice.
+    always = jax.lax.optimization_barrier(jnp.bool_(True))
+
+    def take(name: str, x: jax.Array, i: int | None) -> Any:
+        nonlocal always
+        before = _of_layer(learner, name, i, model.arch)
+        after = _of_layer(sampler, name, i, model.arch)
+        if jax.tree.leaves(before)[0].sharding != jax.tree.leaves(after)[0].sharding:
+            x, always = jax.lax.optimization_barrier((x, always))
+        rounded = quantised.rounded(name, _stored(name, x, i), model.published)
+        put_array = functools.partial(put, i is not None)
+        return jax.tree.map(put_array, rounded, before, after)
+
+    def put(
+        is_matrix: bool,
+        x: jax.Array,
+        before: jax.ShapeDtypeStruct,
+        after: jax.ShapeDtypeStruct,
+    ) -> jax.Array:
+        """Cast, reshard and lay out an array of a file's shape for the sampler. Transpose a matrix of a block."""
+        nonlocal always
+        x = x.astype(after.dtype)
+        if before.sharding == after.sharding:
+            return transpose(x) if is_matrix else x
+        # Transpose after the gather. If a layer is transposed before, XLA transposes all layers for each layer.
+        for layout in (before.sharding, after.sharding):
+            spec = tuple(layout.spec)
+            file_spec = transposed(spec) if is_matrix else spec
+            file_layout = NamedSharding(layout.mesh, PartitionSpec(*file_spec))
+            x = jax.lax.with_sharding_constraint(x, file_layout)
+        row_major = Layout(tuple(range(x.ndim)))
+        x = with_layout_constraint(x, row_major)
+        x = jnp.where(always, transpose(x) if is_matrix else x, 0)
+        x = with_layout_constraint(x, after.format.layout or row_major)
+        x, always = jax.lax.optimization_barrier((x, always))
+        return x
+
+    return sampler_form(params, model.arch, take)
+
+
+def _of_layer(params: Params, name: str, i: int | None, arch: Architecture) -> Any:
+    """Return a parameter of the i-th layer that has the parameter; i = None: a parameter outside the blocks."""
+    if i is None:
+        return params[name]
+    number = arch.layers_with(name)[i]
+    return params["layers"][number][name]

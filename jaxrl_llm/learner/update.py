@@ -161,16 +161,20 @@ class Update:
             iteration, base: as for ``step``.
             start: state before the iteration's updates; None = ``state``.
         """
-        moment = self._moment(state, batch, iteration, state if start is None else start, base)
+        if start is None:
+            start = state
+        moment = self._moment(state, batch, iteration, start, base)
         gradient, batch_sums = self.gradient(state.params, batch, moment)
-        norm = {name: optax.tree.norm(optax.tree.cast(part, jnp.float32)) for name, part in gradient.items()}
-        is_finite = jnp.all(jnp.isfinite(jnp.stack([batch_sums["loss_sum"], *norm.values()])))
+        norms = {name: optax.tree.norm(optax.tree.cast(part, jnp.float32)) for name, part in gradient.items()}
+        checked_values = jnp.stack([batch_sums["loss_sum"], *norms.values()])
+        is_finite = jnp.all(jnp.isfinite(checked_values))
         has_tokens = batch_sums["token_count"] > 0
         is_usable = is_finite & has_tokens
-        scale = None
         totals = {f"{name}_sum": value for name, value in state.scalars.items()}
         totals |= adapter_modules.sums(state.opt_state)
-        totals |= {"grad_norm_sum": norm["policy"], "update_count": jnp.float32(1)}
+        totals["grad_norm_sum"] = norms["policy"]
+        totals["update_count"] = jnp.float32(1)
+        scale = None
         if self.algorithm.step_size:
             scale = self.algorithm.step_size(
                 batch_sums["sequence_ratio_sum"],
@@ -222,11 +226,11 @@ class Update:
         others = state.others
         if "average" in others:
             share = moving_average_share(self.algorithm.average_decay, state.step + 1)
-            average = jax.tree.map(
-                lambda old, new: old + share * (new - old),
-                others["average"],
-                params["policy"],
-            )
+
+            def move(old: jax.Array, new: jax.Array) -> jax.Array:
+                return old + share * (new - old)
+
+            average = jax.tree.map(move, others["average"], params["policy"])
             others = {**others, "average": average}
         bonus = self.algorithm.entropy_bonus
         scalars = {name: bonus(coefficient, mean_entropy) for name, coefficient in state.scalars.items()}
@@ -258,7 +262,12 @@ class Update:
         ratios = self._ratios_of_batch(state.params["policy"], batch, moment)
         return moment._replace(over_batch=over_batch(ratios, **correction.settings))
 
-    def _ratios_of_batch(self, params: Any, batch: Experience, moment: Moment) -> Ratios:
+    def _ratios_of_batch(
+        self,
+        params: Any,
+        batch: Experience,
+        moment: Moment,
+    ) -> Ratios:
         """Return the correction's ratios of all rows.
 
         This costs one more forward pass over the whole batch, so that a statistic of the ratios does not depend on the
@@ -279,10 +288,16 @@ class Update:
         ratios = jax.lax.fori_loop(0, micros.count, add, empty)
         return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), ratios)
 
-    def gradient(self, learned: Mapping[str, Any], batch: Experience, moment: Moment) -> tuple[dict[str, Any], Sums]:
+    def gradient(
+        self,
+        learned: Mapping[str, Any],
+        batch: Experience,
+        moment: Moment,
+    ) -> tuple[dict[str, Any], Sums]:
         """Return the gradients of the loss over rows [M, b, ...], by name as in ``learned``, and sums for metrics."""
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        weights = jax.tree.map(lambda x: x.reshape(*batch.reward.shape, -1), self._weights(flat))
+        flat_batch = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
+        flat_weights = self._weights(flat_batch)
+        weights = jax.tree.map(lambda x: x.reshape(*batch.reward.shape, -1), flat_weights)
         micros = self.micro_batches(batch, weights)
         if self.config.load_balance:
 
@@ -296,16 +311,20 @@ class Update:
             # Each layer adds to the accumulated gradient in place, so a micro-batch needs no gradient buffer.
             accumulated = jax.tree.map(jax.ref.new_ref, gradient)
             rows, weights = micros.at(i)
-            _, backward, micro_sums = jax.vjp(
-                lambda learned: self._loss(learned, rows, weights, moment),
-                learned,
-                has_aux=True,
-            )
+
+            def loss_of_rows(learned: Mapping[str, Any]) -> tuple[jax.Array, Sums]:
+                return self._loss(learned, rows, weights, moment)
+
+            _, backward, micro_sums = jax.vjp(loss_of_rows, learned, has_aux=True)
             # pyrefly: ignore[missing-attribute], jax declares a plain function, and returns an object with this method
             backward.with_refs(accumulated)(jnp.float32(1))
             return jax.tree.map(jax.ref.freeze, accumulated), sums.plus(micro_sums)
 
-        abstract_sums = jax.eval_shape(lambda: self._loss(learned, *micros.at(0), moment)[1])
+        def sums_of_first() -> Sums:
+            _, sums = self._loss(learned, *micros.at(0), moment)
+            return sums
+
+        abstract_sums = jax.eval_shape(sums_of_first)
         zeros = jax.tree.map(jnp.zeros_like, (learned, abstract_sums))
         return jax.lax.fori_loop(0, micros.count, accumulate, zeros)
 
@@ -326,7 +345,11 @@ class Update:
         cross_entropies = tuple(weigh(batch) for weigh in self.algorithm.cross_entropies)
         return Weights(self.algorithm.aggregation(sampled, batch), cross_entropies)
 
-    def micro_batches(self, batch: Experience, weight: TokenWeights) -> MicroBatches[TokenWeights]:
+    def micro_batches(
+        self,
+        batch: Experience,
+        weight: TokenWeights,
+    ) -> MicroBatches[TokenWeights]:
         """Cut rows [M, b, ...] and their weights, arrays [M, b, S], into padded or packed micro-batches."""
         if not self.num_lines:
             return padded(batch, weight, num_rows=self.config.micro_batch_size)
@@ -401,7 +424,13 @@ class Update:
 
         return readout
 
-    def _micro_batch_logp(self, params: Any, rows: Experience, base: Any, **settings: Any) -> RowValues:
+    def _micro_batch_logp(
+        self,
+        params: Any,
+        rows: Experience,
+        base: Any,
+        **settings: Any,
+    ) -> RowValues:
         """Return ``logp`` of one micro-batch, with the base joined to adapters.
 
         Args:
@@ -445,13 +474,20 @@ class Update:
         )
         return loss(self.objective, inputs)
 
-    def _tokens(self, policy_logp: jax.Array, rows: Experience, mask: jax.Array, moment: Moment) -> Tokens:
+    def _tokens(
+        self,
+        policy_logp: jax.Array,
+        rows: Experience,
+        mask: jax.Array,
+        moment: Moment,
+    ) -> Tokens:
         """Build ``Tokens``, the input of the loss functions: rows with the old policy's log-probs, 0.0 off the mask."""
         rollout = rows.rollout
         behaviour_logp = rollout.behaviour_logp
         columns = {name: x for name, x in rows.columns.items() if self.algorithm.loss_needs(name)}
         for name, params in moment.others.items():
             columns[f"{name}_logp"] = self._constant_logp(params, rows, moment.base)
+        steps_ahead = rollout.policy_version - moment.start_version
         tokens = Tokens(
             policy_logp,
             behaviour_logp,
@@ -459,7 +495,7 @@ class Update:
             rows.advantage,
             rows.reward,
             mask,
-            age=-((rollout.policy_version - moment.start_version) // self.config.updates_per_iteration),
+            age=-(steps_ahead // self.config.updates_per_iteration),
             iteration=jnp.asarray(moment.iteration),
             group_size=self.group_size,
             columns=columns,
