@@ -86,7 +86,9 @@ def one_at_a_time(
             lora.of_module(params, module, config),
         )
         # Subtract the first reward: with constant rewards such as 0.1, rounding errors alone could make a slope.
-        slope = jnp.sum((jnp.arange(steps) - (steps - 1) / 2) * (rewards - rewards[0]))
+        centred_step = jnp.arange(steps) - (steps - 1) / 2
+        change = rewards - rewards[0]
+        slope = jnp.sum(centred_step * change)
         stalls = (count >= steps) & (slope <= 0) & (module < config.modules - 1)
         own = optim.forgotten(own, lambda _: stalls)
         count = jnp.where(stalls, 0, count)

@@ -307,7 +307,8 @@ class LearnerPrograms:
             )
             return ring, batch, replay.sums(info)
 
-        state, ring, sums = self.update.step(state, ring, iteration, jax.random.fold_in(key, iteration), draw, base)
+        key_of_iteration = jax.random.fold_in(key, iteration)
+        state, ring, sums = self.update.step(state, ring, iteration, key_of_iteration, draw, base)
         if config.replay.min_ess:
             effective = corrections.effective_share(
                 sums.by_age["ratio_sum"],
@@ -486,8 +487,10 @@ class Learner:
 
     def arrays(self) -> dict[str, Any]:
         """Return the device arrays that ``restore`` needs, by part of the checkpoint."""
-        remembered = {MEMORY + name: sharding.put(x, self._everywhere) for name, x in self.memory.arrays().items()}
-        return {"train": self.state, "ring": self.ring, **remembered}
+        arrays = {"train": self.state, "ring": self.ring}
+        for name, x in self.memory.arrays().items():
+            arrays[MEMORY + name] = sharding.put(x, self._everywhere)
+        return arrays
 
     def host_state(self) -> dict[str, Any]:
         """Return the state on the host that ``restore`` needs in addition to ``arrays()``, as plain JSON."""

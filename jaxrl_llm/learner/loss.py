@@ -312,9 +312,13 @@ def _by_age(rows: Experience, **values: jax.Array) -> dict[str, jax.Array]:
     """
     if "age_bucket" not in rows.columns:
         return {}
-    is_in_bucket = rows.columns["age_bucket"][None, :] == jnp.arange(len(AGE_BUCKETS) + 1)[:, None]
+    num_buckets = len(AGE_BUCKETS) + 1
+    bucket_number = jnp.arange(num_buckets)[:, None]
+    is_in_bucket = rows.columns["age_bucket"][None, :] == bucket_number
 
     def by_bucket(value: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(is_in_bucket, jnp.sum(value, axis=1)[None, :], 0), axis=1)
+        of_row = jnp.sum(value, axis=1)
+        of_rows_in_bucket = jnp.where(is_in_bucket, of_row[None, :], 0)
+        return jnp.sum(of_rows_in_bucket, axis=1)
 
     return {name: by_bucket(value) for name, value in values.items()}

@@ -165,7 +165,9 @@ class Update:
             start = state
         moment = self._moment(state, batch, iteration, start, base)
         gradient, batch_sums = self.gradient(state.params, batch, moment)
-        norms = {name: optax.tree.norm(optax.tree.cast(part, jnp.float32)) for name, part in gradient.items()}
+        norms = {}
+        for name, part in gradient.items():
+            norms[name] = optax.tree.norm(optax.tree.cast(part, jnp.float32))
         checked_values = jnp.stack([batch_sums["loss_sum"], *norms.values()])
         is_finite = jnp.all(jnp.isfinite(checked_values))
         has_tokens = batch_sums["token_count"] > 0
@@ -520,6 +522,9 @@ def _zero_unless(is_usable: jax.Array, sums: Sums) -> Sums:
     """
 
     def keep(named: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: x if name in GAP_SUMS else jnp.where(is_usable, x, 0) for name, x in named.items()}
+        kept = {}
+        for name, x in named.items():
+            kept[name] = x if name in GAP_SUMS else jnp.where(is_usable, x, 0)
+        return kept
 
     return Sums(keep(sums.totals), keep(sums.maxima), keep(sums.by_age))

@@ -82,8 +82,10 @@ def group_range(
 
     The range of an empty group is (inf, -inf).
     """
-    lowest = jnp.min(jnp.where(groups.member, value[None, :], jnp.inf), axis=1)
-    highest = jnp.max(jnp.where(groups.member, value[None, :], -jnp.inf), axis=1)
+    value_or_inf = jnp.where(groups.member, value[None, :], jnp.inf)
+    value_or_minus_inf = jnp.where(groups.member, value[None, :], -jnp.inf)
+    lowest = jnp.min(value_or_inf, axis=1)
+    highest = jnp.max(value_or_minus_inf, axis=1)
     return lowest[groups.index], highest[groups.index]
 
 

@@ -191,8 +191,11 @@ def chunked_logp(
     # This copy receives the gradient, so chunks add up in float32 for any dtype of the head.
     head_VD = head_VD.astype(jnp.float32)
 
+    def flat(x: Array) -> Array:  # [B, chunk, ...] -> [X, ...]
+        return x.reshape(B * chunk, *x.shape[2:])
+
     def next_chunk(first: Array, inputs):
-        hidden, target, support = jax.tree.map(lambda x: x.reshape(B * chunk, *x.shape[2:]), inputs)
+        hidden, target, support = jax.tree.map(flat, inputs)
         is_live = first < live if may_skip else None
         logp, entropy = _projected_logp(settings, head_VD, hidden, cast_VD, target, support, is_live)
         return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))

@@ -157,7 +157,8 @@ def lay(
     first_of_prompt = (_by_row(_sum_before(prompt_targets), group_size) - 1)[..., None]
     prompt_index = jnp.where(is_prompt_target, first_of_prompt + at, width)
 
-    row = jnp.broadcast_to(1 + jnp.arange(K, dtype=jnp.int32)[None, :, None], shape)
+    row_number = 1 + jnp.arange(K, dtype=jnp.int32)
+    row = jnp.broadcast_to(row_number[None, :, None], shape)
     unit = (row - 1) // group_size + 1
     return Line(
         position=_put(at, place, width),

@@ -51,7 +51,9 @@ def lanes(ring: RingState, config: ReplayConfig) -> tuple[Lane, Lane]:
         is_filled = ring_buffer.take(ring.inserted_step, order) >= 0
         return Lane(order, jnp.sum(is_filled, axis=1, dtype=jnp.int32))
 
-    return lane(ring.order[:, :num_main]), lane(ring.order[:, num_main:])
+    main = lane(ring.order[:, :num_main])
+    second = lane(ring.order[:, num_main:])
+    return main, second
 
 
 def is_spent(ring: RingState, iteration: jax.Array, config: ReplayConfig) -> jax.Array:

@@ -528,7 +528,8 @@ def _num_different(values: jax.Array, counts: jax.Array) -> jax.Array:
     """Return the number [] i32 of different values among the values that the mask ``counts`` selects."""
     is_ignored = (~counts).astype(jnp.int32)
     is_ignored, value = jax.lax.sort((is_ignored.ravel(), values.ravel()), num_keys=2)
-    is_new = jnp.concatenate([jnp.ones(1, bool), value[1:] != value[:-1]])
+    differs = value[1:] != value[:-1]
+    is_new = jnp.concatenate([jnp.ones(1, bool), differs])
     return jnp.sum(is_new & (is_ignored == 0), dtype=jnp.int32)
 
 
