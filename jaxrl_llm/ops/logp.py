@@ -183,7 +183,6 @@ def chunked_logp(
     B, C, _ = hidden_BCD.shape
     chunk = min(chunk, C)
     num_chunks = -(-C // chunk)
-    num_spare = num_chunks * chunk - C
     may_skip = live is not None and num_chunks > 1
     if cast_VD is None:
         cast_VD = head_VD.astype(hidden_BCD.dtype)
@@ -200,22 +199,26 @@ def chunked_logp(
         logp, entropy = _projected_logp(settings, head_VD, hidden, cast_VD, target, support, is_live)
         return first + chunk, (logp.reshape(B, chunk), entropy.reshape(B, chunk))
 
-    def split(x: Array) -> Array:  # [B, C, ...] -> [chunks, B, chunk, ...]
-        pad_width = [(0, 0)] * x.ndim
-        pad_width[1] = (0, num_spare)
-        chunks = jnp.pad(x, pad_width).reshape(B, num_chunks, chunk, *x.shape[2:])
-        return chunks.swapaxes(0, 1)
-
     def join(x: Array) -> Array:  # [chunks, B, chunk] -> [B, C]
         with_spare = x.swapaxes(0, 1).reshape(B, num_chunks * chunk)
         return with_spare[:, :C]
 
     support = None
     if support_BCK is not None:
-        support = split(support_BCK)
-    inputs = (split(hidden_BCD), split(target_BC), support)
+        support = _split(support_BCK, chunk)
+    inputs = (_split(hidden_BCD, chunk), _split(target_BC, chunk), support)
     _, (logp, entropy) = jax.lax.scan(next_chunk, jnp.int32(0), inputs)
     return join(logp), join(entropy)
+
+
+def _split(x: Array, chunk: int) -> Array:
+    """Return values of positions [B, C, ...] in chunks, [chunks, B, chunk, ...]. The end of the last chunk is 0."""
+    B, C, *rest = x.shape
+    num_chunks = -(-C // chunk)
+    pad_width = [(0, 0)] * x.ndim
+    pad_width[1] = (0, num_chunks * chunk - C)
+    chunks = jnp.pad(x, pad_width).reshape(B, num_chunks, chunk, *rest)
+    return chunks.swapaxes(0, 1)
 
 
 def completion_window(

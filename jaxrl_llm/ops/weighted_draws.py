@@ -88,12 +88,9 @@ def draw(
         slot, order = _sorting(slot_at, chance, length, weight, joined(taken, drawn))
         return chain(drawn, _first(slot, order, num))
 
-    def keep(drawn: Drawn) -> Drawn:
-        return drawn
-
     _, was_drawn = candidates
     is_missing = jnp.any(~is_short & ~was_drawn)
-    return jax.lax.cond(is_missing, sort_the_rest, keep, candidates)
+    return jax.lax.cond(is_missing, sort_the_rest, lambda drawn: drawn, candidates)
 
 
 def chain(first: Drawn, second: Drawn) -> Drawn:
