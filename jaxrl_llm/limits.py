@@ -186,13 +186,13 @@ def _rules_of_sampling(config: Any) -> Iterator[Rule]:
     )
     yield (
         (external.groups_per_iteration > 0) == bool(external.paths),
-        "[external.groups_per_iteration] and [external.paths] need each other: both or neither",
+        "[external.groups_per_iteration] and [external.paths] must be set both or neither",
     )
     is_unfiltered = (sampling.top_k, sampling.top_p, sampling.min_p) == (0, 1.0, 0.0)
     yield (
         external.groups_per_iteration == 0 or is_unfiltered,
         "[sampling.top_k], [sampling.top_p] and [sampling.min_p] must be 0, 1 and 0 with "
-        "external.groups_per_iteration above 0: a filter may never draw tokens that others wrote",
+        "external.groups_per_iteration above 0: a filter can make tokens of external rollouts impossible",
     )
 
 
@@ -205,11 +205,11 @@ def _rules_of_learning(config: Any) -> Iterator[Rule]:
     )
     yield (
         config.algorithm.critic.learning_rate > 0 or not config.has_critic,
-        "[algorithm.critic.learning_rate] must be more than 0 with a critic: it would learn nothing",
+        "[algorithm.critic.learning_rate] must be more than 0 with a critic, because the critic would not learn",
     )
     yield (
         any(config.rewards.weights) or config.learns_without_rewards,
-        "[rewards.weights] must not all be 0: no other term of the loss would teach anything. Set a weight, a "
+        "[rewards.weights] must not all be 0: the loss has no other term. Set a weight, a "
         "teacher (model.reference_path with algorithm.divergence), algorithm.cross_entropies, algorithm.reward_terms "
         "or algorithm.entropy_bonus",
     )
@@ -221,11 +221,11 @@ def _rules_of_learning(config: Any) -> Iterator[Rule]:
     targets = config.model.lora.targets
     yield (
         len({*targets}) == len(targets) > 0,
-        "[model.lora.targets] must name a matrix, and none twice",
+        "[model.lora.targets] must name at least one matrix, and no matrix twice",
     )
     yield (
         config.optimizer.name != "adafactor" or config.optimizer.moment_dtype != "int8",
-        "[optimizer.moment_dtype] is of AdamW's moments, and must be 'float32' or 'bfloat16' with [optimizer.name]",
+        "[optimizer.moment_dtype] must be 'float32' or 'bfloat16' with [optimizer.name]: int8 needs AdamW's moments",
     )
 
 
@@ -333,12 +333,12 @@ def _rules_of_zeros(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
             config.rollout.group_size == 1,
             "for rollout.group_size=1, because a group of one row is always tied",
         ),
-        ("rollout.max_resample_rounds", algorithm.tied_teaches, "for [algorithm.advantage]: a tied group teaches it"),
+        ("rollout.max_resample_rounds", algorithm.tied_teaches, "for [algorithm.advantage]: it uses tied groups"),
         ("rollout.max_lag_iterations", not config.rollout.lookahead_prompts, "without rollout.lookahead_prompts"),
         (
             "algorithm.critic.clip",
             algorithm.critic.bins > 0,
-            "for [algorithm.critic.bins]: a clip needs one number",
+            "for [algorithm.critic.bins]: with bins, values are not clipped",
         ),
     ):
         yield not must_be_0 or flat[name] == 0, f"[{name}] must be 0 {reason}"
@@ -350,7 +350,7 @@ def _rules_of_methods(config: Any, flat: dict[str, Any]) -> Iterator[Rule]:
     yield from _rules_of_zeros(config, flat)
     yield (
         config.rollout.lookahead_prompts > 0 or config.rollout.stale_cache == "recompute",
-        "[rollout.stale_cache] must be 'recompute' without rollout.lookahead_prompts: then every completion ends under "
+        "[rollout.stale_cache] must be 'recompute' without rollout.lookahead_prompts: every completion then ends under "
         "the weights that it began with",
     )
     yield from _rules_of_environments(config, flat)

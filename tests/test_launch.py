@@ -216,4 +216,4 @@ def test_half_a_job_is_refused():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2"}
     done = subprocess.run([sys.executable, "-c", JOB], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr == "error: JAX_PROCESS_ID='' must be a number beside JAX_COORDINATOR_ADDRESS=h:1\n"
+    assert done.stderr == "error: JAX_PROCESS_ID='' must be a number if JAX_COORDINATOR_ADDRESS=h:1 is set\n"

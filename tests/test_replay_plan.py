@@ -220,7 +220,7 @@ def test_a_run_that_replays_less_and_whose_fresh_rollouts_are_noisier_changes_no
 def test_an_alpha_that_is_nowhere_is_asked_for(command, tmp_path):
     assert "needs --alpha" in command("--mu=1", alpha=())
     for name, alpha, buckets, said in (
-        ("on_policy", 0.2, 1, "has not used rollouts both fresh and an iteration later: give --alpha"),
+        ("on_policy", 0.2, 1, "has no run that trained on rollouts of age 0 and of age 1: give --alpha"),
         ("fast", 0.7, 5, "no optimum from 0.5 on"),
     ):
         (tmp_path / name).mkdir()

@@ -117,7 +117,7 @@ class GroupParser:
                 "The line is from a run with another tokenizer or chat template."
             )
         if tuple(prompt_ids) in self.held_out:
-            raise HeldOutError("the question is held out")
+            raise HeldOutError("the question is one of this run's held-out questions")
 
     def _completions(self, values: Any) -> list[list[int]]:
         """Return the token ids of each completion in the field ``completions``."""

@@ -170,7 +170,7 @@ def opmd(x: Tokens, *, tau: NotNegative = 0.1) -> Float[AnyArray, "B T"]:
 def _old_policy_moves(path: str, settings: Mapping[str, Any], config: Any) -> str:
     """Return an error message if the old policy is the behaviour policy, whose ratio is always 1."""
     if config.algorithm.old_policy.facts.is_behaviour:
-        return f"[algorithm.old_policy] must be another policy for [{path}]: its window would lie about a ratio of 1"
+        return f"[algorithm.old_policy] must be another policy for [{path}]: with it, the ratio is always 1"
     return ""
 
 

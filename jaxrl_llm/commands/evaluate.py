@@ -142,7 +142,7 @@ def _checked(config: Config, model: str, checkpoint: str, num_samples: int | Non
     if bool(model) == bool(checkpoint):
         raise ConfigError("give one of --model=PATH and --checkpoint=DIR")
     if adapter and not model:
-        raise ConfigError(f"--adapter={adapter!r:.200} goes with --model=BASE: a checkpoint has its own adapters")
+        raise ConfigError(f"--adapter={adapter!r:.200} needs --model=BASE: a checkpoint already has its own adapters")
     if num_samples is None:
         num_samples = config.eval.num_samples
     if not 1 <= num_samples <= 1_000_000:

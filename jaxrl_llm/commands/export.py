@@ -54,7 +54,7 @@ def export(checkpoint: str, path: str, output: str, dtype: str = "", *, merge: b
     if not checkpoint and not path:
         raise ConfigError("give --checkpoint=DIR, --model=PATH, or both")
     if dtype not in ("", *hf.numpy_dtypes()):
-        raise ConfigError(f"--dtype={dtype!r} must be one of {', '.join(hf.numpy_dtypes())}; left out, as the model's")
+        raise ConfigError(f"--dtype={dtype!r} must be one of {', '.join(hf.numpy_dtypes())}. Without it: the model's")
     _check_output(output)
     trained = _read_checkpoint(checkpoint, path) if checkpoint else _read_model(path)
     # The folder of adapters as a model: they are merged when it is loaded.
@@ -100,7 +100,7 @@ def _check_output(output: str) -> None:
     if not output or not output.isprintable() or "://" in output:
         raise ConfigError(f"--output={output!r:.200} must name a folder, in printable text, and no URL")
     if os.path.exists(output) and not os.path.isdir(output):
-        raise ConfigError(f"--output={output} is no folder")
+        raise ConfigError(f"--output={output} is not a folder. Name another folder")
     hf.check_output(output, "--output")
 
 

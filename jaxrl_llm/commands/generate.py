@@ -212,7 +212,7 @@ def _prompt_ids(
         message = str(error).replace("prompts.", "--")
         raise ConfigError(f"{where}: without `prompt_ids`: {message}") from error
     if not ids:
-        raise ConfigError(f"{where}: without `prompt_ids`: it has no token")
+        raise ConfigError(f"{where}: without `prompt_ids`: the prompt has no tokens")
     return ids
 
 

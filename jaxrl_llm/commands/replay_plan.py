@@ -323,9 +323,9 @@ def measured_alpha(workdirs: Sequence[str]) -> Ageing:
     ageing = Ageing.of(map(trained_rows, workdirs))
     names = ",".join(workdirs)
     if ageing is None:
-        raise ConfigError(f"--workdir={names} has not used rollouts both fresh and an iteration later: give --alpha")
+        raise ConfigError(f"--workdir={names} has no run that trained on rollouts of age 0 and of age 1: give --alpha")
     if ageing.alpha >= 0.5:
-        raise ConfigError(f"--workdir={names}: {ageing.shown()}; the theory has no optimum from 0.5 on: reuse less")
+        raise ConfigError(f"--workdir={names}: {ageing.shown()}; the theory requires less than 0.5: reuse less")
     return ageing
 
 

@@ -105,7 +105,7 @@ def learnable(
         num_tokens += len(tokens)
         kept.append(row)
     if not kept:
-        raise ConfigError(f"no answer is left: {len(left_out)} are left out ({left_out[0]})")
+        raise ConfigError(f"no question is left: {len(left_out)} are left out ({left_out[0]})")
     return kept, left_out, num_tokens
 
 

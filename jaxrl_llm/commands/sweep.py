@@ -87,7 +87,7 @@ def read_sweep(path: str) -> Sweep:
         raise ConfigError(f"{path}: then={sweep.then!r} must be a function of runs that returns points, or None")
     for name in sweep.named_metrics():
         if name not in METRICS:
-            raise ConfigError(f"{path}: the sweep names {name!r}, which is no metric: see reports/metric_table.py")
+            raise ConfigError(f"{path}: the sweep names {name!r}, which is not a metric: see reports/metric_table.py")
     if sweep.after:
         try:
             resolve(sweep.after)
@@ -319,7 +319,7 @@ def _dictionary_flags(field: str, old: dict[str, Any], new: dict[str, Any]) -> l
         ConfigError: the keys differ, or a value cannot be given on a command line.
     """
     if set(new) != set(old):
-        raise ConfigError(f"{field}={new!r}: --launch needs its keys to be in get_config() too")
+        raise ConfigError(f"{field}={new!r}: --launch needs the same keys in get_config()")
     words = []
     for key, value in new.items():
         if value == old[key]:

@@ -308,7 +308,7 @@ def _check_opening(
         return
     opening = agents.prompt_of(episode.opening, episode.tools, list(template_tools), system_prompt)
     if opening != prompt:
-        raise RuntimeError(f"the agent begins with {opening!r:.100}, not as before with {prompt!r:.100}")
+        raise RuntimeError(f"the agent's prompt is {opening!r:.100}, but it was {prompt!r:.100} before")
 
 
 def _replay(episode: Episode | agents.Episode, turns: Sequence[str], answers: Sequence[Any]) -> None:
@@ -316,7 +316,7 @@ def _replay(episode: Episode | agents.Episode, turns: Sequence[str], answers: Se
     for turn, answer in zip(turns, answers, strict=False):
         repeated = episode.answer(turn)
         if repeated != answer:
-            raise RuntimeError(f"played again it answers {repeated!r:.100}, not {answer!r:.100}")
+            raise RuntimeError(f"in the replay the answer is {repeated!r:.100}, not {answer!r:.100}")
 
 
 def _forget(key: str) -> None:

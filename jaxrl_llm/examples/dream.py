@@ -123,10 +123,10 @@ def read(reply: str) -> dict[str, Any]:
     """
     step = _last_step(reply)
     if step is None:
-        raise ValueError(f"the experience model says no {', '.join(REPLY)}: {reply[-100:]!r}")
+        raise ValueError(f"the reply of the experience model lacks one of {', '.join(REPLY)}: {reply[-100:]!r}")
     for key, kind in REPLY.items():
         if not has_type(step[key], kind):
-            raise ValueError(f"the experience model says {key}: {step[key]!r:.100}")
+            raise ValueError(f"the experience model gives a wrong type for {key}: {step[key]!r:.100}")
     return {key: step[key] for key in REPLY}
 
 

@@ -111,7 +111,7 @@ def encode_examples(
     finally:
         pool.shutdown(cancel_futures=True)
     if not encoded:
-        raise ConfigError(f"no prompt is left: {len(left_out)} are left out ({left_out[0]})")
+        raise ConfigError(f"no question is left: {len(left_out)} are left out ({left_out[0]})")
     return encoded, left_out
 
 

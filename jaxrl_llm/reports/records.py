@@ -140,7 +140,7 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
 def _check_row(row: Mapping[str, Any], fields: Mapping[str, Kind], where: str) -> None:
     for name, kind in fields.items():
         if name not in row:
-            raise ConfigError(f"{where}: no `{name}`, which must be {kind.words}; the file is damaged")
+            raise ConfigError(f"{where}: `{name}` is missing, which must be {kind.words}; the file is damaged")
         if not kind.accepts(row[name]):
             value = _shortened(row[name])
             raise ConfigError(f"{where}: {name}={value} must be {kind.words}; the file is damaged")

@@ -124,8 +124,8 @@ def check(workdir: pathlib.Path, setting: str) -> None:
     has_checkpoint = root.is_dir() and any(path.name != WRITER for path in root.iterdir())
     if has_report and not has_checkpoint and not _is_cut(workdir):
         raise ConfigError(
-            f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: it would begin anew and "
-            "lose its metrics. Use another workdir, or remove report.html"
+            f"--workdir={workdir} has a run that has ended and no checkpoint of it in {root}: a new run would "
+            "overwrite its metrics. Use another workdir, or remove report.html"
         )
 
 

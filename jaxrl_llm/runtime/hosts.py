@@ -90,7 +90,10 @@ def initialize(*, alone: bool = False) -> None:
     required = os.environ.get("JAXRL_DISTRIBUTED", "")
     address = os.environ.get("JAX_COORDINATOR_ADDRESS") or None
     if required not in ("", "0", "1"):
-        raise ConfigError(f"JAXRL_DISTRIBUTED={required!r} must be 1 (a job of several hosts), 0 (not) or unset")
+        raise ConfigError(
+            f"JAXRL_DISTRIBUTED={required!r} must be 1 (a job of several hosts), 0 (this process is the whole "
+            "job) or unset"
+        )
     if required == "0":
         return
     if not (required or address or _is_found()):
@@ -143,7 +146,7 @@ def _number_of(name: str, address: str) -> int:
     """Return the value of an environment variable of the job at ``address``."""
     value = os.environ.get(name, "")
     if not value.isdigit():
-        raise ConfigError(f"{name}={value!r} must be a number beside JAX_COORDINATOR_ADDRESS={address}")
+        raise ConfigError(f"{name}={value!r} must be a number if JAX_COORDINATOR_ADDRESS={address} is set")
     return int(value)
 
 
@@ -391,7 +394,7 @@ def agree(**facts: Any) -> None:
             by_host = exchange(text)
             other_text, first_text = _difference(by_host[others[0]], by_host[0])
             raise ConfigError(
-                f"{name} of host {others[0]} is not that of host 0: {other_text!r} instead of {first_text!r}"
+                f"{name} of host {others[0]} differs from host 0: {other_text!r} instead of {first_text!r}"
             )
 
 
@@ -445,7 +448,7 @@ def agree_on_copies(tree: Any, **facts: Any) -> None:
             differs = text != first_texts.setdefault(name, text)
             has_several_digests = name not in facts and " " in text
             if differs or has_several_digests:
-                raise RuntimeError(f"{name} of host {host} is not what other hosts have")
+                raise RuntimeError(f"{name} of host {host} differs from the other hosts")
 
 
 @contextlib.contextmanager

@@ -81,7 +81,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs as a dictionary; a ``ValueError`` if a key is repeated."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise ValueError(f"the key {_twice(pairs)!r:.60} stands in an object twice")
+        raise ValueError(f"the key {_twice(pairs)!r:.60} occurs twice in an object")
     return made
 
 
@@ -101,7 +101,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(value, dict):
-            raise ValueError(f"{value!r:.60} is no object")
+            raise ValueError(f"{value!r:.60} is not an object")
         return value
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such file") from error
@@ -132,7 +132,7 @@ def objects(path: str, wanted: str = "an object") -> list[tuple[str, dict[str, A
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not rows:
-        raise ConfigError(f"{path}: holds no row")
+        raise ConfigError(f"{path}: the file has no row")
     return rows
 
 
@@ -186,7 +186,7 @@ def opened(path: Path) -> BinaryIO:
         OSError: the file cannot be opened or is not a regular file.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise OSError("it must be a regular file, which can be read again; it is a FIFO or a device")
+        raise OSError("it must be a regular file, which can be read again, not a FIFO or a device")
     return path.open("rb")
 
 
@@ -217,7 +217,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs as a dictionary; a ``BadRowError`` if a key is repeated."""
     made = dict(pairs)
     if len(made) < len(pairs):
-        raise BadRowError(f"key {_twice(pairs)!r:.60} stands in an object twice")
+        raise BadRowError(f"key {_twice(pairs)!r:.60} occurs twice in an object")
     return made
 
 

@@ -125,7 +125,7 @@ def use_cache(folder: str) -> None:
     if folder and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         path = pathlib.Path(folder).expanduser()
         if path.is_file():
-            raise ConfigError(f"compilation_cache={folder!r} is no folder")
+            raise ConfigError(f"compilation_cache={folder!r} is not a folder. Set a folder, or '' for no cache")
         jax.config.update("jax_compilation_cache_dir", str(path))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     used = jax.config.values["jax_compilation_cache_dir"] or ""
@@ -275,7 +275,7 @@ def check_memory(compiled: Mapping[str, jax.stages.Compiled], limit: int, **sett
     limit_gib = limit / 2**30
     if in_use[largest] > limit:
         raise ConfigError(
-            f"program {largest!r} and the arrays beside it need {needed_gib:.2f} GiB per device, which has "
+            f"program {largest!r} and the other arrays need {needed_gib:.2f} GiB per device, which has "
             f"{limit_gib:.2f} GiB: {MEMORY_SETTINGS}"
         )
 

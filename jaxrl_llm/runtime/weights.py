@@ -115,7 +115,7 @@ def _meant(directory: str | os.PathLike) -> tuple[pathlib.Path, int | None]:
         return root, None
     rated = best_of(steps, pass_rates(root), 1)
     if not rated:
-        raise ConfigError(f"no best one in {root}: none was written when held-out questions had been answered")
+        raise ConfigError(f"no best checkpoint in {root}: no checkpoint was saved after an evaluation")
     return root, rated[0]
 
 

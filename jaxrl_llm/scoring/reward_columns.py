@@ -91,7 +91,7 @@ def _value(name: str, value: Any, i: int, request: ColumnRequest) -> np.ndarray:
     elif kind == TURN:
         numbers = [_number(number) for number in value]
         if len(numbers) > len(row):
-            raise ValueError(f"it has {len(numbers)} turns, and a completion has at most {len(row)}")
+            raise ValueError(f"the list has {len(numbers)} turns, but a completion has at most {len(row)}")
         row[: len(numbers)] = numbers
     else:
         for number, spans in _spans_by_number(value).items():

@@ -112,7 +112,7 @@ def near(key: str, names: Collection[str], prefix: str = "") -> str:
 def check_name(key: Any, path: str) -> None:
     """Raise a ``ConfigError`` if a key cannot be the name of a setting."""
     if not (isinstance(key, str) and key.isidentifier()):
-        raise ConfigError(f"{path} has a key that is no name: {key!r:.200}")
+        raise ConfigError(f"{path} has a key that is not a name: {key!r:.200}")
 
 
 def out_of_bounds(value: float, low: float, high: float, closed: bool = True) -> str:

@@ -63,7 +63,7 @@ def read_facts(function: Callable[..., Any] | None, record: type[FactsOfSlot]) -
     for name, value in declared.items():
         if name not in defaults:
             hint = near(name, defaults)
-            raise ConfigError(f"declares {name}={value!r:.200}, but its slot has no such fact: {hint}")
+            raise ConfigError(f"declares {name}={value!r:.200}, which functions of its slot cannot declare: {hint}")
         if isinstance(defaults[name], bool) and not isinstance(value, bool):
             raise ConfigError(f"declares {name}={value!r:.200}, which must be True or False")
     return record(**declared)
@@ -101,8 +101,8 @@ class Chosen(Generic[FactsOfSlot]):
         """
         if self.function is None:
             raise ConfigError(
-                f"the function {self.name!r} cannot be found: this config is of a run that had its file. Put the file "
-                "back, or choose another function"
+                f"the function {self.name!r} cannot be found: the recorded config names a file that is missing. "
+                "Restore the file, or choose another function"
             )
         settings = {name: self.settings[name] for name in keywords(self.function)}
         try:

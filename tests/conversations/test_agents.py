@@ -69,8 +69,8 @@ def test_an_agent_whose_process_died_begins_anew_and_must_say_the_same():
         ("forgets", "request 2 of the agent does not continue the conversation so far"),
         ("rewrites", "request 2 of the agent does not continue"),
         ("repeats", "request 2 of the agent does not continue"),
-        ("preaches", "request 2 of the agent must add messages of the user's or of tools'"),
-        ("words", "the agent returned 'much', which is no reward"),
+        ("preaches", "request 2 of the agent must add messages of role user or tool"),
+        ("words", "the agent returned 'much', not a number or None"),
         ("infinite", "the agent returned inf"),
         ("hangs", "no answer after 1 s"),
     ],
@@ -130,7 +130,7 @@ def test_an_agent_may_speak_in_token_ids_and_is_told_what_they_were_drawn_with()
         last = environment.ask(0, one, ["a", "b"], [[8]], drawn=drawn).result(30)
         assert (last.answer, last.reward, last.reason) == (None, -1.75, "")
         wrong = environment.ask(1, Example([5], {}, given=("p", [])), ["a"], [], drawn=drawn[:1]).result(30)
-        assert "the agent begins with [5, 6], not as before with [5]" in wrong.reason
+        assert "the agent's prompt is [5, 6], but it was [5] before" in wrong.reason
     with Environment(config("in_tokens"), [one]) as environment:  # tokens are sent once, not with each later turn again
         sent, ask = [], environment._workers[0].ask
         environment._workers[0].ask = lambda given, *how: sent.append(given[-1]["drawn"]) or ask(given, *how)

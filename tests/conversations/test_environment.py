@@ -127,7 +127,7 @@ def test_what_an_instance_shows_in_the_end_is_given_to_reward_functions_that_ask
             environment.shown(1, ONE, turns, [by("tool", "total 6"), None]),
         ]
         assert known[1].result(30).answer == known[0].result(30).answer
-        assert known[2].result(30).answer is None and "played again" in known[2].result(30).reason
+        assert known[2].result(30).answer is None and "in the replay" in known[2].result(30).reason
         messages = [[{"role": "assistant", "content": "Done."}]] * 3
         played = Played(messages, [[known[0]]] * 3, 2, known)
         got = pool.collect([pool.submit(ONE, ["Done."] * 2, Played(messages[:2], [[known[0]]] * 2, 2, known[:2]))])
@@ -210,7 +210,7 @@ def test_an_episode_whose_process_died_is_played_again_and_must_answer_as_before
             second = environment.ask(0, ONE, turns, [first.answer]).result(30)
         assert (text(second) == "total 9") == goes_on
         if not goes_on:
-            assert second.outcome == OUTCOME_ERROR and "played again it answers" in second.reason
+            assert second.outcome == OUTCOME_ERROR and "in the replay the answer is" in second.reason
 
 
 def test_what_is_played_again_has_the_time_of_each_turn():
@@ -247,7 +247,7 @@ def test_a_class_that_can_be_saved_goes_on_from_its_state_and_is_not_played_agai
                 last = environment.ask(0, ONE, turns, [first.answer, second.answer], second.state).result(30)
                 assert text(last) == str(second.state["total"]) and last.state["restored"] == 1
             else:
-                assert "played again" in second.reason
+                assert "in the replay" in second.reason
     with Environment(config("SavesNoJson"), [ONE]) as environment:
         assert "state must return plain JSON" in environment.ask(0, ONE, turns[:1], []).result(30).reason
 
@@ -257,7 +257,7 @@ def test_an_episode_that_is_over_is_no_longer_kept():
         (first,) = play(environment, [call("add", number=3)])
         environment.forget(0)
         again = environment.ask(0, ONE, [call("add", number=3)] * 2, [first.answer]).result(30)
-    assert "played again" in again.reason
+    assert "in the replay" in again.reason
 
 
 def test_an_episode_is_over_when_what_was_asked_before_is_answered():
@@ -269,7 +269,7 @@ def test_an_episode_is_over_when_what_was_asked_before_is_answered():
         last = environment.shown(0, ONE, turns * 2, [first.result(30).answer])
         environment.forget(0)
         assert [x.result(30).outcome for x in (second, third, last)] == [OUTCOME_SCORE] * 3
-        assert "played again" in environment.ask(0, ONE, turns * 2, [first.result().answer]).result(30).reason
+        assert "in the replay" in environment.ask(0, ONE, turns * 2, [first.result().answer]).result(30).reason
 
 
 BAD = {

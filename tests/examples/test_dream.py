@@ -155,10 +155,18 @@ def test_the_last_step_that_a_reply_says_counts_and_one_that_is_none_is_refused(
 @pytest.mark.parametrize(
     ("form", "said", "reason"),
     [
-        ("play", "I do not know.", "the experience model says no next, reward, over: 'I do not know.'"),
+        (
+            "play",
+            "I do not know.",
+            "the reply of the experience model lacks one of next, reward, over: 'I do not know.'",
+        ),
         ("play", None, "HTTP Error 500"),
         ("play", "hangs", "no answer after 1 s"),
-        ("DreamtMaze", "I do not know.", "the experience model says no next, reward, over: 'I do not know.'"),
+        (
+            "DreamtMaze",
+            "I do not know.",
+            "the reply of the experience model lacks one of next, reward, over: 'I do not know.'",
+        ),
         ("DreamtMaze", "hangs", "no answer after 1 s"),
     ],
 )

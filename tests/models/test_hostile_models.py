@@ -240,7 +240,7 @@ def test_shards_that_are_missing_doubled_or_no_files_are_named(tiny, shards):
     refused(load, tiny, names=["is missing"])
     safetensors.numpy.save_file({"model.norm.weight": np.ones(32, np.float32)}, tiny / "c.safetensors")
     write_index(tiny, shards | {"x": "c.safetensors"})
-    refused(load, tiny, names=["model.norm.weight is in another file too"])
+    refused(load, tiny, names=["model.norm.weight is also stored in another file"])
     os.mkfifo(tiny / "pipe")  # would wait for ever
     for name in ("pipe", ".", "", "a\0b", "a" * 5000):
         write_index(tiny, shards | {"x": name})
@@ -304,7 +304,7 @@ def test_a_chat_template_that_loops_for_ever_is_ended(words, monkeypatch):
     loop = "{% for i in range(99999) %}"
     set_template(words, loop * 4 + "{% endfor %}" * 4)
     left = signal.getitimer(signal.ITIMER_REAL)[0]
-    refused(encode, words, names=["refuses the messages", "it runs for more than 0.3 s"])
+    refused(encode, words, names=["refuses the messages", "the template runs for more than 0.3 s"])
     assert left - 5 < signal.getitimer(signal.ITIMER_REAL)[0] <= left  # the caller's own alarm is still set
     set_template(words, "{{ messages[0]['content'] }}")
     assert encode(words) == list(b"hello")

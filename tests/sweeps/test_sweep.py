@@ -781,7 +781,7 @@ def test_a_worker_trains_and_says_why_it_cannot(tmp_path):
     points = make_points([{"model.path": "/nowhere"}])
     given = Sweep([point for point, _ in points.values()])
     failed, _ = sweep_module.run_sweep(tmp_path, points, given, num_workers=1)
-    assert list(failed) == list(points) and "error: model.path='/nowhere' is not there" in failed[next(iter(points))]
+    assert list(failed) == list(points) and "error: model.path='/nowhere' does not exist" in failed[next(iter(points))]
 
 
 def test_what_each_setting_does_is_found_with_bounds_that_hold_it():

@@ -154,7 +154,7 @@ def test_a_bad_input_in_a_process_of_its_own(tmp_path):
         (r'{"prompt": "a\udc00b"}', [":1: ", "half a surrogate pair", "prompts.bad_row='skip'"]),
         (json.dumps({"prompt": "a b " * 250_000}), [":1: prompt of 1000000 tokens is over prompts.max_tokens=32"]),
         ('{"prompt": "a", "x": ' + "[" * 900 + "]" * 900 + "}", [":1: not JSON: nested too deeply"]),
-        ('{"prompt": "a", "prompt": "b"}', [":1: key 'prompt' stands in an object twice"]),
+        ('{"prompt": "a", "prompt": "b"}', [":1: key 'prompt' occurs twice in an object"]),
     ],
     ids=["surrogate", "megabyte", "deep", "twice"],
 )
@@ -426,7 +426,11 @@ def test_a_workdir_whose_name_checkpoints_could_not_be_read_back_from(name, why,
 
 # ---- the other commands ------------------------------------------------------------------------------------------
 
-NO_ROW = [("", "holds no row"), ('{"prompt": "a"}\n{"prompt\n', ":2: not JSON"), ("[1]\n", ":1: must be an object")]
+NO_ROW = [
+    ("", "the file has no row"),
+    ('{"prompt": "a"}\n{"prompt\n', ":2: not JSON"),
+    ("[1]\n", ":1: must be an object"),
+]
 NO_PROMPT = [
     *NO_ROW,
     ('{"prompt": ""}\n', ":1: "),
@@ -436,7 +440,7 @@ NO_PROMPT = [
     ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "nothing is left to answer"),
     ('{"prompt": "a", "messages": []}\n', "must have one of `prompt` and `messages`"),
     ('{"prompt": "\\ud800"}\n', ":1: without `prompt_ids`: '\\ud800' has half a surrogate pair"),
-    ('{"prompt": "a", "prompt": "b"}\n', ":1: key 'prompt' stands in an object twice"),
+    ('{"prompt": "a", "prompt": "b"}\n', ":1: key 'prompt' occurs twice in an object"),
     ("[" * 100_000, ":1: not JSON: nested too deeply"),
     ("\x00\n", ":1: not JSON"),
     ('{"prompt_ids": []}\n', "at least 1 token"),

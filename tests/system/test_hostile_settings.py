@@ -329,7 +329,7 @@ def test_a_cache_of_programs_that_is_a_file_is_refused(up_to_compiling, tmp_path
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     (tmp_path / "file").write_text("")
     line = line_of(changed("compilation_cache", str(tmp_path / "file")), tmp_path / "run")
-    assert line == f"compilation_cache={str(tmp_path / 'file')!r} is no folder"
+    assert line == f"compilation_cache={str(tmp_path / 'file')!r} is not a folder. Set a folder, or '' for no cache"
 
 
 def test_names_of_files_are_printable_and_texts_for_the_model_may_be_anything():

@@ -242,7 +242,7 @@ class Folder:
             if dtype not in DTYPES and not is_code:
                 raise ConfigError(f"{path}: tensor {name} is {dtype}; supported: {', '.join(DTYPES)}")
             if name in self.shapes:
-                raise ConfigError(f"{path}: tensor {name} is in another file too")
+                raise ConfigError(f"{path}: tensor {name} is also stored in another file")
             self.shapes[name] = tuple(part.get_shape())
             self.dtypes[name] = dtype
             self._paths[name] = path

@@ -62,7 +62,7 @@ def resolve(path: str, *, setting: str = "model.path", adapter: str = "") -> Sou
         return _files(path, hf, load_tokenizer)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path) and not path.startswith("."):
         return _files(hf.downloaded(path, setting, ALLOWED), hf, load_tokenizer)
-    raise ConfigError(f"{setting}={path!r} is not there; allowed: {ALLOWED}")
+    raise ConfigError(f"{setting}={path!r} does not exist; allowed: {ALLOWED}")
 
 
 def resolve_reference(model: ModelConfig, learner: Source) -> Source:

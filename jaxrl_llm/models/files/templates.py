@@ -130,7 +130,7 @@ def between_turns(
         after = rendered(fast, [*turn, *messages], kwargs).partition(TURN)[2]
     except Exception as error:  # jinja's errors, from a package that is not imported here
         roles = " and a ".join(message["role"] for message in messages)
-        raise ConfigError(f"the chat template refuses an answer by a {roles}: {error}") from error
+        raise ConfigError(f"the chat template cannot encode an answer of role {roles}: {error}") from error
     if other is not None:
         return after.removeprefix(other)  # a template may end its turns with any text
     stops = [after.find(end) + len(end) for end in ends if end in after]
@@ -159,7 +159,7 @@ def rendered(fast: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any]) 
     template = fast.get_chat_template(tools=kwargs.get("tools"))  # transformers selects one if there are several
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"it runs for more than {TEMPLATE_SECONDS:g} s")
+        raise TimeoutError(f"the template runs for more than {TEMPLATE_SECONDS:g} s")
 
     if not re.search(r"\btool\b", template):
         messages = _with_user_results(messages)
@@ -174,7 +174,7 @@ def rendered(fast: Any, messages: list[dict[str, Any]], kwargs: dict[str, Any]) 
         if marks:
             text = apply(marked)
             if not all(mark in text for mark in marks):
-                raise ValueError("it has no place for these tool_calls")
+                raise ValueError("the template leaves out some of these tool_calls")
         return apply(messages)
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals

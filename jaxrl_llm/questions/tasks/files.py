@@ -129,13 +129,13 @@ def files_of(name: str) -> list[Path]:
     """
     path = data_file(name)
     if path.is_dir():
-        raise IsADirectoryError(f"Is a directory: its files are {name.rstrip('/')}/*")
+        raise IsADirectoryError(f"Is a directory. Name its files, for example {name.rstrip('/')}/*")
     if path.exists() or not glob.has_magic(name):
         return [path]
     paths = glob.glob(str(path), recursive=True)
     matches = [Path(match) for match in paths if os.path.isfile(match)]
     if not matches:
-        raise FileNotFoundError("No such file is there")
+        raise FileNotFoundError("No file matches this pattern")
     return sorted(matches)
 
 

@@ -195,7 +195,7 @@ def _of_dataset(config: PromptsConfig, seed: int) -> Loaded:
         entries = [dataset[i] for i in range(config.size)]
     except (AssertionError, ImportError, TypeError, ValueError, LookupError) as error:
         reason = str(error) or type(error).__name__
-        raise ConfigError(f"prompts.arguments={config.arguments!r} do not suit {name}: {reason}") from error
+        raise ConfigError(f"prompts.arguments={config.arguments!r} are not allowed for {name}: {reason}") from error
     _refuse_copies(name, entries)
     return Loaded(
         tuple(
