@@ -282,8 +282,9 @@ class MeshConfig:
     # Expert parallelism: the experts of a mixture are split over these devices. Each of these devices also has its own
     # rows, like the devices of fsdp.
     expert: Count = 1
-    # Context parallelism: the learner splits the tokens of each row over these devices, and its attention exchanges
-    # tokens for heads. The sampler uses these devices as further devices of fsdp, each with its own rows.
+    # Context parallelism: the learner splits the tokens of each row over these devices, and in attention each device
+    # has whole rows of some heads instead. The sampler uses these devices as further devices of fsdp, each with its own
+    # rows.
     context: Count = 1
     tensor: Count = 1
     # Tensor parallelism of the sampler: the number of devices that split each layer of its copy of the weights. It may

@@ -138,8 +138,9 @@ class AlgorithmConfig:
     # Old (proximal) policy: the denominator of the surrogate's ratios, and the centre of its trust region.
     old_policy: Chosen[facts.OldPolicyFacts] = slot(OLD_POLICIES, "tokens", "behaviour", facts=facts.OldPolicyFacts)
     # Off-policy correction: importance weights of the old policy against the behaviour policy (of the current policy,
-    # if the surrogate has no ratio). If the surrogate's ratio is already to the behaviour policy, or if the surrogate
-    # needs no ratio, a correction can only mask tokens, by the ratio of the current policy.
+    # if the surrogate has no ratio). There are two cases without importance weights: the surrogate's ratio is already
+    # relative to the behaviour policy, or the surrogate needs no ratio. A correction can then only mask tokens, by the
+    # ratio of the current policy to the behaviour policy.
     correction: Chosen[facts.CorrectionFacts] = slot(CORRECTIONS, "ratios", facts=facts.CorrectionFacts)
     # Step size: function that scales the learning rate in each optimizer step.
     step_size: Chosen[facts.StepSizeFacts] = slot(

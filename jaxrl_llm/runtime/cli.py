@@ -281,7 +281,7 @@ def _run_config_file(path: str, arguments: list[str]) -> None:
         raise NameError("there is no get_config() in it")
     settings = module["get_config"](*arguments)
     if not isinstance(settings, Mapping) and not hasattr(settings, "to_dict"):
-        raise TypeError(f"get_config() returned {settings!r:.60}, which is no group of settings")
+        raise TypeError(f"get_config() returned {settings!r:.60}, which is not a mapping of settings")
 
 
 def apart(argv: list[str]) -> tuple[list[str], list[tuple[str, str]]]:

@@ -1,5 +1,5 @@
 """launch/slurm.sh under a real Slurm: a controller and one node of this machine, started here (Debian: slurmctld,
-slurmd, slurm-client; neither munge nor a database). What runs under it is a stand-in for Python.
+slurmd, slurm-client; neither munge nor a database). The job runs a stand-in for Python.
 """
 
 import getpass

@@ -1,6 +1,7 @@
 """The page run_on_a_tpu_pod: its commands run in their order, with stand-ins for the programs of clusters.
 
-Not run are ``plan`` (its settings are checked) and what test_slurm and test_cluster_files run for real.
+``plan`` is not run, only its settings are checked. test_slurm and test_cluster_files run the real programs of Slurm and
+Docker.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""launch/tpu_pod.sh: a TPU made, set up, followed, stopped, preempted, broken. Its cloud is tests/support/gcloud, whose
-workers are processes of this machine; train is a stand-in that ends as train does (support/stand_in_pod_train.py).
+"""launch/tpu_pod.sh: a TPU is created, set up, followed, stopped, preempted or broken. Its cloud is
+tests/support/gcloud, whose workers are processes of this machine; train is a stand-in that ends as train does
+(support/stand_in_pod_train.py).
 """
 
 import json

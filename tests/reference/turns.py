@@ -1,8 +1,8 @@
 """Advantages by turn by loops in float64.
 
-A row is a dict: ``group``, ``reward`` of the whole, ``turns``, what each of its turns was given, ``states``, what each
-of them answered, and ``histories``, all tokens before each. Rows that are not valid are not among them. Each function
-gives a list of lists, by row and turn.
+A row is a dict: ``group``, ``reward`` of the whole, ``turns``, the reward of each turn, ``states``, the state that each
+turn answers, and ``histories``, all tokens before each turn. Only valid rows are included. Each function gives a list
+of lists, by row and turn.
 """
 
 import math

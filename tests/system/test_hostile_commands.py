@@ -58,7 +58,7 @@ def test_a_config_file_that_returns_no_settings_is_one_line(tmp_path, monkeypatc
         words = [f"--config={tmp_path / 'mine.py'}", f"--workdir={tmp_path / 'run'}", END]
         done = run_command("train", *words, monkeypatch=monkeypatch, capfd=capfd)
         last = done.err.splitlines()[-1]  # of None, ml_collections warns before
-        assert done.status == 2 and f"get_config() returned {value}, which is no group of settings" in last, done
+        assert done.status == 2 and f"get_config() returned {value}, which is not a mapping of settings" in last, done
 
 
 @pytest.mark.parametrize("path", [".", "/dev/null", "", "none.py", "x" * 300])

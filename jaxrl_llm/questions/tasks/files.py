@@ -158,7 +158,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
                 names = batch.schema.names
                 if len(set(names)) < len(names):
-                    raise ConfigError(f"prompts.name={str(path)!r} has two columns of a name: {names}")
+                    raise ConfigError(f"prompts.name={str(path)!r} has two columns with the same name: {names}")
                 for row in zip(*batch.columns, strict=True):
                     number += 1
                     yield number, dict(zip(names, row, strict=True))
