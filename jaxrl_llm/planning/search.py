@@ -271,7 +271,6 @@ def search(
             f"--search: no mesh of {len(devices)} devices divides rollout.prompts_per_iteration="
             f"{config.rollout.prompts_per_iteration}, update.batch_size={config.update.batch_size} and the ring{tensor}"
             ". Change these numbers, or plan for another number of devices"
-            ". Change these numbers, or plan for another number of devices"
         )
     tried = ordered[:most]
     print(
