@@ -274,7 +274,7 @@ def test_a_template_with_a_place_for_tools_is_told_those_that_every_question_of_
             for episode, one in enumerate(kept):
                 assert [x.reason for x in play(environment, ["a"], episode=episode, example=one)] == [""]
             asked = dataclasses.replace(kept[1], given=("p", [{"other": 1}]))
-            assert "not as before" in play(environment, ["a"], episode=2, example=asked)[0].reason or wanted[1] == []
+            assert "but it was" in play(environment, ["a"], episode=2, example=asked)[0].reason or wanted[1] == []
 
 
 def test_tools_in_the_system_s_message_stand_behind_the_system_prompt():

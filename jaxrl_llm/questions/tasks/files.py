@@ -135,7 +135,7 @@ def files_of(name: str) -> list[Path]:
     paths = glob.glob(str(path), recursive=True)
     matches = [Path(match) for match in paths if os.path.isfile(match)]
     if not matches:
-        raise FileNotFoundError("No file matches this pattern")
+        raise FileNotFoundError("No such file: no file matches this pattern")
     return sorted(matches)
 
 
