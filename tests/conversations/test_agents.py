@@ -55,12 +55,10 @@ def test_an_agent_whose_process_died_begins_anew_and_must_say_the_same():
         again = environment.ask(1, one, ["abc", "de"], [by("user", "4")]).result(30)
         assert (
             again.outcome == OUTCOME_ERROR
-            and "played again it answers [{'role': 'user', 'content': '3'}], not [" in again.reason
+            and "in the replay the answer is [{'role': 'user', 'content': '3'}], not [" in again.reason
         )
         changed = environment.ask(2, Example(other, {}, given=("p", [])), ["abc"], []).result(30)
-        assert (
-            changed.outcome == OUTCOME_ERROR and "not as before with [{'role': 'user', 'content': 'el" in changed.reason
-        )
+        assert changed.outcome == OUTCOME_ERROR and "but it was [{'role': 'user', 'content': 'el" in changed.reason
 
 
 @pytest.mark.parametrize(
