@@ -214,7 +214,7 @@ class Episode:
             raise ValueError(f"request {number_of_request} of the agent does not continue the conversation so far")
         is_answer = before.is_tokens or all(message["role"] in ROLES for message in new)
         if not new or not is_answer:
-            raise ValueError(f"request {number_of_request} of the agent must add messages of the user's or of tools'")
+            raise ValueError(f"request {number_of_request} of the agent must add messages of role user or tool")
         return new
 
     def _end(self, outcome: Outcome) -> None:
@@ -227,7 +227,7 @@ class Episode:
             return
         self._reward = number(returned, [])
         if self._reward is None:
-            raise ValueError(f"the agent returned {returned!r:.100}, which is no reward")
+            raise ValueError(f"the agent returned {returned!r:.100}, not a number or None")
 
     def reward(self) -> float | None:
         """Return the agent's return value, 0.0 while the agent runs, None if it returned None."""

@@ -206,7 +206,7 @@ def _read_flag(file: _File, key: str, default: bool) -> bool:
     """Return a setting of the tokenizer that must be true or false."""
     value = file.metadata.get(f"tokenizer.ggml.{key}", default)
     if type(value) is not bool:
-        raise ConfigError(f"{file.path}: tokenizer.ggml.{key}={value!r:.60} must be a bool")
+        raise ConfigError(f"{file.path}: tokenizer.ggml.{key}={value!r:.60} must be true or false")
     return value
 
 
@@ -358,7 +358,7 @@ def _finished(
     after = [roles["eos"]] if ends else []
     if before or after:
         if None in [*before, *after]:
-            raise ValueError("its texts begin or end with a token that it does not name")
+            raise ValueError("its texts begin or end with a token that the file does not name")
         core.post_processor = processors.TemplateProcessing(
             single=[*before, "$A", *after],
             special_tokens=[(token, core.token_to_id(token)) for token in {*before, *after}],
@@ -403,14 +403,14 @@ class _Reader(gguf.GGUFReader):
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
         if offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
-            raise ValueError("it ends before what its header says it has")
+            raise ValueError("the file is shorter than its header declares")
         return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type == gguf.GGUFValueType.ARRAY:
             (num_items,) = self._get(orig_offs + 4, np.uint64)
             if num_items > MOST_ITEMS:
-                raise ValueError(f"it says that it has a list of more than {MOST_ITEMS} items")
+                raise ValueError(f"its header declares a list of more than {MOST_ITEMS} items")
         return super()._get_field_parts(orig_offs, raw_type)
 
     @property

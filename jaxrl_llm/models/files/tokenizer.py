@@ -389,5 +389,5 @@ def fast_tokenizer_class() -> type:
 def _checked(text: str) -> str:
     half = _HALF_PAIR.search(text)
     if half:
-        raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is no text")
+        raise ConfigError(f"{text!r:.60} has half a surrogate pair, {half[0]!r} at {half.start()}, which is not text")
     return text
