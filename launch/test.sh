@@ -31,8 +31,10 @@ if [[ $tier == parity ]]; then
     fi
 fi
 export JAX_PLATFORMS=cpu
-# A file's tests share what they compile; a worker takes up to 2 GB. In the order of the folders the long files come
-# early, so that no worker is left alone with one. A worker that crashes ends the run: xdist would give its file to the
-# next one from the start, again and again.
-exec .venv/bin/python -m pytest --tier="$tier" -n logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder \
+# One worker more than cores, because many tests wait for processes; a worker takes up to 4 GB. A file's tests share what
+# they compile. In the order of the folders the long files come early, so that no worker is left alone with one. A worker
+# that crashes ends the run: xdist would give its file to the next one from the start, again and again.
+cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
+workers=$((cores < 8 ? cores + 1 : 8))
+exec .venv/bin/python -m pytest --tier="$tier" -n "$workers" --dist=loadfile --no-loadscope-reorder \
   --max-worker-restart=0 ${arguments[@]+"${arguments[@]}"}

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from support.building import needs_cuda_compiler
 from support.refusal import check_words, raises_with
+from support.tiers import mostly_in
 from test_launch import INSTALLS, checkout  # noqa: F401
 
 from benchmarks import compare, floors, gpu, machine, micro, race, race_figure, results, roofline, run, saves, stopwatch
@@ -402,13 +403,18 @@ def test_device_clock_sees_every_program_and_hides_none_of_its_attributes():
     ("command", "arguments", "expected"),
     [
         (micro.main, ["--only", "prefill"], [f"prefill/16x{micro.PROMPT}"]),
-        (micro.main, ["--only", "publish"], ["publish/bfloat16", "publish/bfloat16/share_of_floor"]),
-        (
-            micro.main,
-            ["--only", "questions"],
-            ["questions/300 read", "questions/300 tokenised", "questions/300 next 16"],
+        *mostly_in(
+            "slow",
+            [
+                (
+                    micro.main,
+                    ["--only", "questions"],
+                    ["questions/300 read", "questions/300 tokenised", "questions/300 next 16"],
+                ),
+                (micro.main, ["--only", "publish"], ["publish/bfloat16", "publish/bfloat16/share_of_floor"]),
+                (micro.main, ["--only", "logp"], ["logp/ours", "logp/autodiff, in chunks", "logp/ours, memory"]),
+            ],
         ),
-        (micro.main, ["--only", "logp"], ["logp/ours", "logp/autodiff, in chunks", "logp/ours, memory"]),
         pytest.param(
             gpu.main,
             ["--preset=tiny"],

@@ -1347,11 +1347,13 @@ def test_every_setting_of_a_function_changes_something(path, name, key, tmp_path
     assert carried_out(look, settings | {setting: other}, tmp_path, monkeypatch) != before
 
 
+@pytest.mark.tier("slow")  # plain: test_every_setting_changes_something
 @pytest.mark.parametrize("look", [ghost_run, scores, loaded, optimizer, drawn], ids=lambda look: look.__name__)
 def test_what_is_seen_changes_with_settings_alone(look, tmp_path, monkeypatch):
     assert seen(look, SETTINGS, tmp_path, monkeypatch) == seen(look, SETTINGS, tmp_path, monkeypatch)
 
 
+@pytest.mark.tier("slow")  # plain: test_every_setting_changes_something
 def test_the_text_of_a_program_changes_with_settings_alone():
     config = to_json(freeze(with_point({}, SETTINGS)))
     for name in ("update", "decode", "insert"):

@@ -180,6 +180,7 @@ def test_rows_without_an_answer_to_learn_from_are_skipped_where_bad_rows_are(tmp
         learned_once(tmp_path, monkeypatch, name="other.jsonl", rows=[rows[1]] * 2, bad_row="skip")
 
 
+@pytest.mark.tier("slow")  # plain: test_what_is_learned_is_in_the_folder; moments in test_low_memory.py
 def test_moments_in_host_memory_learn_the_same(tmp_path, monkeypatch):
     one, seen = mesh_of(ONE), []
     monkeypatch.setattr(sharding, "make_mesh", lambda _: one)

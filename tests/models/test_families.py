@@ -39,7 +39,7 @@ STORED |= json.loads((FIXTURES / "families_of_experts.json").read_text())
 CONFIGS = families.CONFIGS | hybrids.CONFIGS
 
 
-PLAIN_CONFIGS = ("llama_yarn", "mistral_window", "qwen3", "gemma3", "qwen3_moe")
+PLAIN_CONFIGS = ("llama_yarn", "gemma3", "qwen3_moe")
 
 
 def some_slow(names, plain):
@@ -191,6 +191,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.tier("slow")  # plain: test_generator.test_sampler_logp_is_the_learners_...; test_delta.py
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [

@@ -159,7 +159,7 @@ def windowed(implementation, window, has_prompt):
 @pytest.mark.parametrize(
     ("implementation", "window", "tokens"),
     [
-        *(("splash", 1, 5), ("splash", 4, 5), ("splash", 30, 300), ("cudnn", 4, 5)),
+        *mostly_in("slow", [("splash", 4, 5), ("cudnn", 4, 5), ("splash", 1, 5), ("splash", 30, 300)], plain=2),
         pytest.param("splash", 100, 5, marks=pytest.mark.slow),
     ],
 )
@@ -318,6 +318,7 @@ def test_a_decode_step_reads_the_window_of_each_rows_cache(window):
         np.testing.assert_allclose(got[b, 0, n], expected, atol=3e-6)
 
 
+@pytest.mark.tier("slow")  # plain: test_a_decode_step_attends_to_the_live_part_of_each_rows_cache
 @pytest.mark.parametrize(("H", "B"), [(64, 3), pytest.param(128, 12, marks=pytest.mark.tier("slow"))])
 def test_a_tpus_kernel_reads_caches_as_they_lie_on_both_cores_of_a_chip(monkeypatch, H, B):
     """Caches with tokens innermost and not; an odd number of rows one at a time, and 12 rows four at a time.

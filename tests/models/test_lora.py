@@ -179,6 +179,7 @@ def test_magnitudes_reach_the_sampler_as_they_do_the_learner(mesh):
     assert published["layers"][1]["k_lora_m"].shape == (8,)
 
 
+@pytest.mark.tier("slow")  # plain: test_magnitudes_reach_the_sampler_as_they_do_the_learner
 def test_a_row_of_zeros_stays_so_under_magnitudes():
     """Norm and m are 0, as ``init`` sets them. Files of pruned models have such rows."""
     model, mesh = Model(TINY, lora=DORA), mesh_of(ONE)

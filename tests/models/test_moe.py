@@ -187,6 +187,7 @@ def gradient_on(config):
 PLAIN = ("expert, tensor",)
 
 
+@pytest.mark.tier("slow")  # plain: test_collectives.test_gradients_are_one_devices_on_any_mesh
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.tier("slow")] * (x not in PLAIN)) for x in MESHES])
 def test_a_mesh_changes_nothing_but_the_order_of_sums(name):
     ((hidden, chosen), gradient), ((hidden_1, chosen_1), gradient_1) = gradient_on(MESHES[name]), gradient_on(ONE)

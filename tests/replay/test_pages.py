@@ -80,7 +80,7 @@ lengths = st.lists(st.integers(0, WIDTH), min_size=2 * SHARDS, max_size=2 * SHAR
 CONFIGS = [ReplayConfig(), replay_config(max_age_steps=1, fresh_fraction=0.5, draw="priority")]
 
 
-@hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=8, derandomize=True)
 @hypothesis.given(st.sampled_from(CONFIGS), st.lists(lengths, min_size=1, max_size=6))
 def test_with_pages_for_all_its_slots_it_is_the_padded_ring_bit_by_bit(config, batches):
     # 16 pages, more than 5 rows of 3: rows begin at every page, and wrap round the end.
@@ -101,7 +101,7 @@ def test_with_pages_for_all_its_slots_it_is_the_padded_ring_bit_by_bit(config, b
         assert_same(paged.replace(slots=None, pages={}), padded.replace(slots=None))
 
 
-@hypothesis.settings(deadline=None, max_examples=15, derandomize=True)
+@hypothesis.settings(deadline=None, max_examples=8, derandomize=True)
 @hypothesis.given(st.lists(lengths, min_size=1, max_size=8))
 def test_it_holds_the_newest_rows_that_fit_slots_and_pages_and_draws_no_others(batches):
     # 7 pages: one insert of 2 rows fills at most 6.

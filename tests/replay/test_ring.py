@@ -109,7 +109,7 @@ def examples(plain, slow):
     return pytest.mark.parametrize("num_examples", cases)
 
 
-@examples(12, 60)
+@examples(6, 60)
 def test_ring_equals_its_definition_over_any_insert_evict_draw(num_examples):
     settings = hypothesis.settings(deadline=None, max_examples=num_examples, derandomize=True)
     settings(hypothesis.given(st.integers(0, len(CONFIGS) - 1), operations)(check_ring))()

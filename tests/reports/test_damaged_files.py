@@ -4,6 +4,7 @@ import copy
 import json
 
 import pytest
+from support.tiers import mostly_in
 from test_report import make_evaluations, make_run
 
 from jaxrl_llm.config import ConfigError, freeze, to_json
@@ -90,7 +91,7 @@ SLOW_VALUES = [pytest.param(value, marks=pytest.mark.tier("slow")) for value in 
 
 
 @pytest.mark.parametrize("value", [1e300, None, *SLOW_VALUES])
-@pytest.mark.parametrize("field", ["iteration", "rollout/reward_mean"])
+@pytest.mark.parametrize("field", mostly_in("slow", ["rollout/reward_mean", "iteration"]))
 def test_extreme_metrics_are_drawn_or_refused(field, value, tmp_path):
     file = write_files(tmp_path / "run") / "metrics.jsonl"
     lines = file.read_text().splitlines()

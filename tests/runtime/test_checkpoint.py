@@ -335,6 +335,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.tier("kills")  # plain: test_a_damaged_file_makes_the_checkpoint_before_it_be_taken_...
 def test_a_process_killed_while_writing_leaves_a_whole_checkpoint(tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env={**os.environ, "JAX_PLATFORMS": "cpu"})
     assert killed.returncode == -signal.SIGKILL

@@ -170,13 +170,15 @@ def test_a_body_or_head_that_is_too_large_is_refused_before_it_is_read(server):
 )
 def test_without_a_token_other_sites_are_refused(server, head, status):
     """A page in the user's browser sends an Origin. With DNS rebinding, the Host is another name for this machine."""
-    received, _ = sent(server, b"GET /a HTTP/1.1\r\n" + head + b"\r\n\r\n")
+    received, _ = sent(server, b"GET /a HTTP/1.1\r\nConnection: close\r\n" + head + b"\r\n\r\n")
     assert statuses(received) == [status]
 
 
 def test_with_a_token_any_name_of_the_server_is_answered():
     with serving(any_site=True) as server:
-        received, _ = sent(server, b"GET /a HTTP/1.1\r\nHost: gpu.example\r\nOrigin: https://ui.example\r\n\r\n")
+        received, _ = sent(
+            server, b"GET /a HTTP/1.1\r\nConnection: close\r\nHost: gpu.example\r\nOrigin: https://ui.example\r\n\r\n"
+        )
     assert statuses(received) == [200]
 
 

@@ -767,6 +767,7 @@ def test_a_stray_line_is_an_error_of_its_call_and_shifts_no_answer():
                     assert got.total.tolist() == [len(text)], kind
 
 
+@pytest.mark.tier("slow")  # plain: test_what_is_printed_without_end_is_cut_and_blocks_nothing
 @pytest.mark.parametrize("kind", ["an answer", "no JSON", "without an end"])
 def test_a_line_that_comes_between_two_calls_fails_neither(kind):
     with pool(user("strays"), timeout_s=3.0) as rewards:

@@ -166,6 +166,7 @@ def test_a_sweep_file_that_leaves_is_one_line(tmp_path):
         read_sweep(str(tmp_path / "mine.py"))
 
 
+@pytest.mark.tier("slow")  # plain: test_sweep.test_points_run_once_in_few_processes_...
 def test_a_sweep_starts_no_more_workers_than_it_has_points(tmp_path, monkeypatch, capfd):
     (tmp_path / "mine.py").write_text(
         "from jaxrl_llm.config import defaults\nfrom jaxrl_llm.sweeps.points import Sweep\n\n\n"

@@ -535,6 +535,7 @@ def test_a_job_that_cannot_be_joined_is_said(monkeypatch, error, raised, message
         initialize(monkeypatch, fail)
 
 
+@pytest.mark.tier("hosts")  # plain: test_a_process_that_hangs_says_where
 def test_a_host_whose_job_does_not_come_ends_with_the_status_of_a_fault():
     """Launchers restart a run after this status, but not after bad input, 2."""
     script = "from jaxrl_llm.runtime import cli, hosts\nhosts.JOIN_S = 2\ncli.run(lambda: None)"

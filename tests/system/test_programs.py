@@ -302,6 +302,7 @@ def test_a_reference_that_is_reset_is_the_policy_and_the_ring_is_empty():
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.tier("slow")  # plain: test_the_loop_resets_the_reference_...
 def test_adapters_that_start_from_others_have_the_base_alone_as_their_first_reference():
     """As in a run without a reset: the reference is the base's arrays."""
     algorithm = {"divergence": {"name": "reference", "coefficient": 0.1}, "reference_reset_iterations": (1000,)}
