@@ -11,7 +11,8 @@ Layout of the matrices in memory:
     head            as in the learner, because a tied head is also the embedding
     q, k, v on TPU  as in the learner, because a TPU would otherwise transpose them back before each chunk of steps
 
-Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: the model.
+Owns: the form and dtypes of the sampler's weights, the programs that make them. Does not know: what the
+weights compute.
 """
 
 from __future__ import annotations
@@ -115,9 +116,9 @@ def programs(model: Model, mesh: Mesh, sampler_mesh: Mesh) -> dict[str, Program]
         return _to_sampler(params, model, learner, sampler)
 
     def publish_trained(*parts: Params) -> Params:
-        params = lora.published(lora.join(*parts), model.lora)
-        trainable, *_ = lora.split(publish(params))
-        return trainable
+        # Split before publishing: on a split mesh the compiler would gather the base too, and drop it afterwards.
+        trainable, *_ = lora.split(lora.published(lora.join(*parts), model.lora))
+        return publish(trainable)
 
     layouts = lora.split(jax.tree.map(lambda x: x.format, sampler))
     programs = {"publish": Program(publish_trained, parts, layouts[0])}

@@ -17,13 +17,14 @@ from support.refusal import ANY, raises_with, refused
 from jaxrl_llm.commands import evaluate, export, score, sft
 from jaxrl_llm.commands import train as train_module
 from jaxrl_llm.config import ConfigError, LoraConfig, freeze
+from jaxrl_llm.learner import publish
 from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.models import lora
 from jaxrl_llm.models.architecture import PRESETS
 from jaxrl_llm.models.files import hf, peft, pretrained, run_models
 from jaxrl_llm.models.files.gguf import make_byte_tokenizer
 from jaxrl_llm.models.transformer import Model
-from jaxrl_llm.planning import cost, verdict
+from jaxrl_llm.planning import cost, hlo, verdict
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.run import assemble
 from jaxrl_llm.runtime import sharding
@@ -224,6 +225,21 @@ def test_what_is_published_again_is_adapters_alone(trained):
     assert found.arguments == adapters <= found.outputs < adapters + 2048  # and where each array lies
     size = sum(x.nbytes for x in jax.tree.leaves(of_base))
     assert once.arguments == size <= once.outputs < size + 2048
+
+
+def test_on_a_split_mesh_the_base_is_not_published_again():
+    """Otherwise every publication would gather all matrices of the base and drop them."""
+    mesh = mesh_of(CUBE)
+    model = Model(PRESETS["debug"], lora=ADAPTERS)
+    program = publish.programs(model, mesh, mesh)["publish"]
+    compiled = program.lower(mesh).compile()
+    adapters, base = lora.split(model.abstract_params(mesh))
+    smallest_matrix = min(math.prod(x.shape[1:]) for x in jax.tree.leaves(base["blocks"]) if x.ndim > 2)
+    largest_factor = max(math.prod(x.shape[1:]) for x in jax.tree.leaves(adapters))
+    assert largest_factor < smallest_matrix
+    assert max(hlo.moved(compiled.as_text())) <= largest_factor
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(adapters))
+    assert memory(compiled).arguments == held
 
 
 def test_checkpoints_and_the_optimizer_hold_adapters_alone(trained):
