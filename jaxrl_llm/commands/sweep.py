@@ -435,8 +435,7 @@ def run_points(
         try:
             has_passed_on_stop = False
             while True:
-                if not stop.requested:
-                    runs.start_waiting()
+                runs.start_waiting(stop)
                 running = runs.running()
                 on_change([worker.point for worker in running], runs.failed)
                 if not running:
@@ -448,7 +447,7 @@ def run_points(
                 ready = wait([worker.connection for worker in running], timeout=1.0)
                 for worker in running:
                     if worker.connection in ready:
-                        runs.receive(worker, is_stopping=stop.requested is not None)
+                        runs.receive(worker, stop)
         finally:
             runs.kill()
 
@@ -473,9 +472,11 @@ class _Runs:
         self._cores = cores_of_workers(num_workers)
         self._workers: list[_Worker | None] = [None] * num_workers
 
-    def start_waiting(self) -> None:
-        """Start waiting points on the workers that run no point."""
+    def start_waiting(self, stop: StopRequest) -> None:
+        """Start waiting points on the workers that run no point, until a signal stops the sweep."""
         for i, worker in enumerate(self._workers):
+            if stop.requested:
+                return
             if worker and worker.point:
                 continue
             name = self._next_waiting()
@@ -501,11 +502,10 @@ class _Runs:
         """Return the workers that run a point."""
         return [worker for worker in self._workers if worker and worker.point]
 
-    def receive(self, worker: _Worker, *, is_stopping: bool) -> None:
+    def receive(self, worker: _Worker, stop: StopRequest) -> None:
         """Receive the answer of a worker whose point has ended, and record the point if it failed.
 
-        Args:
-            is_stopping: whether a signal has stopped the sweep. A point that is not finished has then not failed.
+        If a signal has stopped the sweep, a point that is not finished has not failed.
         """
         name = worker.point
         ended_well = worker.answer()
@@ -514,7 +514,7 @@ class _Runs:
             worker.kill()
             self._workers[self._workers.index(worker)] = None
             note = f"\nits process ended with status {worker.process.returncode}"
-        is_over = is_stopping or self._is_finished(name)
+        is_over = self._is_finished(name) or stop.requested is not None
         if ended_well is False or not is_over:
             self.failed[name] = last_lines(self._folder / name / LOG) + note
 
