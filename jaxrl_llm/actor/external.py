@@ -289,11 +289,11 @@ def _rows(groups: Sequence[ExternalGroup | None], config: Config, *, first_id: i
         tokens[siblings, :prompt_size] = group.prompt
         prompt_length[siblings] = prompt_size
         length[siblings] = prompt_size
-        for g, ids in enumerate(group.completions):
+        for g, (ids, reason) in enumerate(zip(group.completions, group.stop_reasons, strict=True)):
             row = j * G + g
             length[row] += len(ids)
             tokens[row, prompt_length[row] : length[row]] = ids
-            stop_reason[row] = group.stop_reasons[g]
+            stop_reason[row] = reason
     group_index = np.arange(len(groups), dtype=np.int32)
     group_id = np.repeat(first_id - group_index, G)
     arrays: list[Any] = [tokens, prompt_length, length, None, group_id, None, stop_reason]

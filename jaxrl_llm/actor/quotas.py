@@ -12,7 +12,7 @@ groups beyond its quota, and the surplus moves to the shards that have fewer gro
 
 Letters: M data shards, P groups per call, q = P / M the quota, s the slack, E entries per shard, G rows per group.
 Owns: when a call has enough groups, which groups leave the table, how a surplus moves between shards. Does not know:
-    how a group is generated, which groups must leave with a call (``generator.py``).
+how a group is generated, which groups must leave with a call (``generator.py``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def chosen(
 
     Args:
         finished: places of the finished groups by shard. ``is_enough`` is true for these groups, and they include the
-            due groups. age: returns a number for a place; older groups have smaller numbers.
+            due groups.
+        age: returns a number for a place; older groups have smaller numbers.
         due: places of the groups that must leave with this call.
     """
     most = num_prompts // len(finished) + slack
@@ -97,7 +98,7 @@ def in_rows(leaving: list[list[Place]], num_prompts: int) -> list[Place]:
     rows = []
     for places in leaving:
         own = places[:quota]
-        moved = itertools.islice(surplus, quota - len(own))
+        moved = [next(surplus) for _ in range(quota - len(own))]
         rows += [*own, *moved]
     return rows
 

@@ -35,7 +35,7 @@ def grpo(x: Rows) -> Float[Array, " B"]:
     """Return (r - mean) / (std + 1e-6) of the group.
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2. Differs: a tied group has advantage exactly 0; failed
-    rows are left out.
+        rows are left out.
     """
     return over_std(minus_mean(x.reward, x.groups), x.groups)
 

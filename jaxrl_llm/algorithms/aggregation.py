@@ -161,8 +161,8 @@ def cross_entropy(
     weight: Float[AnyArray, "B T"],
 ) -> Float[Array, ""]:
     """Return ``-sum weight logp`` [] f32 nats of tokens [B, T]. ``logp`` may have any value if the weight is 0."""
-    weighted_logp = jnp.where(weight > 0, logp, 0.0)
-    return -jnp.sum(weight * weighted_logp)
+    finite_logp = jnp.where(weight > 0, logp, 0.0)
+    return -jnp.sum(weight * finite_logp)
 
 
 AGGREGATIONS = {

@@ -31,7 +31,7 @@ def gradient_square(
     The gradient with respect to the logits of one token is onehot - probabilities. (1 - p)^2 is the share of the taken
     token in its squared norm, between a half and the whole of it. The approximation leaves out the share of the other
     tokens, the Jacobian below the logits, and the products of different positions. Exact norms would need a backward
-    pass for every row. No paper proposes this form.
+    pass for every row. This form is not from a paper.
 
     Args:
         logp: [B, T] f32 nats of the taken tokens.

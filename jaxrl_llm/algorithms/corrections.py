@@ -86,7 +86,7 @@ def sequence_masked(
 
 
 def second_moment_threshold(x: Ratios, *, limit: Positive) -> Float[Array, ""]:
-    """Return a threshold [] f32 of log_ratio^2: the tokens below it have a mean of at most ``limit``.
+    """Return the threshold [] f32 of log_ratio^2 that keeps the most tokens whose mean is at most ``limit``.
 
     The tokens of the whole batch with the largest log_ratio^2 are removed first; equal values are removed together. The
     threshold lies halfway between the largest kept and the smallest removed value. Rounding of the log-ratios therefore

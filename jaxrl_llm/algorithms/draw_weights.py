@@ -191,7 +191,7 @@ def likely(
     large ratios.
 
     Source: the idea is from OER and MBES, which admit by the current policy's mean log-probability. This form is not
-    from a paper.
+        from a paper.
     """
     row_surprise = jax.vmap(surprise)
     newest = jnp.mean(row_surprise(rows.rollout), axis=1, keepdims=True, where=rows.trainable)

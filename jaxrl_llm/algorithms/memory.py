@@ -99,7 +99,7 @@ class QuestionMean(Moments):
 
         a <- decay a + r,   b <- decay b + 1 - r   from a = b = 1,   mean = a / (a + b)
 
-    Rewards may lie outside [0, 1], because the mean is only used as a running mean. The reward r includes reward terms:
+    Rewards may lie outside [0, 1], because the mean is not used as a probability. The reward r includes reward terms:
     the advantage returns it as "shaped_reward" [B]. With ``decay_moving`` above 0 the decay is still + (moving - still)
     min(1, KL / (2 KL_TARGET)), where KL is the mean of the last KL_WINDOW iterations' update/kl_behaviour_nats.
 

@@ -71,6 +71,7 @@ def server_of(
         ConfigError: bad input, or an address that is not available, before anything is compiled.
     """
     source = pretrained.resolve(path)
+    source.architecture()  # raises for a model that is not supported
     tokenizer = source.tokenizer().ending_at(sampling.stop_tokens)
     mesh = sharding.make_mesh(MeshConfig())
     served = _Served(
@@ -210,10 +211,11 @@ def _engines(served: _Served) -> dict[str, Engine]:
 
 def _load_adapters(served: _Served, model: Model) -> dict[str, tuple[Any, LoraConfig]]:
     """Return the weights and the settings of each adapter by name."""
+    configs = {name: peft.read_config(folder) for name, folder in served.adapters.items()}
     loaded = {}
-    for name, folder in served.adapters.items():
-        config = peft.read_config(folder)
-        loaded[name] = peft.load(folder, dataclasses.replace(model, lora=config), served.mesh), config
+    for name, config in configs.items():
+        adapted = dataclasses.replace(model, lora=config)
+        loaded[name] = peft.load(served.adapters[name], adapted, served.mesh), config
     return loaded
 
 

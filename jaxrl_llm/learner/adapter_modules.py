@@ -15,8 +15,8 @@ Source: DPS of ScaleZero, Pu et al. 2025, arXiv:2509.07945, and its code in Ligh
 
     base            DPS trains the backbone of a multi-task world model first. Here the base is never trained.
     next module     DPS starts it after enough newly solved tasks or after a fixed number of steps. Enough is the number
-    of unsolved tasks divided by the number of modules to come. Here it starts when progress stops, the opposite
-    condition. A module whose rewards rise has no step limit.
+                    of unsolved tasks divided by the number of modules to come. Here it starts when progress stops, the
+                    opposite condition. A module whose rewards rise has no step limit.
     scale           DPS uses alpha / (r/M) for each module of rank r/M, and a learned factor near 1 after its training.
                     Here every module has the scale s of the whole adapter, which is M times smaller, and no factor.
     initial A       DPS draws it from a normal distribution with deviation 0.01. Here it is uniform (lora).

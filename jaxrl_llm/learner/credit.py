@@ -55,6 +55,9 @@ def assign(
     Returns:
         The experience, and the values that memories learn from, by name. The entry "degenerate_groups" [] i32 is the
         number of the run's own groups whose advantages are all 0.
+
+    Raises:
+        ConfigError: a function of the user returns something else than its place needs.
     """
     algorithm = config.algorithm
     trainable = scores.trainable

@@ -65,7 +65,7 @@ class Delta:
 class MixerKind(NamedTuple):
     """Static properties of a mixer, the part of a block in which tokens read earlier tokens of their row."""
 
-    names: frozenset[str]  # its parameters' names begin with one of these words, followed by "_"
+    names: frozenset[str]  # each of its parameters has one of these words as its name, or begins with it and "_"
     is_recurrent: bool  # True: a row has states of fixed size. False: every token of a row has keys and values.
 
 

@@ -471,6 +471,6 @@ def rotate(x_BTNH: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     halves = x32.reshape(*x_BTNH.shape[:-1], 2, -1)
     cos = cos[:, :, None, None, :]
     sin = jnp.stack([-sin, sin], axis=2)[:, :, None]
-    # Roll instead of splitting the halves, because a TPU would pad each half.
+    # Swap the halves by reversing their axis. If they were split, a TPU would pad each half.
     rotated = halves * cos + halves[..., ::-1, :] * sin
     return rotated.reshape(x_BTNH.shape).astype(x_BTNH.dtype)

@@ -29,7 +29,7 @@ def _linear(freq: np.ndarray, theta: float, *, factor: float) -> ScaledFrequenci
 def _dynamic(freq: np.ndarray, theta: float, *, factor: float) -> ScaledFrequencies:
     """Leave frequencies unchanged: this kind scales only rows longer than ``max_position_embeddings``.
 
-    This package has no longer rows.
+    No row of this package is longer.
     """
     return freq, 1.0
 

@@ -1,5 +1,4 @@
-"""Replay ring: the last rollouts, from which update batches are drawn. They are in device memory or in the host's
-memory.
+"""Replay ring: the last rollouts, from which update batches are drawn, in the memory of the device or of the host.
 
 Owns: the ring's state, which rows are kept, use counts and ages. Does not know: how slots are chosen (choice),
 credit, losses, the mesh (the caller that places the state shards M over the data axes), which sizes a user may set.
@@ -309,7 +308,7 @@ def _choose_slots(
     batch_size: int,
     group_size: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the slots to draw, [M, b] i32, and whether each slot holds a row that may be drawn, [M, b] bool."""
+    """Return slots [M, b] i32 and whether each was drawn, [M, b] bool. Slots that were not drawn are fillers."""
     num_shards, num_slots = ring.uses.shape
     num_rows = _per_shard(batch_size, num_shards)
     assert num_rows <= num_slots

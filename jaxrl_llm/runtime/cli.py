@@ -275,7 +275,7 @@ def _check_config_files(argv: list[str]) -> None:
 
 
 def _run_config_file(path: str, arguments: list[str]) -> None:
-    """Run a config file and its ``get_config(*arguments)``. Raise an error if the result is no group of settings."""
+    """Run a config file and its ``get_config(*arguments)``. Raise an error if the result is not a settings mapping."""
     module = runpy.run_path(path)
     if "get_config" not in module:
         raise NameError("there is no get_config() in it")

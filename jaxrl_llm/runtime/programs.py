@@ -305,7 +305,7 @@ class CompileCounter:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
     def after_warmup(self) -> int:
-        """Return the number of programs compiled after the warm-up, which the first call of an iteration ends."""
+        """Return the number of programs compiled after the warm-up. Call once per iteration: the first call ends it."""
         if self.warm is None:
             self.warm = self.count
         return self.count - self.warm
