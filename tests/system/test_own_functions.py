@@ -16,6 +16,7 @@ from test_readme import commands, files
 
 from jaxrl_llm.algorithms.inputs import COLUMNS, ROW, TOKEN, Column
 from jaxrl_llm.config import defaults, freeze, from_json, to_json
+from jaxrl_llm.reports.metric_table import METRICS, column_metrics
 from jaxrl_llm.reports.metrics import read_metrics
 from jaxrl_llm.runtime import sharding
 from jaxrl_llm.settings.use import use
@@ -175,6 +176,8 @@ def test_a_loss_reads_a_declared_column_of_the_rewards_without_any_other_change(
     """A new column costs only its declaration and the reward function."""
     monkeypatch.setitem(COLUMNS, "row_copy", Column(False, True, "f32, the reward once more", ROW))
     monkeypatch.setitem(COLUMNS, "token_two", Column(True, True, "f32, 2.0 at tokens with text", TOKEN))
+    for name, metric in column_metrics({"row_copy": COLUMNS["row_copy"]}).items():  # as at the import of the table
+        monkeypatch.setitem(METRICS, name, metric)
     (tmp_path / "scores.py").write_text(REWARDS)
     readers = tmp_path / "readers.py"
     readers.write_text(READERS)
