@@ -31,10 +31,15 @@ if [[ $tier == parity ]]; then
     fi
 fi
 export JAX_PLATFORMS=cpu
-# One worker more than cores, because many tests wait for processes; a worker takes up to 4 GB. A file's tests share what
-# they compile. In the order of the folders the long files come early, so that no worker is left alone with one. A worker
-# that crashes ends the run: xdist would give its file to the next one from the start, again and again.
+# One worker more than cores, because many tests wait for processes; a worker takes up to 4 GB.
 cores=$(nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
 workers=$((cores < 8 ? cores + 1 : 8))
-exec .venv/bin/python -m pytest --tier="$tier" -n "$workers" --dist=loadfile --no-loadscope-reorder \
+# A file's tests share what they compile. In the order of the folders the long files come early, so that no worker is
+# left alone with one. Tests of minutes share little, and any worker takes the next one.
+dist=loadfile
+case $tier in
+    compiler | kills) dist=load ;;
+esac
+# A worker that crashes ends the run: xdist would give its file to the next one from the start, again and again.
+exec .venv/bin/python -m pytest --tier="$tier" -n "$workers" --dist="$dist" --no-loadscope-reorder \
   --max-worker-restart=0 ${arguments[@]+"${arguments[@]}"}
