@@ -16,9 +16,9 @@ TIERS = {
     "compiler": "programs compiled for TPU slices by the TPU compiler",
     "extras": "what needs optional packages: quantised weights, buckets, search over documents, the site",
     "sandbox": "attacks on the sandbox and on its limits",
-    "hosts": "runs of several processes",
     "kills": "runs that are killed or stopped, and resumed",
     "learning": "examples whose reward must rise, one seed each",
+    "hosts": "runs of several processes",
     "parity": "parity with PyTorch and other libraries, if they are installed",
 }
 

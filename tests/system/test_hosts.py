@@ -214,7 +214,12 @@ def test_ctrl_c_on_one_of_two_hosts_stops_both(one_host):
 @pytest.mark.tier("hosts")
 @pytest.mark.parametrize(
     ("count", "changes"),
-    [(1, {}), (2, {}), (4, {}), (2, {"algorithm.advantage": "poise", "rollout.max_resample_rounds": 0})],
+    [
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        (2, {}),
+        pytest.param(4, {}, marks=pytest.mark.slow),
+        (2, {"algorithm.advantage": "poise", "rollout.max_resample_rounds": 0}),
+    ],
     ids=["1", "2", "4", "2 that remember an array"],
 )
 def test_any_number_of_hosts_of_four_devices_is_the_same_run_bit_by_bit(tmp_path, count, changes):
