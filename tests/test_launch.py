@@ -186,9 +186,7 @@ socket.getaddrinfo = refuse
 """
 
 
-@pytest.mark.parametrize(
-    "before", mostly_in("hosts", ["", NAME_WITHOUT_ADDRESS]), ids=["named", "name without address"]
-)
+@pytest.mark.parametrize("before", mostly_in("slow", ["", NAME_WITHOUT_ADDRESS]), ids=["named", "name without address"])
 def test_processes_join_and_the_first_one_speaks(before):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ import pytest
 from support.checkout import REPOSITORY, free_port, wait_for
 from test_launch import JOB
 
-pytestmark = pytest.mark.tier("hosts")
+pytestmark = pytest.mark.tier("slow")
 
 # Two tasks on one node, each a process of the job. train's statuses: 2 and 1 by the seed, 143 by SIGTERM after a save,
 # and 0 where a checkpoint is.

@@ -169,10 +169,10 @@ def test_clusters_get_the_command(typist):
     assert (typist.root / words[-4]).exists()
 
 
-@pytest.mark.tier("hosts")  # plain: test_from_an_empty_project_to_a_fetched_model
+@pytest.mark.tier("slow")  # plain: test_from_an_empty_project_to_a_fetched_model
 @pytest.mark.parametrize(
     "program",
-    ["kubectl", *(pytest.param(name, marks=pytest.mark.tier("hosts")) for name in ("gcloud", "sky", "sbatch"))],
+    ["kubectl", *(pytest.param(name, marks=pytest.mark.tier("slow")) for name in ("gcloud", "sky", "sbatch"))],
 )
 def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printed):
     needs_envsubst()
@@ -221,7 +221,7 @@ def has_the_tpu_and_the_share(typist):
     )
 
 
-@pytest.mark.tier("hosts")  # plain: test_from_an_empty_project_to_a_fetched_model
+@pytest.mark.tier("slow")  # plain: test_from_an_empty_project_to_a_fetched_model
 def test_the_sweep_is_fetched_and_shown(typist):
     typist.type("mkdir -p runs/sweeps")
     has_the_tpu_and_the_share(typist)
@@ -252,7 +252,7 @@ def test_a_profile_is_made_and_fetched(typist):
     assert index_of("xprof --logdir=runs/profile") == first + 3 == len(COMMANDS) - 1
 
 
-@pytest.mark.tier("hosts")  # plain: test_from_an_empty_project_to_a_fetched_model
+@pytest.mark.tier("slow")  # plain: test_from_an_empty_project_to_a_fetched_model
 def test_saves_are_timed_on_one_worker_without_its_chips(tmp_path):
     """The chips of one worker would wait for the other workers, which run nothing.
 

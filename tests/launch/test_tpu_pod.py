@@ -14,7 +14,7 @@ from support.checkout import INSTALLS, REPOSITORY, SUPPORT, Checkout, Cloud, fre
 from support.refusal import check_words
 
 # Each test starts the workers' processes of a pod. Those that are marked "plain" are in the plain suite.
-pytestmark = pytest.mark.tier("hosts")
+pytestmark = pytest.mark.tier("slow")
 
 TPU = ("--name=my-tpu", "--zone=us-east5-b")
 MOUNT = "sudo mkdir -p /shared && (mountpoint -q /shared || sudo mount -t nfs 10.0.0.2:/vol /shared)"

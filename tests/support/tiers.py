@@ -12,7 +12,7 @@ PLAIN = "plain"
 TIERS = {
     PLAIN: "every law once, on small sizes",
     "recipes": "every law for every recipe",
-    "slow": "laws on more meshes, model families, sizes and settings",
+    "slow": "laws on more meshes, model families, sizes, settings and launchers",
     "compiler": "programs compiled for TPU slices by the TPU compiler",
     "extras": "what needs optional packages: quantised weights, buckets, search over documents, the site",
     "sandbox": "attacks on the sandbox and on its limits",

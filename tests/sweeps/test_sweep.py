@@ -499,7 +499,7 @@ def test_a_point_that_another_sweep_has_finished_is_not_run_again(tmp_path):
     assert (len(turns(tmp_path, first)), turns(tmp_path, second)) == (1, [])
 
 
-@pytest.mark.tier("hosts")  # plain: test_points_run_once_in_few_processes_and_failures_stop_nothing
+@pytest.mark.tier("slow")  # plain: test_points_run_once_in_few_processes_and_failures_stop_nothing
 def test_two_workers_run_side_by_side_and_a_signal_lets_them_end(tmp_path, monkeypatch):
     points = make_points(product(grid({"optimizer.learning_rate": [stand_in.WAIT]}), seeds(3)))
     first = [tmp_path / name / "metrics.jsonl" for name in points]
