@@ -86,7 +86,9 @@ def family(name: str, size: Size) -> Architecture:
         "qwen3_moe": {"qk_norm": "head", **experts},
         "gpt_oss": {**experts, **SINKS, "layers": (window, Layer()) * (n // 2)},
         "qwen3_5": {
-            **dict(qk_norm="head", norm_offset=1.0, output_gate=True),
+            "qk_norm": "head",
+            "norm_offset": 1.0,
+            "output_gate": True,
             "delta": Delta(heads // 2, heads, head_size, head_size, 4, is_grouped=False),
             "layers": tuple(Layer(mixer="attention" if i % 4 == 3 else "delta_rule") for i in range(n)),
         },

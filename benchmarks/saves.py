@@ -42,19 +42,24 @@ def times(gb: float, workdir: pathlib.Path, where: str) -> tuple[float, float, f
         numbers = jnp.arange(i, size + i, dtype=jnp.float32)
         state[f"array_{i:04}"] = jax.device_put(numbers, one)
     sums = jax.jit(checksums).lower(state).compile()
-    how = {"checksums": lambda _, part: sums(part)}
+
+    def checksums_of(_: str, part: dict) -> dict:
+        return sums(part)
+
     config = freeze({})
     with contextlib.closing(Checkpointer(workdir, CheckpointConfig(bucket=where))) as checkpoints:
         jax.block_until_ready(state)
         started = time.monotonic()
-        checkpoints.save(1, {"state": state}, {}, config, pass_rate=None, **how)
+        checkpoints.save(1, {"state": state}, {}, config, pass_rate=None, checksums=checksums_of)
         blocked_s = time.monotonic() - started
         checkpoints.wait()
         whole_s = time.monotonic() - started
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), state)
         started = time.monotonic()
         jax.block_until_ready(
-            checkpoints.restore({"state": like}, config, allow_config_changes=False, **how).device_state
+            checkpoints.restore(
+                {"state": like}, config, allow_config_changes=False, checksums=checksums_of
+            ).device_state
         )
         return blocked_s, whole_s, time.monotonic() - started
 

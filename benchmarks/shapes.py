@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
+from jaxrl_llm.models import presets
 from jaxrl_llm.models.architecture import PRESETS, Architecture
 
 SHAPES = {
-    # HuggingFaceTB/SmolLM2-135M-Instruct, config.json
-    "smollm2-135m": Architecture(
-        vocab_size=49152,
-        width=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_size=64,
-        ffn=1536,
-        rope_theta=1e5,
-        max_positions=8192,
-    ),
+    "smollm2-135m": presets.PRESETS["smollm2-135m"],
     # Qwen/Qwen2-1.5B, config.json; without its biases of q, k and v, which cost nothing.
     "qwen2-1.5b": Architecture(
         vocab_size=151936,

@@ -25,11 +25,19 @@ def main() -> None:
     model = random_model(job["config"], torch.bfloat16).to(device).eval()
     prompts = torch.randint(0, job["config"]["vocab_size"], (job["rows"], job["prompt_tokens"]), device=device)
     new = job["completion_tokens"]
-    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "min_new_tokens": new, "max_new_tokens": new}
     link.ready("transformers", "torch")
     for _ in link.steps():
         start = time.perf_counter()
-        rows = model.generate(prompts, attention_mask=torch.ones_like(prompts), pad_token_id=0, **how)
+        rows = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            pad_token_id=0,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            min_new_tokens=new,
+            max_new_tokens=new,
+        )
         if device == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - start

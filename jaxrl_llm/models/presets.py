@@ -13,12 +13,12 @@ from jaxrl_llm.config import Config, ConfigError
 from jaxrl_llm.models.architecture import Architecture, Delta, Layer, RopeScaling
 from jaxrl_llm.models.files import pretrained
 
-_LLAMA3 = dict(
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
-)
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def _llama(
@@ -54,76 +54,92 @@ def _smollm2(
     ffn: int,
     theta: float = 100000.0,
 ) -> Architecture:
-    sizes = dict(
+    return Architecture(
+        vocab_size=49152,
         width=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        head_size=64,
         ffn=ffn,
         rope_theta=theta,
+        max_positions=8192,
     )
-    return Architecture(vocab_size=49152, head_size=64, max_positions=8192, **sizes)
 
 
-def _qwen3(width: int, layers: int, heads: int, ffn: int, *, tied: bool = False) -> Architecture:
-    sizes = dict(
+def _qwen3(width: int, layers: int, heads: int, ffn: int, *, kv_heads: int = 8, tied: bool = False) -> Architecture:
+    return Architecture(
+        vocab_size=151936,
         width=width,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=8,
+        num_kv_heads=kv_heads,
         head_size=128,
         ffn=ffn,
         tied=tied,
-    )
-    how = dict(
         rope_theta=1e6,
         norm_eps=1e-6,
         max_positions=40960,
         qk_norm="head",
         family="qwen3",
     )
-    return Architecture(vocab_size=151936, **sizes, **how)
 
 
 def _qwen3_moe(width: int, layers: int, heads: int, ffn: int) -> Architecture:
     """Return a Qwen3 mixture of experts. ``ffn`` is the width of each of the 128 experts; a token uses 8 of them."""
-    sizes = dict(
-        width=width,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=4,
-        head_size=128,
-        ffn=ffn,
-        tied=False,
-    )
-    how = dict(
-        rope_theta=1e6,
-        norm_eps=1e-6,
-        max_positions=40960,
-        qk_norm="head",
+    return dataclasses.replace(
+        _qwen3(width, layers, heads, ffn, kv_heads=4),
+        num_experts=128,
+        experts_per_token=8,
+        norm_topk=True,
         family="qwen3_moe",
     )
-    return Architecture(151936, num_experts=128, experts_per_token=8, norm_topk=True, **sizes, **how)
 
 
-def _hybrid(width: int, layers: int, heads: int, kv_heads: int, ffn: int, values: int, **how) -> Architecture:
+def _hybrid(
+    width: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    values: int,
+    *,
+    vocab_size: int,
+    family: str,
+    num_experts: int = 0,
+    experts_per_token: int = 0,
+    norm_topk: bool = False,
+    shared_ffn: int = 0,
+) -> Architecture:
     """Return a Qwen3-Next or Qwen3.5 model.
 
     Three gated delta layers with ``values`` heads precede each attention layer.
     """
-    sizes = dict(
+    kinds = tuple(Layer(mixer="attention" if i % 4 == 3 else "delta_rule") for i in range(layers))
+    return Architecture(
+        vocab_size=vocab_size,
         width=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=256,
         ffn=ffn,
+        tied=False,
+        rope_theta=1e7,
+        rotary_size=64,
+        max_positions=262144,
+        norm_eps=1e-6,
+        norm_offset=1.0,
+        qk_norm="head",
+        output_gate=True,
+        layers=kinds,
+        delta=Delta(16, values, 128, 128, 4, is_grouped=family == "qwen3_next"),
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        norm_topk=norm_topk,
+        shared_ffn=shared_ffn,
+        family=family,
     )
-    ropes = dict(rope_theta=1e7, rotary_size=64, max_positions=262144)
-    norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", output_gate=True)
-    kinds = tuple(Layer(mixer="attention" if i % 4 == 3 else "delta_rule") for i in range(layers))
-    delta = Delta(16, values, 128, 128, 4, is_grouped=how["family"] == "qwen3_next")
-    return Architecture(**sizes, **ropes, **norms, layers=kinds, delta=delta, tied=False, **how)
 
 
 def _gpt_oss(layers: int, experts: int) -> Architecture:
@@ -131,14 +147,15 @@ def _gpt_oss(layers: int, experts: int) -> Architecture:
 
     A token uses 4 experts.
     """
-    yarn = dict(
-        factor=32.0,
-        original_max_position_embeddings=4096,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        truncate=False,
-    )
-    sizes = dict(
+    yarn = {
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    }
+    return Architecture(
+        vocab_size=201088,
         width=2880,
         num_layers=layers,
         num_heads=64,
@@ -146,104 +163,113 @@ def _gpt_oss(layers: int, experts: int) -> Architecture:
         head_size=64,
         ffn=2880,
         tied=False,
-    )
-    ropes = dict(
         rope_theta=150000.0,
         rope_scaling=RopeScaling("yarn", tuple(yarn.items())),
         max_positions=131072,
-    )
-    mixture = dict(
         num_experts=experts,
         experts_per_token=4,
         norm_topk=True,
         experts_bias=True,
         glu_limit=7.0,
+        qkv_bias=True,
+        o_bias=True,
+        sinks=True,
+        layers=(Layer(window=128), Layer()) * (layers // 2),
+        family="gpt_oss",
     )
-    kinds = (Layer(window=128), Layer()) * (layers // 2)
-    how = dict(qkv_bias=True, o_bias=True, sinks=True, layers=kinds, family="gpt_oss")
-    return Architecture(vocab_size=201088, **sizes, **ropes, **mixture, **how)
 
 
 def _qwen25(width: int, layers: int, heads: int, kv_heads: int, ffn: int, *, tied: bool = False) -> Architecture:
-    sizes = dict(
+    return Architecture(
+        vocab_size=151936 if tied else 152064,
         width=width,
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_size=width // heads,
-    )
-    how = dict(
+        ffn=ffn,
+        tied=tied,
         rope_theta=1e6,
         norm_eps=1e-6,
         max_positions=32768,
         qkv_bias=True,
         family="qwen2",
     )
-    return Architecture(vocab_size=151936 if tied else 152064, ffn=ffn, tied=tied, **sizes, **how)
 
 
 def _gemma3(width: int, layers: int, ffn: int) -> Architecture:
     """Return a Gemma 3 text model: five layers with a window of 512 tokens, then one layer with full attention."""
-    sizes = dict(
+    return Architecture(
+        vocab_size=262144,
         width=width,
         num_layers=layers,
         num_heads=4,
         num_kv_heads=1,
         head_size=256,
         ffn=ffn,
-    )
-    norms = dict(norm_eps=1e-6, norm_offset=1.0, qk_norm="head", post_norm=True)
-    ropes = dict(rope_theta=1e6, local_rope_theta=1e4, max_positions=32768)
-    kinds = tuple(Layer() if i % 6 == 5 else Layer(window=512, rope=1) for i in range(layers))
-    how = dict(
+        norm_eps=1e-6,
+        norm_offset=1.0,
+        qk_norm="head",
+        post_norm=True,
+        rope_theta=1e6,
+        local_rope_theta=1e4,
+        max_positions=32768,
         activation="gelu_tanh",
         embedding_scale=width**0.5,
         score_width=256,
-        layers=kinds,
+        layers=tuple(Layer() if i % 6 == 5 else Layer(window=512, rope=1) for i in range(layers)),
         family="gemma3_text",
     )
-    return Architecture(vocab_size=262144, **sizes, **norms, **ropes, **how)
 
 
 _SMOLLM3 = Architecture(
-    **dict(
-        vocab_size=128256,
-        width=2048,
-        num_layers=36,
-        num_heads=16,
-        num_kv_heads=4,
-        head_size=128,
-        ffn=11008,
-    ),
-    **dict(rope_theta=5e6, norm_eps=1e-6, max_positions=65536, family="smollm3"),
+    vocab_size=128256,
+    width=2048,
+    num_layers=36,
+    num_heads=16,
+    num_kv_heads=4,
+    head_size=128,
+    ffn=11008,
+    rope_theta=5e6,
+    norm_eps=1e-6,
+    max_positions=65536,
+    family="smollm3",
     layers=tuple(Layer(rope=-1 if i % 4 == 3 else 0) for i in range(36)),
 )
 _OLMO2 = Architecture(
-    **dict(
-        vocab_size=100352,
-        width=2048,
-        num_layers=16,
-        num_heads=16,
-        num_kv_heads=16,
-        head_size=128,
-        ffn=8192,
-    ),
-    **dict(rope_theta=5e5, norm_eps=1e-6, max_positions=4096, tied=False, family="olmo2"),
-    **dict(qk_norm="all", pre_norm=False, post_norm=True),
+    vocab_size=100352,
+    width=2048,
+    num_layers=16,
+    num_heads=16,
+    num_kv_heads=16,
+    head_size=128,
+    ffn=8192,
+    rope_theta=5e5,
+    norm_eps=1e-6,
+    max_positions=4096,
+    tied=False,
+    family="olmo2",
+    qk_norm="all",
+    pre_norm=False,
+    post_norm=True,
 )
 
 _MIXTRAL = Architecture(
-    **dict(
-        vocab_size=32000,
-        width=4096,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        ffn=14336,
-    ),
-    **dict(rope_theta=1e6, norm_eps=1e-5, max_positions=32768, tied=False, family="mixtral"),
-    **dict(num_experts=8, experts_per_token=2, norm_topk=True),
+    vocab_size=32000,
+    width=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    ffn=14336,
+    rope_theta=1e6,
+    norm_eps=1e-5,
+    max_positions=32768,
+    tied=False,
+    family="mixtral",
+    num_experts=8,
+    experts_per_token=2,
+    norm_topk=True,
 )
 
 PRESETS = {
@@ -273,41 +299,33 @@ PRESETS = {
     "qwen3-30b-a3b": _qwen3_moe(2048, 48, 32, 768),
     "qwen3-235b-a22b": _qwen3_moe(4096, 94, 64, 1536),
     "qwen3-next-80b-a3b": _hybrid(
-        **dict(
-            width=2048,
-            layers=48,
-            heads=16,
-            kv_heads=2,
-            ffn=512,
-            values=32,
-            vocab_size=151936,
-        ),
-        **dict(
-            num_experts=512,
-            experts_per_token=10,
-            norm_topk=True,
-            shared_ffn=512,
-            family="qwen3_next",
-        ),
+        width=2048,
+        layers=48,
+        heads=16,
+        kv_heads=2,
+        ffn=512,
+        values=32,
+        vocab_size=151936,
+        num_experts=512,
+        experts_per_token=10,
+        norm_topk=True,
+        shared_ffn=512,
+        family="qwen3_next",
     ),
     "qwen3.5-27b": _hybrid(5120, 64, 24, 4, 17408, 48, vocab_size=248320, family="qwen3_5_text"),
     "qwen3.5-35b-a3b": _hybrid(
-        **dict(
-            width=2048,
-            layers=40,
-            heads=16,
-            kv_heads=2,
-            ffn=512,
-            values=32,
-            vocab_size=248320,
-        ),
-        **dict(
-            num_experts=256,
-            experts_per_token=8,
-            norm_topk=True,
-            shared_ffn=512,
-            family="qwen3_5_moe_text",
-        ),
+        width=2048,
+        layers=40,
+        heads=16,
+        kv_heads=2,
+        ffn=512,
+        values=32,
+        vocab_size=248320,
+        num_experts=256,
+        experts_per_token=8,
+        norm_topk=True,
+        shared_ffn=512,
+        family="qwen3_5_moe_text",
     ),
     "mixtral-8x7b": _MIXTRAL,
     "gpt-oss-20b": _gpt_oss(24, 32),

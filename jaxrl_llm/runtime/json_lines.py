@@ -28,18 +28,18 @@ class BadRowError(Exception):
     """Error with the reason why a row cannot be used."""
 
 
-def written(value: Any, **how: Any) -> str:
+def written(value: Any, **options: Any) -> str:
     """Return ``value`` as JSON text that every reader accepts.
 
     A float that is not finite becomes null. A lone surrogate, which UTF-8 cannot encode, is written as an escape.
 
     Args:
-        how: keyword arguments of ``json.dumps``.
+        options: keyword arguments of ``json.dumps``.
     """
     try:
-        text = json.dumps(value, allow_nan=False, **how)
+        text = json.dumps(value, allow_nan=False, **options)
     except ValueError:
-        text = json.dumps(finite(value), allow_nan=False, **how)
+        text = json.dumps(finite(value), allow_nan=False, **options)
     return text.encode("utf-8", "backslashreplace").decode()
 
 

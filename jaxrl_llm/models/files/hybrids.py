@@ -60,17 +60,21 @@ WITH_IMAGES = ("qwen3_5", "qwen3_5_moe")
 FIXED = {"qk_norm": "head", "norm_offset": 1.0, "output_gate": True}
 # Keys of experts with their defaults, of Qwen3.5 and of Qwen3-Next.
 EXPERTS_5 = {
-    **dict(
-        num_experts=256,
-        num_experts_per_tok=8,
-        moe_intermediate_size=512,
-        shared_expert_intermediate_size=512,
-    ),
-    **dict(num_local_experts=None, intermediate_size=None),
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_local_experts": None,
+    "intermediate_size": None,
 }
 EXPERTS_NEXT = {
-    **dict(EXPERTS_5, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True),
-    **dict(intermediate_size=5632, decoder_sparse_step=1, mlp_only_layers=None),
+    **EXPERTS_5,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "norm_topk_prob": True,
+    "intermediate_size": 5632,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
 }
 # Keys in rope_parameters that are not about scaling. mrope needs no code, because for text all its sections have the
 # same position.

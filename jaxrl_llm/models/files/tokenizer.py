@@ -180,25 +180,25 @@ class Tokenizer:
         """Return the ids with one BOS token if they begin with two, because the text already has one."""
         return ids[1:] if ids[:2] == [self.bos_id] * 2 else ids
 
-    def encode_prompt(self, prompt: str | Messages, **how: Any) -> list[int]:
+    def encode_prompt(self, prompt: str | Messages, **encoding: Any) -> list[int]:
         """Return the token ids of one prompt; see ``encode_prompts``."""
-        return self.encode_prompts([prompt], **how)[0]
+        return self.encode_prompts([prompt], **encoding)[0]
 
-    def encode_answer(self, messages: Messages, last: int | None = None, **how: Any) -> list[int]:
+    def encode_answer(self, messages: Messages, last: int | None = None, **encoding: Any) -> list[int]:
         """Return the token ids of ``messages`` after a turn of the model.
 
         Args:
             messages: the messages between two turns of the model.
             last: the last token of the model's turn; None = a token that ends a turn.
-            how: the other arguments of ``encode_prompts``.
+            encoding: the other arguments of ``encode_prompts``.
         """
-        hide = _checked if how["special_tokens"] else self._hide
+        hide = _checked if encoding["special_tokens"] else self._hide
         messages = [{**message, "content": hide(message["content"])} for message in messages]
         text = "\n".join(message["content"] for message in messages)
-        if how["chat_template"]:
+        if encoding["chat_template"]:
             own_ends = [self._special[i].content for i in self.eos_ids if i in self._special]
             ends = [*END_OF_TURN, *own_ends]
-            kwargs = templates.checked_kwargs(how["chat_template_kwargs"], self._fast.chat_template, self._hide)
+            kwargs = templates.checked_kwargs(encoding["chat_template_kwargs"], self._fast.chat_template, self._hide)
             other = None if last in (None, *self._turn_ends) else self._fast.decode([last])
             text = templates.between_turns(self._fast, messages, kwargs, ends, other)
         return self._encode([text], at_start=False)[0]
