@@ -21,6 +21,7 @@ from support.building import (
     make_prompts,
     make_sampler,
 )
+from support.tiers import mostly_in
 
 from jaxrl_llm.actor import sampler as sampler_module
 from jaxrl_llm.actor.generator import Generator
@@ -66,9 +67,7 @@ SETTINGS = {
 
 
 # The filters against the same model: the next tests.
-@pytest.mark.parametrize(
-    "name", [name if name == "plain" else pytest.param(name, marks=pytest.mark.tier("slow")) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", mostly_in("slow", SETTINGS, plain=["plain"]))
 def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
     # 5 slots for 24 rollouts and chunks of 3 steps: slots refill again and again. No support is too small.
     every_id = {"support_tokens": building.TINY.vocab_size}
@@ -95,13 +94,7 @@ def test_sampler_logp_is_the_learners_and_that_of_a_float64_model(name):
 
 @pytest.mark.parametrize(
     ("name", "at_most"),
-    [
-        ("all", 40),
-        *(
-            pytest.param(*case, marks=pytest.mark.tier("slow"))  # parts of all
-            for case in (("all", 64), ("min_p", 7), ("top_k", 64), ("top_p", 24))
-        ),
-    ],
+    mostly_in("slow", [("all", 40), ("all", 64), ("min_p", 7), ("top_k", 64), ("top_p", 24)]),  # the rest: parts of all
 )
 def test_what_a_token_was_drawn_among_is_kept_and_a_learner_that_moved_weighs_it_among_the_same(name, at_most):
     """Checked under every filter.

@@ -47,10 +47,7 @@ def sampling_of(stale_cache, model=None, **settings):
 
 
 @pytest.mark.parametrize("stale_cache", mostly_in("slow", ["keep", "recompute"]))
-@pytest.mark.parametrize(
-    "name",
-    ["attention", *(pytest.param(name, marks=pytest.mark.tier("slow")) for name in MODELS if name != "attention")],
-)
+@pytest.mark.parametrize("name", mostly_in("slow", MODELS, plain=["attention"]))
 def test_tokens_have_the_probabilities_of_the_weights_that_their_version_names(name, stale_cache):
     sampling = sampling_of(stale_cache, arch=MODELS[name])
     rollout = generated(sampling, CALLS)
@@ -78,7 +75,7 @@ def test_the_same_holds_over_a_mesh_and_with_adapters():
 
 
 @pytest.mark.tier("slow")  # plain: test_moe.test_the_sampler_notes_what_the_learner_would_choose
-@pytest.mark.parametrize("stale_cache", ["keep", pytest.param("recompute", marks=pytest.mark.tier("slow"))])
+@pytest.mark.parametrize("stale_cache", ["keep", "recompute"])
 def test_experts_that_the_learner_replays_are_those_of_the_weights_that_read_the_tokens(stale_cache):
     """The experts of a prompt come from the weights that last read it.
 

@@ -170,10 +170,7 @@ def test_clusters_get_the_command(typist):
 
 
 @pytest.mark.tier("slow")  # plain: test_from_an_empty_project_to_a_fetched_model
-@pytest.mark.parametrize(
-    "program",
-    ["kubectl", *(pytest.param(name, marks=pytest.mark.tier("slow")) for name in ("gcloud", "sky", "sbatch"))],
-)
+@pytest.mark.parametrize("program", ["kubectl", "gcloud", "sky", "sbatch"])
 def test_a_sweep_gives_each_cluster_a_job_for_each_point(program, typist, printed):
     needs_envsubst()
     typist.plan(workers=1)

@@ -16,6 +16,7 @@ import safetensors.numpy
 from support import building, families, hybrids
 from support.building import COMPLETION_TOKENS, CUBE, ONE, PROMPT_TOKENS, Sampling, make_prompts, make_sampler
 from support.refusal import ANY, refused
+from support.tiers import mostly_in
 
 from jaxrl_llm.commands.generate import generate
 from jaxrl_llm.config import SamplingConfig
@@ -40,11 +41,6 @@ CONFIGS = families.CONFIGS | hybrids.CONFIGS
 
 
 PLAIN_CONFIGS = ("llama_yarn", "gemma3", "qwen3_moe")
-
-
-def some_slow(names, plain):
-    """Mark the families that are not ``plain`` for the slow suite."""
-    return [name if name in plain else pytest.param(name, marks=pytest.mark.tier("slow")) for name in names]
 
 
 @functools.cache
@@ -81,7 +77,7 @@ def stored_gradients(folder, gradients, model):
     return safetensors.numpy.load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("name", some_slow(CONFIGS, PLAIN_CONFIGS))
+@pytest.mark.parametrize("name", mostly_in("slow", CONFIGS, plain=PLAIN_CONFIGS))
 def test_log_probs_and_gradients_are_those_that_transformers_stored(tmp_path, name):
     model = Model(hf.read_architecture(write(tmp_path / "theirs", name)))
     mesh = building.mesh_of(ONE)
@@ -145,7 +141,7 @@ def test_an_export_is_the_same_folder_again(tmp_path, name):
         jax.tree.map(np.testing.assert_array_equal, sharded, params)
 
 
-@pytest.mark.parametrize("name", some_slow(CONFIGS, ()))  # gemma3 has windows too
+@pytest.mark.parametrize("name", mostly_in("slow", CONFIGS, plain=0))
 def test_greedy_completions_are_those_that_transformers_stored(tmp_path, name):
     """The command generate with a prompt longer than every window: prefill, cache and sampler at temperature 0."""
     write(tmp_path / "theirs", name)

@@ -184,11 +184,8 @@ def gradient_on(config):
     return jax.tree.map(np.asarray, (seen, gradient))
 
 
-PLAIN = ("expert, tensor",)
-
-
 @pytest.mark.tier("slow")  # plain: test_collectives.test_gradients_are_one_devices_on_any_mesh
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.tier("slow")] * (x not in PLAIN)) for x in MESHES])
+@pytest.mark.parametrize("name", MESHES)
 def test_a_mesh_changes_nothing_but_the_order_of_sums(name):
     ((hidden, chosen), gradient), ((hidden_1, chosen_1), gradient_1) = gradient_on(MESHES[name]), gradient_on(ONE)
     np.testing.assert_array_equal(chosen, chosen_1)

@@ -22,6 +22,7 @@ import pytest
 from support import sandboxes
 from support.refusal import check_refusal, raises_with, refused
 from support.sandboxes import LIMITS
+from support.tiers import mostly_in
 
 from jaxrl_llm.sandbox import sandbox as sandbox_module
 from jaxrl_llm.sandbox.sandbox import ISOLATIONS, LACKING, Limits, Sandbox, SandboxError, SandboxWarning
@@ -38,11 +39,6 @@ def temporary(tmp_path_factory):
         patch.setitem(sandbox_module.ENVIRONMENT, "TMPDIR", str(folder))
         yield folder
     sandboxes.close_pools()
-
-
-def most_are_slow():
-    """Return the isolations as parameters. Only the first is in the plain suite."""
-    return [pytest.param(name, marks=pytest.mark.tier("sandbox") if i else ()) for i, name in enumerate(ISOLATIONS)]
 
 
 @pytest.fixture(params=ISOLATIONS)
@@ -212,7 +208,7 @@ time.sleep(20)
 """
 
 
-@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
+@pytest.mark.parametrize("sandbox", mostly_in("sandbox", ISOLATIONS), indirect=True)
 def test_a_fork_bomb_is_held_down_and_ended(sandbox):
     most, stop = [0], threading.Event()
     worker = sandbox._workers[0]
@@ -302,20 +298,20 @@ def test_who_is_not_root_removes_what_it_may_not_read_and_starts_no_more_than_so
     assert done.stdout == "[]\n4\n", done.stderr
 
 
-@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
+@pytest.mark.parametrize("sandbox", mostly_in("sandbox", ISOLATIONS), indirect=True)
 def test_memory_of_one_process_is_limited(sandbox):
     result = sandbox.run("kept = []\nfor _ in range(64):\n    kept.append(b'x' * 2**25)")
     assert (result.limit, result.exception, result.finished) == ("memory", "MemoryError", False)
 
 
-@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
+@pytest.mark.parametrize("sandbox", mostly_in("sandbox", ISOLATIONS), indirect=True)
 def test_memory_of_all_processes_together_is_limited(sandbox):
     code = "import os, time\nfor _ in range(4):\n    if not os.fork():\n        x = b'x' * 150 * 2**20\n        break\n"
     result = sandbox.run(code + "time.sleep(20)")
     assert (result.limit, result.finished) == ("memory", False)
 
 
-@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
+@pytest.mark.parametrize("sandbox", mostly_in("sandbox", ISOLATIONS), indirect=True)
 def test_a_zip_bomb_takes_no_more_than_any_other(sandbox):
     packer = zlib.compressobj(wbits=-15)
     piece = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)  # pieces can stand behind one another
@@ -325,7 +321,7 @@ def test_a_zip_bomb_takes_no_more_than_any_other(sandbox):
     assert sandbox.run(write, stdin=piece.hex() + "\n").limit == "disk"
 
 
-@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
+@pytest.mark.parametrize("sandbox", mostly_in("sandbox", ISOLATIONS), indirect=True)
 def test_output_without_end_is_cut(sandbox):
     for stream in (1, 2):
         result = sandbox.run(f"import os\nfor _ in range(1024):\n    os.write({stream}, b'x' * 2**20)")
@@ -430,7 +426,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("sandbox", most_are_slow(), indirect=True)
+@pytest.mark.parametrize("sandbox", mostly_in("sandbox", ISOLATIONS), indirect=True)
 def test_all_ends_when_the_parent_is_killed(sandbox):
     least = sandbox._workers[0].own_processes + 2
     program = PARENT.format(isolation=sandbox.isolation, least=least)

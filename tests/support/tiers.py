@@ -3,7 +3,7 @@
 A test outside the plain suite names the plain test of the same law in its docstring or in a comment.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import pytest
 
@@ -36,15 +36,18 @@ def tier_of(item: pytest.Item) -> str:
     return "slow" if item.get_closest_marker("slow") else PLAIN
 
 
-def mostly_in(tier: str, values: Iterable, *, plain: int = 1) -> list:
-    """Return the values of a parametrised test: the first ones stay in the plain suite, and the others are in a tier.
+def mostly_in(tier: str, values: Iterable, *, plain: int | Collection = 1) -> list:
+    """Return the values of a parametrised test: a few stay in the plain suite, and the others are in a tier.
 
     Args:
         values: a tuple holds the values of several parameters.
-        plain: how many stay in the plain suite.
+        plain: the values that stay in the plain suite, or how many of the first ones do.
     """
+    values = list(values)
+    if isinstance(plain, int):
+        plain = values[:plain]
     params = []
-    for index, value in enumerate(values):
-        marks = () if index < plain else (pytest.mark.tier(tier),)
+    for value in values:
+        marks = () if value in plain else (pytest.mark.tier(tier),)
         params.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
     return params

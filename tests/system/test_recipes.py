@@ -20,6 +20,7 @@ from reference import recipes as oracle
 from reference import sampling as sampling_oracle
 from reference import transformer
 from support.building import EIGHT, ONE, host_params, learner_params, mesh_of
+from support.tiers import mostly_in
 
 from jaxrl_llm.algorithms.baselines import num_features
 from jaxrl_llm.config import freeze
@@ -312,8 +313,7 @@ def first(recipe):
 
 def most_in_tier(*quick, recipes=RECIPES):
     """Parametrize by recipe. Each recipe compiles programs of its own, so the plain suite has only ``quick``."""
-    tier = pytest.mark.tier("recipes")
-    return pytest.mark.parametrize("recipe", [r if r in quick else pytest.param(r, marks=tier) for r in recipes])
+    return pytest.mark.parametrize("recipe", mostly_in("recipes", recipes, plain=quick))
 
 
 def loss_of(run, config):
