@@ -2,9 +2,9 @@
 
     python -m benchmarks.sandbox [--seconds=3] [--rounds=3] [--workers 1 2]
 
-    fork         a bare fork of a process of this size that exits: the limit of everything that forks
+    fork         a fork of a process of this size that exits at once: no method that forks can be faster
     sandbox      each isolation that this machine allows
-    subprocess   `python -I -S -c`, and `python -c` as in a simple reward function, without isolation
+    subprocess   a new interpreter without isolation: `python -I -S -c`, and `python -c` as in a simple reward
 
 The kinds take turns in each round, so that other work on the machine affects all of them. The command prints the best
 and the median rate of the rounds, and the CPU time of one execution in all processes that take part. The CPU time

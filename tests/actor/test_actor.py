@@ -67,7 +67,8 @@ def test_where_answers_of_others_stand_is_saved_as_it_was_restored_though_none_w
 def test_an_iteration_that_was_stopped_has_the_seconds_of_before_and_none_of_what_others_functions_take(monkeypatch):
     """Computed by hand:
 
-    7 s of which 2 s are waiting, then 5 s of which 1 s is waiting in another process, give 9 s and 3 s.
+    One process takes 7 s, and 2 s of them are waiting. Another then takes 5 s, and 1 s of them is waiting. Together
+    they take 9 s without waiting, and wait 3 s.
     """
     clock, stops = [50.0], [True]
     group = FinishedGroup(0, None, [1], [1])

@@ -1,4 +1,7 @@
-"""Whole trainings of adapters over a frozen base: what stays fixed, what is saved, what changes nothing."""
+"""Whole trainings of adapters over a frozen base.
+
+The tests show which weights stay fixed, which are saved, and which settings change no number.
+"""
 
 import dataclasses
 import json

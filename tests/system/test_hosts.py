@@ -128,7 +128,7 @@ def run_to_end(count, folder, name, settings, *, flags=(), **how):
 
 
 def run_through_a_stop(folder, name, settings):
-    """Run two hosts of which one is told to stop. The same command continues the run if it was not at its end."""
+    """Run two hosts and stop one by a signal. If the run was not at its end, the same command continues it."""
     job = Job(2, folder, settings, flags=(f"--workdir={folder / name}",))
     job.until("iteration 1/")
     job.hosts[1].send_signal(signal.SIGTERM)

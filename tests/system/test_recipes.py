@@ -151,10 +151,10 @@ class Iteration:
 
 @functools.cache
 def make_rollout(group_size, *, lengths="ragged", seed=0, has_turns=False, arch=SMALL):
-    """Return rollouts of which every other row has the model's own log-probs, and the others those of another policy.
+    """Return rollouts. Every other row has the model's own log-probs; the other rows have those of another policy.
 
-    ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all truncated). With turns, an
-    environment answers after the third and the sixth token, with one or two tokens.
+    ``lengths`` of completions: "ragged", "by_group" (equal in a group) or "full" (all truncated). With turns, the third
+    and the sixth token of a completion that continues after them are an environment's answers, each token 3 or 4.
     """
     rng = np.random.default_rng(seed)
     group = np.arange(NUM_ROWS) // group_size
